@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Finding, Result, Verdict, shown_value
-from elastic_ext.profile.changing import ChangeDetector
+from elastic_ext.profile.stragglers import ChangeDetector
 
 __all__ = [
     "DETECTORS",

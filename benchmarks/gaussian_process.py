@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.simulated_draw import STRATEGIES, Array
-from elastic_ext.master.strategy.space import Point, Value
+from elastic_ext.tuner.space import Point, Value
 
 __all__ = ["chosen_by_improvement", "features_of"]
 

@@ -38,8 +38,8 @@ from benchmarks.harness import (
     shortened,
 )
 from benchmarks.loader_speed import without_advice
-from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 
 __all__ = ["SWITCH", "Change", "Switch", "compared", "main", "waits_live", "waits_made_anew"]

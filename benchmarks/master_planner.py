@@ -20,11 +20,10 @@ from benchmarks.tuning_ours import Ours
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Author
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.standing import Standing
 from elastic_ext.master.tuning_words import Mode
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.decisions import Decision, Standing
+from elastic_ext.tuner.measurements import Seen
 
 __all__ = ["Planner", "main"]
 

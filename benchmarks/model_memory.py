@@ -28,15 +28,13 @@ from benchmarks.allocated import allocated_on_cpu
 from benchmarks.harness import Finding, Result, Verdict, shown_value
 from benchmarks.memory_kinds import KINDS, Kind, blocks_of_kind, loss_of
 from elastic_ext.fsdp.blocks import recompute
-from elastic_ext.profile.asking import Asking
-from elastic_ext.profile.likeness import told
-from elastic_ext.profile.memory_lines import correction, lines_through
-from elastic_ext.profile.memory_samples import sample_on
-from elastic_ext.profile.model_sizes import ModelSizes
+from elastic_ext.profile.memory.analyzer import ModelSizes
+from elastic_ext.profile.memory.lines import Peaks, correction, lines_through
+from elastic_ext.profile.memory.prediction_request import factory_of, names_of, optimizer_kinds, parameter_kinds, told
+from elastic_ext.profile.memory.process import Asking
+from elastic_ext.profile.memory.questions import Question
+from elastic_ext.profile.memory.samples import sample_on
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.questioning import factory_of, names_of, optimizer_kinds, parameter_kinds
-from elastic_ext.profile.questions import Question
-from elastic_ext.profile.tally import Peaks
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 
 __all__ = ["ErrorTable", "Point", "main", "points_of", "table_of"]

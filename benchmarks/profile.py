@@ -37,9 +37,8 @@ import torch
 from benchmarks.differences import DifferenceTable, compare_differences, compare_shares
 from benchmarks.harness import Reading, Readings, Side, shortened, shown_value
 from benchmarks.trainer_ranks import Loop, Task, make_loop
-from elastic_ext.profile import pace, windows
-from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.timeline import Timeline
+from elastic_ext.profile import probe, windows
+from elastic_ext.profile.phases import Phase, Timeline
 
 __all__ = [
     "CPU",
@@ -104,7 +103,7 @@ def cost_of_looking(which: Which, *, num_rounds: int) -> DifferenceTable:
     between = _BETWEEN[which]
     with ExitStack() as stack:
         if between is not None:
-            stack.enter_context(mock.patch.object(pace, "steps_between", between))
+            stack.enter_context(mock.patch.object(probe, "steps_between", between))
         found = compare_differences(
             f"A step, CPU time: one rank, a very small model, {which}",
             [_on_processor(side) for side in stack.enter_context(_loops(SMALL, NUM_OF_SMALL))],
@@ -133,7 +132,7 @@ def share_of_steps(
     """
     titles = {f"A look at a step of {length}, {what}: one rank": name for name, what in _MEASURES.items()}
     with _one_loop(task) as (both, step_seconds, num_in_cycle):
-        num_looked_at = pace.steps_together(step_seconds)
+        num_looked_at = probe.steps_together(step_seconds)
         share = (at_most - passing_seconds / step_seconds) * num_in_cycle / num_looked_at
         sides = [_titled(side, titles) for side in both]
         found = compare_shares([*titles], sides, {LOOKS[True]: share}, num_rounds=num_rounds)
@@ -164,7 +163,7 @@ def _one_loop(task: Task) -> Iterator[tuple[list[Side], float, int]]:
         stack.enter_context(mock.patch.object(windows, "window_seconds", return_value=float(3 * NUM_LOOPS)))
         loops = [make_loop("ours", task, Path(folder) / str(number), stack) for number in range(NUM_LOOPS)]
         seconds = min(loop.run(80).wall_seconds for loop in loops)  # the census is taken, and the machine is measured
-        num_in_cycle = pace.steps_between(seconds) + pace.steps_together(seconds)
+        num_in_cycle = probe.steps_between(seconds) + probe.steps_together(seconds)
         switch = _Switch(stack, num_in_cycle=num_in_cycle)
         gc.collect()
         gc.freeze()
@@ -179,7 +178,7 @@ class _Switch:
         self._num_in_cycle = num_in_cycle
         self._looks = True
         self._has_begun = False
-        stack.enter_context(mock.patch.object(pace, "steps_between", self._between))
+        stack.enter_context(mock.patch.object(probe, "steps_between", self._between))
 
     def side(self, looks: bool, loops: Sequence[Loop]) -> Side:
         in_turn = itertools.cycle(loops)

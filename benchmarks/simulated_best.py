@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.simulated_draw import STRATEGIES, Array, Columns, Hidden
 from benchmarks.simulated_memory import HEADROOM, true_bytes
 from benchmarks.simulated_time import Circumstances, phase_seconds
-from elastic_ext.master.strategy.space import Point
+from elastic_ext.tuner.space import Point
 
 __all__ = ["best_point"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ext.master.strategy.space import Point
+from elastic_ext.tuner.space import Point
 
 __all__ = ["STRATEGIES", "Array", "Columns", "Hidden", "columns_of", "draw", "quirk"]
 

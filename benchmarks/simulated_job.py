@@ -21,9 +21,9 @@ from benchmarks.simulated_draw import STRATEGIES, Array, Columns, Hidden, column
 from benchmarks.simulated_memory import HEADROOM, expected_bytes, memory_facts, true_bytes
 from benchmarks.simulated_time import PHASES, Circumstances, phase_seconds
 from elastic_ext.config.keys import TuningSection
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import KEYS, Point, Space, space_of
 from elastic_ext.records.metrics import JobFacts, NodeCalibration, StepCensus
+from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.space import KEYS, Point, Space, space_of
 
 __all__ = ["CHOICES", "RESTART_SECONDS", "SimulatedJob"]
 

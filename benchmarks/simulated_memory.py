@@ -20,8 +20,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.simulated_draw import GRAD_OP, Array, Columns, Hidden, columns_of, quirk
-from elastic_ext.master.strategy.space import Point
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.tuner.space import Point
 
 __all__ = ["HEADROOM", "expected_bytes", "memory_facts", "pass_bytes", "true_bytes"]
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from benchmarks.simulated_job import NUM_STEPS_UNKNOWN, SimulatedJob
 from benchmarks.tuning_peers import Training
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.master.strategy.controller import Controller
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import KEYS, point_of
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.controller import Controller
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.space import KEYS, point_of
 
 __all__ = ["Ours"]
 

@@ -21,9 +21,9 @@ from benchmarks.gaussian_process import chosen_by_improvement, features_of
 from benchmarks.simulated_draw import Array
 from benchmarks.simulated_job import NUM_STEPS_UNKNOWN, SimulatedJob
 from benchmarks.simulated_memory import HEADROOM
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import Point, Value
-from elastic_ext.profile.changing import ChangeDetector
+from elastic_ext.profile.stragglers import ChangeDetector
+from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.space import Point, Value
 
 __all__ = [
     "PEERS",

@@ -36,8 +36,8 @@ from benchmarks.gang import Gang
 from benchmarks.harness import Finding, Result, Verdict, shortened
 from benchmarks.joined import joined
 from elastic_ext import CheckpointInterval, ElasticTrainer
-from elastic_ext.profile.bottleneck import verdict
-from elastic_ext.profile.weighed import RankView, merged
+from elastic_ext.profile.breakdown import RankView, merged
+from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 __all__ = ["CAUSES", "Case", "Judged", "Rank", "VerdictTable", "interval_of_share", "judge", "main", "member"]

@@ -9,14 +9,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .accumulate import BatchPlan, StepPlan
     from .config.agreement import Boundary
     from .config.apply import Applied, Applier, Proposal
     from .config.elastic_config import ElasticConfig
     from .config.follower import ConfigFollower, follow_config
     from .config.watcher import ConfigWatcher
+    from .data.batch_plan import BatchPlan, StepPlan
     from .data.loader import ElasticDataLoader
     from .data.sampler import ElasticDistributedSampler
+    from .data.sources import MicroBatchSource
     from .errors import (
         ApplyError,
         ConfigError,
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from .fsdp.plan import ParallelPlan
-    from .profile.sinks import Sink, TensorBoardSink
+    from .profile.output import Sink, TensorBoardSink
     from .profile.summary import StepProfile
-    from .sources import MicroBatchSource
     from .training.optimizers.amp import ElasticScaler
     from .training.optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
     from .training.options import CheckpointInterval
@@ -79,7 +79,7 @@ _HOMES = {
     "Applied": "config.apply",
     "Applier": "config.apply",
     "ApplyError": "errors",
-    "BatchPlan": "accumulate",
+    "BatchPlan": "data.batch_plan",
     "Boundary": "config.agreement",
     "CheckpointInterval": "training.options",
     "ConfigError": "errors",
@@ -93,7 +93,7 @@ _HOMES = {
     "ElasticOptimizer": "training.optimizers.optimizer",
     "ElasticScaler": "training.optimizers.amp",
     "ElasticTrainer": "training.trainer",
-    "MicroBatchSource": "sources",
+    "MicroBatchSource": "data.sources",
     "ParallelPlan": "fsdp.plan",
     "PeerLostError": "errors",
     "Proposal": "config.apply",
@@ -101,11 +101,11 @@ _HOMES = {
     "RanksError": "errors",
     "RanksFailedError": "errors",
     "ReshardReport": "training.parallelism",
-    "Sink": "profile.sinks",
+    "Sink": "profile.output",
     "StepError": "errors",
-    "StepPlan": "accumulate",
+    "StepPlan": "data.batch_plan",
     "StepProfile": "profile.summary",
-    "TensorBoardSink": "profile.sinks",
+    "TensorBoardSink": "profile.output",
     "TornStepError": "errors",
     "WorkerDiedError": "errors",
     "follow_config": "config.follower",

@@ -132,7 +132,7 @@ def within_a_minute() -> Iterator[None]:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """The test leaves no process, descriptor, thread or shared memory behind."""
-    from elastic_ext.data.pool import Pool
+    from elastic_ext.data.workers.pool import Pool
     from tests.loading import settled
     from tests.pools import FORK, batches_made, work
 

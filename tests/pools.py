@@ -24,9 +24,9 @@ import psutil
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from elastic_ext.data.pool import Pool
-from elastic_ext.data.process import Work
-from elastic_ext.data.spawner import THREAD_NAME
+from elastic_ext.data.workers.pool import Pool
+from elastic_ext.data.workers.worker import THREAD_NAME
+from elastic_ext.data.workers.worker_process import Work
 
 if TYPE_CHECKING:
     import pytest

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elastic_ext.profile.breakdown import RankView
 from elastic_ext.profile.phases import COMPUTING, IN_STEPS, Phase
-from elastic_ext.profile.weighed import RankView
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 __all__ = ["PLANTED", "calibration", "census", "made_view", "made_window", "planted"]

@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import elastic_ext
 from elastic_ext import ElasticScaler, ElasticTrainer, StepError
-from elastic_ext.sources import FixedBatches
+from elastic_ext.data.sources import FixedBatches
 from elastic_ext.training.optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
 from examples import accelerate_glue, accelerate_glue_plain
 from tests.ranks import RankPool, RanksFailed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_ext.accumulate import BatchPlan, can_cut, nearest_batches, next_batch, plan_step, shares
+from elastic_ext.data.batch_plan import BatchPlan, can_cut, nearest_batches, next_batch, plan_step, shares
 
 sizes = st.integers(1, 5000)
 ranks = st.integers(1, 64)

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ext.agent.slow_workers import NodeRound, Rounds, SlowNews, SlowWorkers
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.straggling import LocalTime
+from elastic_ext.profile.stragglers import LocalTime
 from elastic_ext.records.run_dir import RunDirectory
 from tests.nodes import Node, nodes, until
 from tests.ports import free_port

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ext.profile.analysis import analyse
-from elastic_ext.profile.block_watch import BlockWatch
-from elastic_ext.profile.fake import without_memory
-from elastic_ext.profile.live_bytes import LiveBytes
-from elastic_ext.profile.questions import Answer
-from elastic_ext.profile.tally import Tally
+from elastic_ext.profile.memory.analysis import analyse, without_memory
+from elastic_ext.profile.memory.lines import Tally
+from elastic_ext.profile.memory.questions import Answer
+from elastic_ext.profile.memory.samples import BlockWatch, LiveBytes
 from tests import memory_models
 from tests.memory_models import LENGTH, WIDTH
 from tests.test_model_memory import words

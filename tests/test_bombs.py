@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.accumulate import plan_step
+from elastic_ext.data.batch_plan import plan_step
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer, convert_from_dcp, convert_to_dcp
 from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, STATE_FILE, meta_file

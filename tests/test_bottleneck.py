@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.profile.bottleneck import Verdict, verdict
-from elastic_ext.profile.causes import KINDS
+from elastic_ext.profile.breakdown import RankView, merged, weigh
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.weighed import RankView, merged, weigh
+from elastic_ext.profile.verdict import KINDS, Verdict, verdict
 from elastic_ext.records.metrics import StepTrace
 from tests.profiles import PLANTED, calibration, census, made_view, made_window, planted
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import change_detector
-from elastic_ext.profile.changing import ChangeDetector, PaceChange
+from elastic_ext.profile.stragglers import ChangeDetector, PaceChange
 
 
 def _changes(seconds: Iterable[float], detector: ChangeDetector | None = None) -> list[PaceChange]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.accumulate import BatchPlan
-from elastic_ext.data.cursor import Chunk, Cursor, chunks, num_chunks
+from elastic_ext.data.batch_plan import BatchPlan
+from elastic_ext.data.order import Chunk, Cursor, chunks, num_chunks
 
 
 @st.composite

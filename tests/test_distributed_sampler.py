@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from elastic_ext.accumulate import BatchPlan
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.profile.memory_samples import Readiness, sample_on
-from elastic_ext.profile.model_sizes import ModelSizes, besides_bytes, capacity_bytes
+from elastic_ext.profile.memory.analyzer import ModelSizes, besides_bytes, capacity_bytes
+from elastic_ext.profile.memory.samples import Readiness, sample_on
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import MemoryFacts
 from tests import memory_models

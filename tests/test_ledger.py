@@ -10,16 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.profile.history_of_run import Life, in_order, lives_of, merged, pieces_of, trainings_of, within
 from elastic_ext.profile.ledger import (
     ENTRIES,
     Entry,
     Happened,
     Ledger,
+    Life,
     Slice,
+    in_order,
     ledger_of_job,
     ledger_of_slices,
+    lives_of,
+    merged,
+    pieces_of,
     slices_of,
+    trainings_of,
+    within,
 )
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import StepWindow

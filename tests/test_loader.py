@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from elastic_ext import ElasticTrainer, MicroBatchSource
-from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
 from tests.pools import WaitAt, gate, open_gate

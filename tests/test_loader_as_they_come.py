@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from elastic_ext.accumulate import BatchPlan
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.indexed import Indexed
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.accumulate import BatchPlan, StepPlan
+from elastic_ext.data.batch_plan import BatchPlan, StepPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests import pools
 from tests.loading import changed, collate_by_hand, freezing_garbage, indices_in, loader_of, settled

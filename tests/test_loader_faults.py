@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.accumulate import BatchPlan
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.errors import WorkerDiedError
 from tests import pools

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ext import ElasticDataLoader, ElasticDistributedSampler
-from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.data.batch_plan import BatchPlan
 
 
 def plan_of(size: int) -> BatchPlan:

@@ -16,12 +16,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, get_worker_info
 
 from elastic_ext import ElasticTrainer
-from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.order import Drawn
-from elastic_ext.data.pinning import Pinning
 from elastic_ext.data.sampler import ElasticDistributedSampler
+from elastic_ext.data.workers.producer import Pinning
 from elastic_ext.records.files import write_whole
 from tests.training import make_model
 from tests.watching import DEADLINE_SECONDS, collected_warnings

@@ -16,7 +16,7 @@ from elastic_ext.doctor.pair_report import PairReport
 from elastic_ext.master.cluster import Cluster, Judged, cluster_of, judged
 from elastic_ext.master.links import measured_in
 from elastic_ext.master.machines import NodeFacts, facts_of, why_refused
-from elastic_ext.profile.straggling import Straggler
+from elastic_ext.profile.stragglers import Straggler
 from tests.clusters import FAST, NEAR, machine_of, pair_report
 from tests.machines import GOOD_MACHINE, gpu, gpus
 

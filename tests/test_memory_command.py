@@ -19,10 +19,10 @@ from elastic_ext.cli import main
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.master.memory_table import Asked, limit_of, predicted
 from elastic_ext.master.memory_words import memory_record, memory_words
-from elastic_ext.master.strategy.memory import Memory
-from elastic_ext.master.strategy.space import point_of
 from elastic_ext.records.agent import AgentRecord
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.tuner.memory import Memory
+from elastic_ext.tuner.space import point_of
 from tests.job_facts import made_facts
 
 MIB = 1 << 20

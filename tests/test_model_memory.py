@@ -14,15 +14,21 @@ import torch
 from hypothesis import given, strategies
 from torch import nn
 
-from elastic_ext.profile.fake import why_not_fake, without_memory
-from elastic_ext.profile.likeness import batch_dim, like, num_bytes_of, told
-from elastic_ext.profile.live_bytes import LiveBytes
-from elastic_ext.profile.memory_lines import correction, lines_through, sizes_up_to
-from elastic_ext.profile.memory_samples import Readiness, Sample, sample_on
-from elastic_ext.profile.origins import MainModule, Origin, origin_of
+from elastic_ext.profile.memory.analysis import why_not_fake, without_memory
+from elastic_ext.profile.memory.lines import Stage, Tally, correction, lines_through, sizes_up_to
+from elastic_ext.profile.memory.prediction_request import (
+    batch_dim,
+    factory_of,
+    like,
+    names_of,
+    num_bytes_of,
+    optimizer_kinds,
+    parameter_kinds,
+    told,
+)
+from elastic_ext.profile.memory.questions import MainModule, Origin, origin_of
+from elastic_ext.profile.memory.samples import LiveBytes, Readiness, Sample, sample_on
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.questioning import factory_of, names_of, optimizer_kinds, parameter_kinds
-from elastic_ext.profile.tally import Stage, Tally
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from tests import memory_models
 from tests.memory_models import CLASSES, LENGTH

@@ -21,11 +21,9 @@ import torch
 from torch import nn
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.asking import Asking
-from elastic_ext.profile.likeness import told
-from elastic_ext.profile.origins import Origin
-from elastic_ext.profile.questioning import optimizer_kinds, parameter_kinds
-from elastic_ext.profile.questions import IS_ANALYSIS, Answer, Question, refuse_in_analysis
+from elastic_ext.profile.memory.prediction_request import optimizer_kinds, parameter_kinds, told
+from elastic_ext.profile.memory.process import Asking
+from elastic_ext.profile.memory.questions import IS_ANALYSIS, Answer, Origin, Question, refuse_in_analysis
 from tests import memory_models
 from tests.memory_models import WIDTH
 from tests.test_model_memory import accounted, rows, words
@@ -264,7 +262,7 @@ def test_it_ends_with_the_process_that_asks(tmp_path: Path) -> None:
             from tests import memory_models
             from tests.test_model_memory import rows
             from tests.test_model_memory_process import question_of, children
-            from elastic_ext.profile.asking import Asking
+            from elastic_ext.profile.memory.process import Asking
             Asking(question_of("is_slow", memory_models.layers(), rows(4))).start()
             while not children():
                 time.sleep(0.01)

@@ -15,11 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ext.data.child import GONE_SECONDS, is_readable
-from elastic_ext.data.nursery import Nurseries
-from elastic_ext.data.pool import Pool
-from elastic_ext.data.process import Seat
-from elastic_ext.data.worker import Worker
+from elastic_ext.data.workers.fork_server import GONE_SECONDS, Nurseries, is_readable
+from elastic_ext.data.workers.pool import Pool
+from elastic_ext.data.workers.worker import Worker
+from elastic_ext.data.workers.worker_process import Seat
 from elastic_ext.errors import WorkerDiedError
 from tests import pools
 from tests.pools import FORK, Both, Once, batches_made, child_pids, warnings_in, work, worker_pids

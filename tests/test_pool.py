@@ -24,8 +24,8 @@ import torch
 import torch.utils.data._utils.worker
 from torch.utils.data import DataLoader, default_collate
 
-from elastic_ext.data.pool import Pool
-from elastic_ext.data.process import Work
+from elastic_ext.data.workers.pool import Pool
+from elastic_ext.data.workers.worker_process import Work
 from elastic_ext.errors import ElasticError, WorkerDiedError
 from tests import pools
 from tests.pools import (

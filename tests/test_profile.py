@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader
-from elastic_ext.profile.census import Census, why_no_census
+from elastic_ext.profile.step_costs import Census, why_no_census
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
 from tests.ranks import RankPool
 from tests.training import make_data, make_model, trainer_of

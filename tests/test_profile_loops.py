@@ -24,11 +24,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.profile.held import memory_held
-from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
-from elastic_ext.profile.surveying import Found, Surveyor
-from elastic_ext.profile.timeline import Timeline
+from elastic_ext.profile.sampled_steps import Found, Surveyor
+from elastic_ext.profile.windows import memory_held
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.training.prepare import _started_at
 from tests.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of

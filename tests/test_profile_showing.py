@@ -17,12 +17,18 @@ from typing import Any, ClassVar
 import pytest
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.line import duration_in_words, line_of, number_in_words, shares_in_words
+from elastic_ext.profile.output import Showing, Sinks, TensorBoardSink, Training
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.reading import present_windows, profiled_ranks, rounds_of, tail_of, tails_of, view_of
-from elastic_ext.profile.showing import Showing, Training
-from elastic_ext.profile.sinks import Sinks, TensorBoardSink
-from elastic_ext.profile.summary import StepProfile, flops_share, summary_of
+from elastic_ext.profile.reader import present_windows, profiled_ranks, rounds_of, tail_of, tails_of, view_of
+from elastic_ext.profile.summary import (
+    StepProfile,
+    duration_in_words,
+    flops_share,
+    line_of,
+    number_in_words,
+    shares_in_words,
+    summary_of,
+)
 from elastic_ext.records.metrics import Measures, StepWindow
 from elastic_ext.records.run_dir import RunDirectory
 from tests.profiles import calibration, census, made_window

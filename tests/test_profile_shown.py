@@ -54,7 +54,7 @@ def test_a_training_ends_with_a_line_of_its_log_and_its_sinks_closed(
     train(trainer, loader, model)
     with pytest.raises(Exception, match="training has ended"):
         trainer.add_sink(late)
-    (line,) = [each.getMessage() for each in caplog.records if each.name == "elastic_ext.profile.showing"]
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "elastic_ext.profile.output"]
     assert re.match(
         r"profile: step 12, [\d.]+ [mµ]?s a step \(p50; .* p90\), [\d,]+ samples/s: .*\bforward \d+%.*; ", line
     )

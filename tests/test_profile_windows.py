@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.profile import timeline as timeline_room
-from elastic_ext.profile.pace import Pace, steps_between
-from elastic_ext.profile.phases import IN_STEPS, Phase
-from elastic_ext.profile.timeline import Timeline
+from elastic_ext.profile import phases as timeline_room
+from elastic_ext.profile.phases import IN_STEPS, Phase, Timeline
+from elastic_ext.profile.probe import Pace, steps_between
 from elastic_ext.profile.windows import Standing, Windows, window_seconds
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from elastic_ext.data.loader import ElasticDataLoader
-from elastic_ext.data.recut import cut, join
+from elastic_ext.data.prefetch import cut, join
 from tests.loading import changed
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from elastic_ext.accumulate import BatchPlan
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import Numbers, changed, indices_in
 

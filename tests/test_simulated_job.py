@@ -12,9 +12,9 @@ from benchmarks.simulated_cases import CHANGES, DEVELOPMENT_SEEDS, REPORT_SEEDS,
 from benchmarks.simulated_draw import columns_of, quirk
 from benchmarks.simulated_job import NUM_STEPS_UNKNOWN, RESTART_SECONDS, SimulatedJob
 from benchmarks.simulated_memory import HEADROOM
-from elastic_ext.master.strategy.space import Point
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.space import Point
 
 SEEDS = tuple(islice(seeds_tried(DEVELOPMENT_SEEDS, 6), 6))
 

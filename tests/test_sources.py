@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from elastic_ext import MicroBatchSource
-from elastic_ext.sources import FixedBatches
+from elastic_ext.data.sources import FixedBatches
 from tests.training import Slices, make_data
 
 

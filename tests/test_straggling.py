@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, is_far, local_times, usual
+from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, is_far, local_times, usual
 from tests.profiles import made_view
 
 

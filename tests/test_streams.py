@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.data.copied import Copied
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
-from elastic_ext.data.stream import START, Answer, Mark, Request, Stream
+from elastic_ext.data.seeding import Copied
+from elastic_ext.data.streams import START, Answer, Mark, Request, Stream
 from elastic_ext.errors import WorkerDiedError
 from tests.pools import kill_for_good, worker_pids
 

@@ -34,7 +34,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from elastic_ext.accumulate import BatchPlan
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests import pools
 from tests.loading import settled

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from elastic_ext.profile import tracing
-from elastic_ext.profile.spans import length, outside, united
-from elastic_ext.profile.tracing import Trace, can_trace, summed_up
+from elastic_ext.profile import step_costs
+from elastic_ext.profile.phases import length, outside, united
+from elastic_ext.profile.step_costs import Trace, can_trace, summed_up
 from elastic_ext.records.metrics import StepTrace
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
@@ -107,7 +107,7 @@ def test_a_real_step_is_seen_and_no_word_is_said(capfd: pytest.CaptureFixture[st
 
 
 def test_where_torch_gives_no_such_events_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "events_of", lambda found: None)
+    monkeypatch.setattr(step_costs, "events_of", lambda found: None)
     assert not can_trace()
     trace = Trace(0)
     trace.begin()

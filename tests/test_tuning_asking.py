@@ -21,9 +21,9 @@ from elastic_ext.master.configs import Late
 from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.planning import PlanningThread
 from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.tuning import Tuning
 from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.tuner.decisions import Decision
 from tests.job_facts import made_facts
 from tests.masters import Caller, Listening, MasterThread, join_request, master_on_thread, until
 from tests.tuned import Scripted, decision_of, reported

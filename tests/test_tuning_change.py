@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.master.strategy.change import PaceWatch, changed_facts
-from elastic_ext.master.strategy.seen import Seen
+from elastic_ext.tuner.measurements import PaceWatch, Seen, changed_facts
 from tests.job_facts import made_facts
 
 

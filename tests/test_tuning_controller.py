@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.master.strategy.controller import Controller
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
+from elastic_ext.tuner.controller import Controller
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.space import Point, point_of
 from tests.job_facts import made_facts
 from tests.tuned_jobs import LOADER, TunedJob, loader_seconds
 

@@ -20,10 +20,10 @@ from elastic_ext.config.keys import TUNABLE, TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.master.facts_told import facts_told
 from elastic_ext.master.places import MOST_BEAT_BYTES
-from elastic_ext.master.strategy.space import space_of
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.records.metrics import FILE, JobFacts
+from elastic_ext.tuner.space import space_of
 from tests.loops import put
 from tests.ranks import RankPool
 from tests.training import trainer_of

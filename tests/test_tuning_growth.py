@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.memory import Memory
-from elastic_ext.master.strategy.sizes import Sizes, facts_at, sizes_of
-from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.records.metrics import JobFacts, LearningFacts, MemoryFacts, PassesMemory
+from elastic_ext.tuner.batch_efficiency import Sizes, facts_at, sizes_of
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.memory import Memory
+from elastic_ext.tuner.space import Point, point_of
 from tests.job_facts import made_facts
 from tests.tuned_jobs import TunedJob
 

@@ -10,11 +10,11 @@ from typing import Any
 from elastic_ext.master.configs import Late
 from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.store import Stored
-from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_message
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import LearningFacts
+from elastic_ext.tuner.decisions import Decision
 from tests.job_facts import made_facts
 from tests.masters import join_request
 from tests.profiles import made_window

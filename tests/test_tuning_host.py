@@ -24,10 +24,10 @@ from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.prometheus import exposition
 from elastic_ext.master.status import job_status
 from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.strategy.decisions import Decision, Kind
 from elastic_ext.master.tuning_words import Mode
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.metrics import JobFacts, LearningFacts
+from elastic_ext.tuner.decisions import Decision, Kind
 from tests.job_facts import made_facts
 from tests.masters import ROOT, Caller, MasterThread, join_request, master_on_thread, until
 from tests.tuned import Scripted, decision_of, reported
@@ -161,12 +161,12 @@ from elastic_ext.master.wire import master_pb2 as wire
 from tests.test_tuning_host import FACTS, STORED
 from tests.masters import join_request
 now = Moment(clock=1.0, time=1.0)
-before = {"numpy", "elastic_ext.master.strategy.controller"} & {*sys.modules}
+before = {"numpy", "elastic_ext.tuner.controller"} & {*sys.modules}
 job = Job(STORED, JobSettings(library="1", tuning=sys.argv[1]), now)
 job.join(now, join_request("a"))
 job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, facts=FACTS.to_json(), workers=[wire.Worker(rank=0)]))
 job.tick(now)
-print(sorted({"numpy", "elastic_ext.master.strategy.controller"} & {*sys.modules} - before))
+print(sorted({"numpy", "elastic_ext.tuner.controller"} & {*sys.modules} - before))
 """
     found = {}
     for mode in ("off", "advise"):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.simulated_cases import DEVELOPMENT_SEEDS, seeds_tried
 from benchmarks.simulated_job import SimulatedJob
-from elastic_ext.master.strategy.memory import Memory
-from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.tuner.memory import Memory
+from elastic_ext.tuner.space import Point, point_of
 from tests.job_facts import made_facts
 
 GIB = 2**30

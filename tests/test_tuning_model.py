@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from elastic_ext.master.strategy.columns import Columns, columns_of
-from elastic_ext.master.strategy.measuring import Measured
-from elastic_ext.master.strategy.model import NAMES, Fitted, fit, phases_of, prior_of
-from elastic_ext.master.strategy.space import Point
 from elastic_ext.records.metrics import JobFacts, MemoryFacts
+from elastic_ext.tuner.measurements import Measured
+from elastic_ext.tuner.model import NAMES, Columns, Fitted, columns_of, fit, phases_of, prior_of
+from elastic_ext.tuner.space import Point
 from tests.job_facts import made_facts
 
 MEMORY = MemoryFacts(

@@ -11,13 +11,11 @@ import pytest
 from benchmarks.simulated_cases import DEVELOPMENT_SEEDS, seeds_tried
 from benchmarks.simulated_job import SimulatedJob
 from elastic_ext.config.keys import TuningSection
-from elastic_ext.master.strategy.budget import Budget
-from elastic_ext.master.strategy.measuring import Measured
-from elastic_ext.master.strategy.search import Search
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import Point, point_of
-from elastic_ext.master.strategy.switching import Switching, cost_of_probes
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.costs import Budget
+from elastic_ext.tuner.measurements import Measured, Seen
+from elastic_ext.tuner.search import Search, Switching, cost_of_probes
+from elastic_ext.tuner.space import Point, point_of
 from tests.job_facts import ALL_CHOICES, made_facts
 from tests.tuned_jobs import LOADER, loader_seconds
 

@@ -10,9 +10,9 @@ import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.space import MOST_POINTS, Point, Space, point_of, space_of, values_of
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.space import MOST_POINTS, Point, Space, point_of, space_of, values_of
 from tests.job_facts import ALL_CHOICES, made_facts
 
 FREE = TuningSection()

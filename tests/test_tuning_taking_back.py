@@ -9,14 +9,13 @@ import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
-from elastic_ext.master.strategy.book import Book
-from elastic_ext.master.strategy.budget import Budget
-from elastic_ext.master.strategy.course import Course
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.search import Search
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.records.metrics import LearningFacts
+from elastic_ext.tuner.costs import Budget
+from elastic_ext.tuner.decisions import Book, Decision
+from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.search import Search
+from elastic_ext.tuner.space import Point, point_of
+from elastic_ext.tuner.trials import Course
 from tests.job_facts import made_facts
 from tests.tuned_jobs import TunedJob, loader_seconds
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from elastic_ext.master.amounts import fitting_window
 from elastic_ext.master.facts_told import MOST_FACTS, facts_told
 from elastic_ext.master.seeing import Seeing
-from elastic_ext.master.strategy.measuring import why_untrusted
-from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_record
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
+from elastic_ext.tuner.measurements import Seen, why_untrusted
 from tests.job_facts import made_facts
 from tests.tuned import STEP, reported
 

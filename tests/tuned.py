@@ -8,13 +8,13 @@ from typing import Any
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.configs import Author
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.tuning_words import Mode
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_message
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.measurements import Seen
 from tests.profiles import made_window
 
 __all__ = ["STEP", "Scripted", "Standing", "decision_of", "reported"]

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.master.strategy.controller import Controller, Mode
-from elastic_ext.master.strategy.decisions import Decision
-from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.controller import Controller, Mode
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.space import Point, point_of
 from tests.job_facts import made_facts
 
 __all__ = ["LOADER", "TunedJob", "loader_seconds"]

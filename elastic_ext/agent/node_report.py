@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.master.wire.plain import filled, window_message
-from elastic_ext.profile.reading import tails_of
+from elastic_ext.profile.reader import tails_of
 from elastic_ext.ranks.processes import process_of
 from elastic_ext.records.agent import (
     HARDWARE_FILE,

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.profile.reading import present_windows, read_trace, tails_of, view_of
-from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, local_times
-from elastic_ext.profile.weighed import RankView
+from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.reader import present_windows, read_trace, tails_of, view_of
+from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, local_times
 from elastic_ext.records.json import record_of
 from elastic_ext.records.metrics import Measures, StepWindow
 

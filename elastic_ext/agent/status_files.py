@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.profile.reading import NodeProfiles, read_profiles
+from elastic_ext.profile.reader import NodeProfiles, read_profiles
 from elastic_ext.ranks.processes import Process, is_alive, process_of
 from elastic_ext.records.agent import (
     AGENT_FILE,

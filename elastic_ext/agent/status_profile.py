@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.profile.bottleneck import Verdict, verdict
-from elastic_ext.profile.reading import NodeProfiles, Windows, present_windows, rounds_of, view_of
-from elastic_ext.profile.straggling import Straggler, Stragglers, local_times
+from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.reader import NodeProfiles, Windows, present_windows, rounds_of, view_of
+from elastic_ext.profile.stragglers import Straggler, Stragglers, local_times
 from elastic_ext.profile.summary import flops_share
-from elastic_ext.profile.weighed import RankView
+from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.metrics import RankMetrics
 
 __all__ = ["ProfileStatus", "profile_of"]

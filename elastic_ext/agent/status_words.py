@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
-from elastic_ext.profile.line import number_in_words
+from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.agent import AgentRecord, MembershipPlan
 from elastic_ext.records.metrics import ModelProfile
 from elastic_ext.records.text import age_in_words, not_finite_in_words, on_one_line, size_in_words

@@ -4,15 +4,19 @@
     trainer = ElasticTrainer(model, loader, global_batch_size=256)      # which tells it sizes and ranks
 
 Where an epoch stands is one position in an order that no number of ranks, workers or samples per batch changes.
+
+How the arguments of a loader choose its loops, what settings are refused, and how a loader without a trainer follows a
+config file, is here too.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import multiprocessing
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -20,24 +24,199 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import TypeVar
 
-from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.timeline import Timeline
+from elastic_ext.config.keys import DataloaderSection
+from elastic_ext.config.watcher import ConfigWatcher
+from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.records.text import check_flag
 from elastic_ext.torch_private.loading import pinned
 
-from .choosing import Ordering, epochs_of
-from .epochs import Running
-from .following import Following
-from .making import Making
-from .process import Work
-from .refusing import fixed_settings, why_not_change
+from .batch_plan import BatchPlan
+from .indexed import Epochs, Indexed, Running
+from .iterable import Streamed
+from .sampler import ElasticDistributedSampler, OfTorch, OwnBatches
+from .workers.producer import Making
+from .workers.worker_process import Work
 
-__all__ = ["ElasticDataLoader"]
+__all__ = ["ElasticDataLoader", "Following", "Ordering", "epochs_of", "fixed_settings", "why_not_change"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- which loops the arguments of a loader mean, or why they mean none -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    """What a loader was given to order samples by."""
+
+    sampler: Any
+    batches: Iterable[Any] | None
+    """A batch sampler that decides itself how many samples a batch has."""
+    shuffle: bool
+    seed: int | None
+
+
+def epochs_of(loader: DataLoader[Any], ordering: Ordering, *, seeds_samples: bool, fast_forward: bool) -> Epochs:
+    """The loops over a loader's dataset; ValueError where there can be none."""
+    if isinstance(loader.dataset, IterableDataset):
+        return _streamed(loader, ordering, seeds_samples, fast_forward)
+    return _indexed(loader, ordering, seeds_samples, fast_forward)
+
+
+def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Streamed:
+    if seeds_samples:
+        raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
+    return Streamed(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        fast_forward=fast_forward,
+        in_order=loader.in_order,
+        seed=ordering.seed,
+        generator=loader.generator,
+    )
+
+
+def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Indexed:
+    if fast_forward:
+        raise ValueError(
+            "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
+            "anywhere at once"
+        )
+    seed = ordering.seed
+    if seed is None:
+        seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    dataset: Any = loader.dataset
+    sampler: Any = ordering.sampler if ordering.batches is None else ordering.batches
+    if sampler is None:
+        sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=ordering.shuffle, seed=seed)
+    elif isinstance(sampler, ElasticDistributedSampler):
+        pass
+    elif ordering.batches is not None:
+        sampler = OwnBatches(sampler, dataset, seed)
+    elif OfTorch.is_like(sampler):
+        sampler = OfTorch(sampler)
+    else:
+        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
+    return Indexed(
+        dataset,
+        sampler,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        is_of_batches=ordering.batches is not None,
+        collate_fn=loader.collate_fn,
+        seeds_samples=seeds_samples,
+        in_order=loader.in_order,
+    )
+
+
+# --- why the workers and sizes of a loader cannot be as a config wants them ------------------------------------------
+# Taking them up is the loader's.
+
+
+def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted: DataloaderSection) -> str | None:
+    """The reason in words, None if they can; ``batches`` is a batch sampler that decides sizes itself."""
+    if loader.persistent_workers and wanted.num_workers == 0:
+        return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
+    changes_workers = wanted.num_workers is not None and wanted.num_workers != loader.num_workers
+    if changes_workers and isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__next__"):
+        return (
+            "num_workers of an IterableDataset changes from one loop to the next, and this dataset is an iterator, "
+            "which gives nothing to a second loop; have its __iter__ give a new one"
+        )
+    if wanted.batch_size is None:
+        return None
+    if batches is None:
+        if loader.batch_size is None:
+            return "batch_size is None, which makes no batches; make the loader with a number"
+    elif wanted.batch_size != getattr(batches, "batch_size", None) and not hasattr(batches, "set_batch_size"):
+        return (
+            "the batch_sampler decides how many samples a batch has; give it a method set_batch_size(batch_size), "
+            "or the loader a sampler and a batch_size"
+        )
+    return epochs.why_not_resize(wanted.batch_size)
+
+
+def fixed_settings(*, keeps_workers: bool, can_pin: bool) -> dict[str, str]:
+    """Which settings cannot change while a loop is under way, each with the reason."""
+    found = {}
+    if keeps_workers:
+        found["num_workers"] = "workers of an IterableDataset change from one loop to the next, and not within one"
+    if not can_pin:
+        found["pin_memory"] = "there is no accelerator that batches could be copied to"
+    return found
+
+
+# --- the config file of a loader that is used by itself, without a trainer that would follow one for it --------------
+
+
+class Following:
+    """Takes what a file says, between two batches; ``close`` it."""
+
+    def __init__(
+        self,
+        file: str | Path,
+        *,
+        check: Callable[[ElasticConfig], str | None],
+        apply: Callable[[ElasticConfig, ElasticConfig], None],
+        num_ranks: int = 1,
+    ) -> None:
+        self._watcher = ConfigWatcher(file)
+        self._check = check
+        self._apply = apply
+        self._num_ranks = num_ranks
+        self._has_news = True
+        self._is_started = False
+        self._in_force = ElasticConfig.from_values({})
+        self._seen: ElasticConfig | None = None
+
+    def look(self) -> None:
+        """Take what the file says if that is another than before; costs next to nothing where it is not."""
+        if not self._has_news:
+            return
+        if not self._is_started:
+            self._is_started = True
+            self._watcher.on_news = self._note
+            self._watcher.start()
+        self._has_news = False
+        new = self._watcher.held
+        if new is None or new is self._seen:
+            return
+        self._seen = new
+        reason = _why_not_alone(new, self._num_ranks) or self._check(new)
+        if reason is not None:
+            _logger.warning("%s of %s is not taken: %s", new.label, self._watcher.path, reason)
+            return
+        self._apply(self._in_force, new)
+        self._in_force = new
+        _logger.info("%s of %s is in force in this loader", new.label, self._watcher.path)
+
+    def close(self) -> None:
+        """Follow no more; twice is allowed."""
+        self._watcher.close()
+
+    def _note(self) -> None:
+        self._has_news = True
+
+
+def _why_not_alone(new: ElasticConfig, num_ranks: int) -> str | None:
+    if dist.is_available() and dist.is_initialized():
+        num_ranks = max(num_ranks, dist.get_world_size())
+    if new.dataloader.batch_size is None or num_ranks == 1:
+        return None
+    return (
+        f"dataloader.batch_size is {new.dataloader.batch_size}, and {num_ranks} ranks have to change theirs together; "
+        "give the loader to an ElasticTrainer, which sees to that, or leave the key out"
+    )
+
+
+# --- torch's DataLoader, whose batch size, workers, prefetching and pinning change between two batches ---------------
 
 _PREFETCH = 2  # as torch has it
 _Sample = TypeVar("_Sample", covariant=True, default=Any)

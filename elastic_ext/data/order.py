@@ -1,6 +1,5 @@
-"""Order: which sample of an epoch comes at which position. It depends on a seed and the epoch's number alone. Pure.
-
-A *position* counts the samples of an epoch from 0, over all ranks; an *index* is what the dataset calls a sample.
+"""Which sample of an epoch comes at which position, how far an epoch has come, and where the loops
+over it stand. Pure.
 """
 
 from __future__ import annotations
@@ -9,24 +8,84 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .place import Ranges
+from .batch_plan import BatchPlan
 
 __all__ = [
     "BatchOrder",
+    "Chunk",
+    "Cursor",
     "Drawn",
     "EvenOrder",
     "InTurn",
     "Order",
+    "Place",
+    "Ranges",
     "Shuffled",
     "Without",
+    "chunks",
+    "left_out",
+    "num_chunks",
     "told_length",
 ]
+
+
+# --- where the loops over an order of samples stand, one value from which the next one is told -----------------------
+
+Ranges = tuple[tuple[int, int], ...]
+"""Positions, each time from the first one to before the second; sorted, and none in two of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """An epoch, and how much of it is consumed. It never changes: what happens makes another one of it."""
+
+    epoch: int = 0
+    position: int = 0
+    """All samples before it are consumed."""
+    completed: Ranges = ()
+    """What is consumed of those after it, where batches come as they are made."""
+    is_left: bool = False
+    """A loop has taken of the epoch, or there was nothing to take: the next loop is over another one."""
+    is_over: bool = False
+    """A state that was loaded says that nothing more of it comes."""
+    named: int | None = None
+    """The epoch of the next loop, which was named while one was under way."""
+
+    def at(self, epoch: int) -> Place:
+        """The place when an epoch is named: what no loop has taken of goes on, all else begins anew."""
+        goes_on = epoch == self.epoch and not self.is_left
+        return Place(epoch=epoch, position=self.position, completed=self.completed) if goes_on else Place(epoch=epoch)
+
+    def to_come(self) -> Place:
+        """Where the next loop begins."""
+        if self.named is not None:
+            return self.at(self.named)
+        return Place(epoch=self.epoch + 1) if self.is_left else self
+
+
+def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
+    """Where an order of so many samples stands, of which those at ``left`` still come.
+
+    That is the first position that comes, and what does not come of the positions after it.
+    """
+    if not left:
+        return num_samples, ()
+    stops = [stop for _, stop in left]
+    starts = [*[start for start, _ in left[1:]], num_samples]
+    return left[0][0], tuple(each for each in zip(stops, starts, strict=True) if each[0] < each[1])
+
+
+# --- which sample of an epoch comes at which position ----------------------------------------------------------------
+# It depends on a seed and the epoch's number alone. Pure.
+#
+# A *position* counts the samples of an epoch from 0, over all ranks; an *index* is what the dataset calls a sample.
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
 _NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/test_order.py)
@@ -295,3 +354,103 @@ def _mixed(words: _Words, key: np.uint64) -> _Words:
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = mixed ^ (mixed >> np.uint64(32))
     return mixed
+
+
+# --- how far an epoch has come, as one number, and the micro-batches that come next ----------------------------------
+# A position counts samples of the epoch in the order that all ranks share; steps take them in turn, micro-step by
+# micro-step, and in each of them rank by rank. So what lies before a position is all that was taken, whatever the
+# number of ranks was, and whatever it will be.
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One micro-batch of one rank: the samples at positions from ``start`` to before ``stop``."""
+
+    start: int
+    stop: int
+    passes: int
+    """The position that the micro-step ends at, on all ranks."""
+    ends_step: bool
+    sizes: tuple[int, ...] = field(default=(), compare=False)
+    """How many samples each rank has in this micro-step."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+def chunks(
+    plan: BatchPlan,
+    rank: int,
+    *,
+    position: int,
+    num_samples: int | None,
+    carried: tuple[int, ...] | None = None,
+) -> Iterator[Chunk]:
+    """The micro-batches of ``rank`` from a step's beginning at ``position`` to the end of the epoch.
+
+    ``num_samples`` is the epoch's; None where it never ends. There is none of a micro-step in which it has no samples.
+    The first step begins with micro-batches of the sizes ``carried``, where these are given.
+    """
+    while True:
+        step = plan.next_step(None if num_samples is None else num_samples - position, carried)
+        carried = None
+        if step is None:
+            return
+        last = step.num_micro_steps - 1
+        for number, sizes in enumerate(zip(*step.micro_batches, strict=True)):
+            start = position + sum(sizes[:rank])
+            position += sum(sizes)
+            if sizes[rank]:
+                yield Chunk(start, start + sizes[rank], position, number == last, sizes)
+
+
+def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
+    """How many micro-batches ``chunks`` gives of so many samples."""
+    num_full = num_samples // plan.global_batch
+    if (
+        plan.is_even and not plan.drop_last
+    ):  # the last step has what is left, and what would be too little for a step of its own
+        num_full = max(-(-(num_samples - plan.global_batch - plan.num_ranks + 1) // plan.global_batch), 0)
+    last = plan.next_step(num_samples - num_full * plan.global_batch)
+    last_sizes = () if last is None else last.micro_batches[rank]
+    return num_full * plan.full_step.num_micro_steps + sum(size > 0 for size in last_sizes)
+
+
+class Cursor:
+    """The position of one rank's loader in one epoch; what was handed out counts once it is passed."""
+
+    def __init__(self, num_samples: int | None, *, position: int = 0) -> None:
+        if position < 0 or (num_samples is not None and position > num_samples):
+            raise ValueError(f"the position is {position}; allowed: 0 to {num_samples}, the samples of the epoch")
+        self.num_samples = num_samples
+        self.passed = position
+        """All samples before it are consumed, and none after it is."""
+        self.handed = position
+        """All samples before it are handed out, on the ranks together."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples that nothing has passed."""
+        return None if self.num_samples is None else self.num_samples - self.passed
+
+    def hand_out(self, chunk: Chunk) -> None:
+        """It goes to the loop; the other ranks hand out theirs of the same micro-step."""
+        self.handed = chunk.passes
+
+    def hand_out_rest(self) -> None:
+        """What is left goes to the other ranks."""
+        assert self.num_samples is not None
+        self.handed = self.num_samples
+
+    def commit(self, position: int | None = None) -> bool:
+        """What was handed out is consumed, up to ``position`` or all of it; whether that is something."""
+        before = self.passed
+        self.passed = self.handed if position is None else position
+        return self.passed != before
+
+    def rollback(self) -> bool:
+        """What was handed out since the last commit comes again; whether that is something."""
+        has_moved = self.passed != self.handed
+        self.handed = self.passed
+        return has_moved

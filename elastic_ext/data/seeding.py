@@ -1,11 +1,16 @@
-"""Random numbers of a dataset that depend on the sample alone: neither on who makes it, nor on what was made before."""
+"""Random numbers that depend on the sample alone, and copies of a dataset's state that later changes cannot reach."""
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import hashlib
+import io
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +19,11 @@ from torch.utils.data import get_worker_info
 
 from .order import Order
 
-__all__ = ["SeededDataset", "SeededOrder", "SeededSample", "seeded"]
+__all__ = ["Copied", "SeededDataset", "SeededOrder", "SeededSample", "seeded"]
+
+
+# --- random numbers that depend on the sample alone ------------------------------------------------------------------
+# Random numbers of a dataset that depend on the sample alone: neither on who makes it, nor on what was made before.
 
 
 class SeededSample(NamedTuple):
@@ -81,3 +90,37 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(plain)
         np.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
+
+
+# --- a value as it was, whatever becomes of what it was made of ------------------------------------------------------
+# It costs little until it is wanted.
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy. It travels to another process as the bytes that it is, and nobody unpickles it on the way."""
+
+    content: Any
+    is_pickled: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Copied:
+        """What a value is now."""
+        written = io.BytesIO()
+        try:
+            _Pickler(written).dump(value)
+        except Exception:  # it is only this process that it cannot leave
+            return cls(copy.deepcopy(value), is_pickled=False)
+        return cls(written.getvalue(), is_pickled=True)
+
+    def value(self) -> Any:
+        """The value, another object each time."""
+        return ForkingPickler.loads(self.content) if self.is_pickled else copy.deepcopy(self.content)
+
+
+class _Pickler(ForkingPickler):
+    """multiprocessing's without what is registered there, which has tensors shared among processes, and not copied."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, 5)
+        self.dispatch_table = copyreg.dispatch_table

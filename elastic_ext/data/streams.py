@@ -1,377 +1,384 @@
-"""Streams: the batches of an IterableDataset, of which each worker has a stream of its own, asked for before they are
-needed and asked for again where steps are cut otherwise or come again.
-
-Workers take turns, a batch each, as torch has them do: turns.py. Who makes batches is behind ``StreamMaker``; what a
-worker does with a request is in stream.py.
-"""
+"""The samples of an IterableDataset as one worker has them, and how far the streams of all workers have come."""
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
-from elastic_ext.accumulate import BatchPlan
-from elastic_ext.errors import WorkerDiedError
+from .seeding import Copied
 
-from .cursor import Chunk, chunks
-from .late import Late
-from .stream import Answer, Request
-from .turns import Slot, StreamsPosition, Turns
-
-__all__ = ["NO_STATE", "StreamMaker", "Streams"]
-
-NO_STATE = (
-    "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
-    "pass all samples before"
-)
+__all__ = ["START", "Answer", "Mark", "Request", "Slot", "Stream", "StreamsPosition", "Turns", "can_tell_state"]
 
 
-class StreamMaker(Protocol):
-    """Who asks workers for batches."""
-
-    @property
-    def num_ahead(self) -> int:
-        """How many it should be asked for before the first of them is taken."""
-
-    def submit(self, indices: list[Any], slot: int | None = None) -> int:
-        """Have the worker of that slot answer a request; gives its number."""
-
-    def take(self, number: int) -> Any:
-        """The answer."""
-
-    def first_made(self, numbers: Sequence[int]) -> int:
-        """Which of these numbers' answers has come first, once one has; none of them was taken."""
-
-    def forget(self, number: int) -> None:
-        """Nobody will take it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    chunk: Chunk
-    slot: Slot
-    start: int
-    number: int
-    turn: int
-    """Whose it is to be asked after it."""
+# --- the samples of an IterableDataset as one worker has them, which come again where they are asked for again -------
+# Whoever makes batches asks it instead of the dataset: each request says which of the stream's samples are wanted, by
+# their numbers. So no sample is lost with a batch that nobody took, and none comes twice.
 
 
 @dataclass(frozen=True, slots=True)
-class _Handed:
-    """A batch that the loop was given and that is not consumed."""
+class Mark:
+    """A place in a stream from which it can go on."""
 
-    chunk: Chunk
-    place: tuple[tuple[int, ...], int]
-    """Where the streams stood after it."""
+    num_samples: int
+    """That lie before it."""
+    state: Copied | None = None
+    """What the dataset's ``state_dict`` gave there; without one, the way to it is to pass all samples before it."""
 
 
-class Streams:
-    """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
+START = Mark(0)
 
-    With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
-    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
-    a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
+_SAMPLES_PER_STATE = 50.0
+"""How many times as long samples have to take as the state that is told of them, where nobody is known to want it."""
 
-    Without ``in_order`` and without ``plan`` whichever worker is first gives the next batch; each worker's stream comes
-    in its own order.
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Request:
+    """Some samples of one stream, as a batch."""
+
+    slot: int
+    loop: int
+    """Which loop over the dataset they are of."""
+    attempt: int
+    """How often the loop has gone elsewhere."""
+    start: int
+    num_samples: int
+    keep_from: int
+    """Samples before it are not asked for again."""
+    mark: Mark | None = None
+    """At or before ``start``: where to go if the stream is not there; without one it answers that it is lost."""
+    is_raw: bool = False
+    """As a list of samples, not collated."""
+    is_whole: bool = False
+    """Fewer samples than that make no batch: they are counted, and not collated."""
+    is_marked: bool = False
+    """Somebody will want to go on behind it: the dataset tells its state there, whatever that takes."""
+    seed: int = 0
+    """What a data pipe shuffles by in this loop, alike in all workers and on all ranks."""
+
+    def __repr__(self) -> str:
+        last = self.start + self.num_samples - 1
+        which = f"{self.start} to {last}" if last > self.start else str(last)
+        return f"{which} of the stream of worker {self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request."""
+
+    batch: Any = None
+    num_samples: int = 0
+    """In the batch; fewer than asked for where the stream ends."""
+    mark: Mark | None = None
+    """Behind the last of them, where the dataset has told its state."""
+    is_lost: bool = False
+    """The stream is not where the request begins: ask again, and say how to come there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What came in the place of a sample: it counts as one, and comes again where the sample would."""
+
+    error: BaseException
+
+
+def can_tell_state(dataset: Any) -> bool:
+    """Whether a dataset can go on from where it was."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+class Stream:
+    """One worker's; ``stream[request]`` is the answer.
+
+    A state may be large, and often nobody ever goes on from it: where no request is marked, all states together take a
+    fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
+    fifty times as long as a state, or a batch, at most.
+
+    ``share_out`` is called with the dataset and a request's seed before the dataset is iterated over.
     """
 
     def __init__(
         self,
-        maker: StreamMaker,
-        position: StreamsPosition,
-        *,
-        loop: int,
-        batch_size: int,
-        drop_last: bool,
+        dataset: Any,
         collate_fn: Callable[[Any], Any],
-        num_batches: Callable[[], int] | None = None,
-        told_length: int | None = None,
-        passes_samples: bool = False,
-        wants_states: bool = False,
-        in_order: bool = True,
-        seed: int = 0,
-        plan: BatchPlan | None = None,
-        rank: int = 0,
+        *,
+        auto_collation: bool,
+        share_out: Callable[[Any, int], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.wants_states = wants_states
-        """Somebody may go on where it stands after any batch."""
-        self.seed = seed
-        """What a data pipe shuffles by."""
-        self._maker = maker
-        self._batch_size = batch_size
-        self._drop_last = drop_last
+        self._share_out = share_out
+        self.dataset = dataset
         self._collate_fn = collate_fn
-        self._num_batches = num_batches
-        self._told_length = told_length
-        self._passes_samples = passes_samples
-        self._in_order = in_order
-        self.has_ended = False
-        self.carried: tuple[int, ...] | None = None
-        self._handed: deque[_Handed] = deque()
-        self._loop, self._attempt = loop, 0
-        self._plan, self._rank = plan, rank
-        self._asked: deque[_Asked] = deque()
-        self._go_to(position)
+        self._auto_collation = auto_collation
+        self._clock = clock
+        self._tells_state = can_tell_state(dataset)
+        self._first_state: Copied | None = None
+        self._num_seconds = 0.0  # that samples have taken since the state was told last
+        self._due_seconds = 0.0  # as many as make it due
+        self._loop = self._attempt = -1
+        self._seed = 0
+        self._iterator: Iterator[Any] = iter(())
+        self._has_ended = False
+        self._at = 0  # samples of the loop that were drawn
+        self._kept: deque[Any] = deque()  # the last of them, which may be asked for again
 
-    def __len__(self) -> int:
-        """What the dataset says of itself."""
-        if self._num_batches is None:
-            raise TypeError("it is not known how many batches there are")
-        return self._num_batches()
+    def __getitem__(self, request: Request) -> Answer:
+        if (request.loop, request.attempt) != (self._loop, self._attempt) or request.start < self._at - len(self._kept):
+            if request.mark is None:
+                return Answer(is_lost=True)
+            self._seed = request.seed
+            self._go_to(request.mark, is_new=request.loop != self._loop)
+            self._loop, self._attempt = request.loop, request.attempt
+        began = self._clock()
+        error = self._pass_to(request.keep_from, keeps=False)
+        while self._kept and self._at - len(self._kept) < request.keep_from:
+            self._kept.popleft()
+        stop = request.start + request.num_samples
+        self._pass_to(request.start, keeps=True)
+        while self._at < stop and not self._has_ended and self._draw() is None:
+            pass
+        self._num_seconds += self._clock() - began
+        first = self._at - len(self._kept)
+        samples = list(islice(self._kept, request.start - first, stop - first))
+        if not samples:
+            if error is not None:  # the stream ends with it, and nobody has heard of it
+                raise error
+            return Answer()
+        for sample in samples:
+            if type(sample) is _Failed:
+                raise sample.error
+        mark = None
+        # Of a stream that has ended the state may be that of the next epoch's beginning.
+        if self._tells_state and not self._has_ended and self._at == request.start + len(samples):
+            mark = self._marked(request.is_marked)
+        if request.is_raw:
+            return Answer(samples, len(samples), mark)
+        if request.is_whole and len(samples) < request.num_samples:
+            return Answer(None, len(samples), mark)
+        return Answer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
+
+    def _pass_to(self, place: int, *, keeps: bool) -> BaseException | None:
+        """Draw what lies before a place. A sample that cannot be had counts as one: no batch waits for it.
+
+        Gives what came instead of the last one, if that could not be had.
+        """
+        error = None
+        while self._at < place and not self._has_ended:
+            error = self._draw(keeps=keeps) or (error if self._has_ended else None)
+        return error
+
+    def _draw(self, *, keeps: bool = True) -> BaseException | None:
+        """Draw the next sample, if there is one; gives what came instead of it."""
+        failed = None
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            self._has_ended = True
+            return None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failed = error
+            sample = _Failed(error)
+        self._at += 1
+        if keeps:
+            self._kept.append(sample)
+        return failed
+
+    def _marked(self, is_wanted: bool) -> Mark | None:
+        """The place behind what is drawn, if it is wanted, or its state has become due."""
+        if not is_wanted and self._num_seconds < self._due_seconds:
+            return None
+        began = self._clock()
+        mark = Mark(self._at, Copied.of(self.dataset.state_dict()))
+        self._num_seconds, self._due_seconds = 0.0, _SAMPLES_PER_STATE * (self._clock() - began)
+        return mark
+
+    def _go_to(self, mark: Mark, *, is_new: bool) -> None:
+        self._kept.clear()
+        self._has_ended = False
+        self._at = 0 if mark.state is None else mark.num_samples
+        self._num_seconds = self._due_seconds = 0.0
+        try:
+            self._iterator = self._begun(mark, is_new=is_new)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._iterator = _Raising(error)
+
+    def _begun(self, mark: Mark, *, is_new: bool) -> Iterator[Any]:
+        if self._tells_state:
+            if is_new:
+                self._first_state = Copied.of(self.dataset.state_dict())
+            state = self._first_state if mark.state is None else mark.state
+            if state is not None and (mark.state is not None or not is_new):
+                self.dataset.load_state_dict(state.value())  # a new loop begins where the dataset is, as torch's does
+        if self._share_out is not None:
+            self._share_out(self.dataset, self._seed)
+        return iter(self.dataset)
+
+
+class _Raising(Iterator[Any]):
+    """The samples of a dataset that could not even begin: whoever asks for one is told why, as often as they ask."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error, self._trace = error, error.__traceback__
 
     def __next__(self) -> Any:
-        while True:
-            self._ask()
-            if not self._asked:
-                self._turns.is_over = True
-                raise StopIteration
-            asked = self._next_asked()
-            slot, chunk, start = asked.slot, asked.chunk, asked.start
-            try:
-                answer = self._taken(slot, asked.number)
-            except (Late, KeyboardInterrupt):  # the next call may have it
-                raise
-            except BaseException:
-                self._pass(asked)
-                self._handed.append(_Handed(chunk, self._turns.place))
-                raise
-            self._pass(asked)
-            if answer.num_samples == chunk.num_samples:
-                return self._handed_out(chunk, answer.batch)
-            if answer.is_lost:
-                slot.handed, self._turns.handed = start, slot.number
-                self._find_again(slot, chunk)
-                self._take_back(chunk)
-                continue
-            if slot.end is None:
-                slot.end = start + answer.num_samples
-            if self._plan is not None:
-                slot.handed = min(start, slot.end)
-                samples = self._pieced_together(slot, chunk)
-                if samples is not None:
-                    return self._handed_out(chunk, self._collate_fn(samples))
-            else:
-                slot.handed = slot.end
-                if answer.num_samples and not self._drop_last:
-                    return self._handed_out(chunk, answer.batch)
+        raise self._error.with_traceback(self._trace)  # which grows with each time that it is raised
+
+
+# --- the streams of a loop, one of each worker, how far each has come, and whose turn it is --------------------------
+# A sample is *asked* for, *handed* out, and at last *passed*: consumed. Each is counted stream by stream, and has whose
+# turn is next.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamsPosition:
+    """How far each worker's stream is consumed, and who comes next."""
+
+    num_passed: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    """One of each stream, at or before what is passed."""
+    num_workers: int
+    """0: the one stream is this process's own."""
+    turn: int = 0
+    is_over: bool = False
+
+    @classmethod
+    def start(cls, num_workers: int) -> StreamsPosition:
+        num_streams = max(num_workers, 1)
+        return cls(num_passed=(0,) * num_streams, marks=(START,) * num_streams, num_workers=num_workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, but for what the dataset's own states hold."""
+        return {
+            "num_workers": self.num_workers,
+            "streams": [
+                {
+                    "passed": passed,
+                    "at": mark.num_samples,
+                    "has_state": mark.state is not None,
+                    "state": None if mark.state is None else mark.state.value(),
+                }
+                for passed, mark in zip(self.num_passed, self.marks, strict=True)
+            ],
+            "turn": self.turn,
+            "is_over": self.is_over,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StreamsPosition:
+        """What ``state_dict`` gave."""
+        streams = state["streams"]
+        return cls(
+            num_passed=tuple(int(each["passed"]) for each in streams),
+            marks=tuple(
+                Mark(int(each["at"]), Copied.of(each["state"]) if each["has_state"] else None) for each in streams
+            ),
+            num_workers=int(state["num_workers"]),
+            turn=int(state["turn"]),
+            is_over=bool(state["is_over"]),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One worker's stream. All numbers count its samples."""
+
+    number: int
+    passed: int
+    marks: deque[Mark]
+    asked: int = 0
+    handed: int = 0
+    end: int | None = None
+    """How many it has, once that is known."""
+    is_found: bool = False
+    """Its worker knows where to go on."""
+
+    def __post_init__(self) -> None:
+        self.asked = self.handed = self.passed
 
     @property
-    def num_workers(self) -> int:
-        """Among whom the streams are shared out; 0: the one is this process's own."""
-        return self._turns.num_workers
+    def is_over(self) -> bool:
+        return self.end is not None and self.asked >= self.end
+
+    def drop_marks(self) -> None:
+        """All but the last one that can still be needed, and those behind it."""
+        while len(self.marks) > 1 and self.marks[1].num_samples <= self.passed:
+            self.marks.popleft()
+
+
+class Turns:
+    """All streams from a position on. Workers take turns, and one whose stream has ended is left out."""
+
+    def __init__(self, position: StreamsPosition) -> None:
+        self.num_workers = position.num_workers
+        self.slots = [
+            Slot(number, passed, deque([mark]))
+            for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
+        ]
+        self.asked = self.handed = self._passed = position.turn
+        self.is_over = False
 
     @property
     def position(self) -> StreamsPosition:
         """What is consumed."""
-        return self._turns.position
-
-    @property
-    def num_handed(self) -> int:
-        """How many batches were handed out that are not consumed."""
-        return len(self._handed)
-
-    def resize(self, batch_size: int) -> None:
-        """Have batches of so many samples from the next one on."""
-        if batch_size != self._batch_size:
-            self._batch_size = batch_size
-            self._cut()
-
-    def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from what is consumed on."""
-        if (plan, rank) != (self._plan, self._rank):
-            self._plan, self._rank = plan, rank
-            self._cut()
-
-    def commit(self, num_batches: int | None = None) -> None:
-        """The first batches that were handed out are consumed, or all; those after them begin the next step.
-
-        A step that was cut short there is followed by one that begins there.
-        """
-        num_consumed = len(self._handed) if num_batches is None else min(num_batches, len(self._handed))
-        consumed = [self._handed.popleft() for _ in range(num_consumed)]
-        if not self._handed:
-            self._turns.commit()
-        elif consumed:
-            self._turns.commit(consumed[-1].place)
-        if consumed:
-            self.carried = None
-            if not consumed[-1].chunk.ends_step:
-                self._cut()
-
-    def rollback(self) -> None:
-        """What was handed out and is not consumed comes again."""
-        self._handed.clear()
-        self.carried = None
-        if self._turns.rollback():
-            self._cut()
-
-    def go_to(self, position: StreamsPosition) -> None:
-        """Go on elsewhere."""
-        self.close()
-        self._attempt += 1
-        self._go_to(position)
-
-    def close(self) -> None:
-        """Nobody takes what was asked for."""
-        while self._asked:
-            self._maker.forget(self._asked.popleft().number)
-
-    def end(self) -> None:
-        """The loop is over: nothing is asked for any more."""
-        self.close()
-        self.has_ended = True
-
-    def _go_to(self, position: StreamsPosition) -> None:
-        self._handed.clear()
-        self._turns = Turns(position)
-        self._cut()
-
-    def _cut(self) -> None:
-        """Begin a step at what is consumed, with what is handed out already."""
-        self._take_back()
-        self._to_come = self._sizes()
-        self._ask()
-
-    def _sizes(self) -> Iterator[Chunk]:
-        if self._plan is None:
-            return repeat(Chunk(0, self._batch_size, 0, ends_step=True))
-        self.carried = self._plan.carried_over(self._handed[0].chunk.sizes, None) if self._handed else None
-        to_come = chunks(self._plan, self._rank, position=0, num_samples=None, carried=self.carried)
-        return islice(to_come, len(self._handed), None)
-
-    def _take_back(self, *again: Chunk) -> None:
-        """Nobody takes what was asked for, and the same sizes are asked for again; first of all what is given."""
-        sizes = [*again, *(asked.chunk for asked in self._asked)]
-        self.close()
-        if sizes:
-            self._to_come = chain(sizes, self._to_come)
-        self._turns.take_back()
-
-    def _ask(self) -> None:
-        """Ask for batches until as many are under way as should be, one at least."""
-        most = 0 if self.has_ended else max(self._maker.num_ahead, 1)
-        while len(self._asked) < most:
-            num_asked = None if self._keeps_order else Counter(asked.slot.number for asked in self._asked)
-            slot = self._turns.next_slot(num_asked)
-            if slot is None:
-                return
-            chunk = next(self._to_come)
-            start = slot.asked
-            number = self._submit(slot, start, chunk.num_samples)
-            slot.asked = start + chunk.num_samples
-            self._asked.append(_Asked(chunk, slot, start, number, self._turns.asked))
-
-    @property
-    def _keeps_order(self) -> bool:
-        return self._in_order or self._plan is not None
-
-    def _next_asked(self) -> _Asked:
-        if self._keeps_order:
-            return self._asked[0]
-        first: dict[int, _Asked] = {}  # of each stream
-        for asked in self._asked:
-            first.setdefault(asked.slot.number, asked)
-        by_number = {asked.number: asked for asked in first.values()}
-        return by_number[self._maker.first_made(list(by_number))]
-
-    def _submit(self, slot: Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
-        mark = None if slot.is_found else slot.marks[0]
-        slot.is_found = True
-        request = Request(
-            slot.number,
-            self._loop,
-            self._attempt,
-            start,
-            num_samples,
-            slot.passed,
-            mark,
-            is_raw,
-            is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
-            is_marked=self.wants_states or self._plan is not None,
-            seed=self.seed,
+        return StreamsPosition(
+            num_passed=tuple(slot.passed for slot in self.slots),
+            marks=tuple(slot.marks[0] for slot in self.slots),
+            num_workers=self.num_workers,
+            turn=self._passed,
+            is_over=self.is_over,
         )
-        return self._maker.submit([request], slot.number)
 
-    def _taken(self, slot: Slot, number: int) -> Answer:
-        try:
-            answer = self._maker.take(number)
-        except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
-            raise RuntimeError(f"making a batch of the stream of worker {slot.number} raised StopIteration") from error
-        assert isinstance(answer, Answer)
-        if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
-            slot.marks.append(answer.mark)
-        return answer
+    def next_slot(self, num_asked: Mapping[int, int] | None = None) -> Slot | None:
+        """Who is to be asked, of those whose stream may have more.
 
-    def _pass(self, asked: _Asked) -> None:
-        """It is handed out, also where it cannot be made."""
-        self._asked.remove(asked)
-        asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
-
-    def _find_again(self, slot: Slot, chunk: Chunk) -> None:
-        """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
-
-        The chunk that it was to give is then to come from another.
+        It is the one whose turn it is, or, where it is told how much each has to answer, the one with least of it.
         """
-        if slot.passed and slot.marks[0].state is None and not self._passes_samples:
-            slot.end = slot.passed  # after a rollback too
-            self._take_back(chunk)
-            raise WorkerDiedError(
-                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: "
-                f"{NO_STATE}",
-                indices=[],
-            )
-        slot.is_found = False
+        in_turn = [self.slots[(self.asked + number) % len(self.slots)] for number in range(len(self.slots))]
+        left = [slot for slot in in_turn if not slot.is_over]
+        if not left:
+            return None
+        slot = left[0] if num_asked is None else min(left, key=lambda slot: num_asked.get(slot.number, 0))
+        self.asked = (slot.number + 1) % len(self.slots)
+        return slot
 
-    def _pieced_together(self, slot: Slot, chunk: Chunk) -> list[Any] | None:
-        """As many samples of a stream that has too few, and of those after it; None where all have too few."""
-        self._take_back()
-        samples: list[Any] = []
-        each: Slot | None = slot
-        while each is not None:
-            answer = self._raw(each, chunk, chunk.num_samples - len(samples))
-            samples += answer.batch or []
-            each.asked += answer.num_samples
-            if len(samples) == chunk.num_samples:
-                self._turns.hand_out_asked()
-                return samples
-            each.end = each.asked
-            each = self._turns.next_slot()
-        return None  # all of them are over now
+    @property
+    def place(self) -> tuple[tuple[int, ...], int]:
+        """How much of each stream is handed out, and whose turn is next; for ``commit``."""
+        return tuple(slot.handed for slot in self.slots), self.handed
 
-    def _raw(self, slot: Slot, chunk: Chunk, num_samples: int) -> Answer:
-        """The next samples of one stream as they are."""
-        while True:
-            answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
-            if not answer.is_lost:
-                return answer
-            self._find_again(slot, chunk)
+    def commit(self, place: tuple[tuple[int, ...], int] | None = None) -> None:
+        """What was handed out is consumed, up to ``place`` or all of it."""
+        handed, turn = place or self.place
+        for slot, passed in zip(self.slots, handed, strict=True):
+            slot.passed = passed
+            slot.drop_marks()
+        self._passed = turn
 
-    def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
-        self._handed.append(_Handed(chunk, self._turns.place))
-        self._ask()
-        if self._told_length is not None:
-            _warn_of_more(self._turns, self._told_length)
-        return batch
+    def rollback(self) -> bool:
+        """What was handed out and is not consumed comes again; whether that is something."""
+        has_moved = any(slot.handed != slot.passed for slot in self.slots)
+        if has_moved:
+            self.is_over = False
+            for slot in self.slots:
+                slot.handed = slot.passed
+            self.handed = self._passed
+        return has_moved
 
+    def take_back(self) -> None:
+        """What was asked for and not handed out is asked for again."""
+        for slot in self.slots:
+            slot.asked = slot.handed
+        self.asked = self.handed
 
-def _warn_of_more(turns: Turns, told_length: int) -> None:
-    """Warn of each batch with which more samples have come than there are, in words that begin as torch's do."""
-    num_samples = sum(slot.handed for slot in turns.slots)
-    if num_samples <= told_length:
-        return
-    advice = (
-        "For multiprocessing data-loading, this may be since workers give the same samples; share them out by "
-        "get_worker_info()"
-        if turns.num_workers > 0
-        else "Have its __len__ say how many it gives"
-    )
-    warnings.warn(
-        f"Length of IterableDataset was reported to be {told_length} (when accessing len(dataloader)), but "
-        f"{num_samples} samples have been fetched. {advice}",
-        stacklevel=5,
-    )
+    def hand_out_asked(self) -> None:
+        """All that was asked for is handed out."""
+        for slot in self.slots:
+            slot.handed = slot.asked
+        self.handed = self.asked

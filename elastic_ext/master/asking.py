@@ -17,10 +17,10 @@ from typing import Literal, Protocol
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.measurements import Seen
 
 from .configs import Author
-from .strategy.decisions import Decision
-from .strategy.seen import Seen
 from .tuning_words import Mode
 
 __all__ = ["Ask", "Asking", "Kind", "Made", "Run", "Standing", "Strategy", "at_once"]

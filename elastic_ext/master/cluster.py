@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.doctor.stragglers import Standing, stragglers
-from elastic_ext.profile.straggling import Straggler
+from elastic_ext.profile.stragglers import Straggler
 from elastic_ext.records.text import counted, size_in_words
 
 from .links import Link, Measured

@@ -13,11 +13,10 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median_low
 
-from elastic_ext.profile.bottleneck import Verdict, verdict
-from elastic_ext.profile.changing import ChangeDetector
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.reading import present_windows, view_of
-from elastic_ext.profile.straggling import Straggler
+from elastic_ext.profile.reader import present_windows, view_of
+from elastic_ext.profile.stragglers import ChangeDetector, Straggler
+from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.metrics import Measures, StepWindow
 
 from .amounts import window_in

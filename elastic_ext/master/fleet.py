@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from elastic_ext.profile.straggling import Straggler
+from elastic_ext.profile.stragglers import Straggler
 
 from .cluster import Cluster, Judged, cluster_of, judged
 from .links import measured_in

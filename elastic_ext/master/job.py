@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
+from elastic_ext.tuner.decisions import Decision
 
 from .admission import MOST_HARDWARE, MOST_NAME, PROTOCOL, Refused, check_job, check_join
 from .asking import Made, Run, at_once
@@ -26,7 +27,6 @@ from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
 from .plans import Plans
 from .records import EventRecord, NodeRecord, refusal_in
 from .store import Stored
-from .strategy.decisions import Decision
 from .tuning import Tuning, check_decision, is_to_come
 from .tuning_words import Mode
 from .unsaved import Unsaved, UnsavedChanges

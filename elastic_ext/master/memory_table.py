@@ -12,10 +12,8 @@ from typing import Literal, NamedTuple
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
 from elastic_ext.records.metrics import JobFacts
-
-from .strategy.memory import HEADROOM, Memory, usable_bytes
-from .strategy.shape import Shape, shape_of
-from .strategy.space import Point, point_of
+from elastic_ext.tuner.memory import HEADROOM, Memory, usable_bytes
+from elastic_ext.tuner.space import Point, Shape, point_of, shape_of
 
 __all__ = ["Asked", "Limit", "Plan", "Row", "limit_of", "plans_asked", "predicted", "present_plan"]
 

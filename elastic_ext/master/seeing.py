@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
+from elastic_ext.profile.breakdown import Weighed, weigh
 from elastic_ext.profile.phases import IN_STEPS, Phase
-from elastic_ext.profile.reading import view_of
-from elastic_ext.profile.weighed import Weighed, weigh
+from elastic_ext.profile.reader import view_of
 from elastic_ext.records.metrics import Measures, StepWindow
 from elastic_ext.records.text import counted
+from elastic_ext.tuner.measurements import Seen
 
 from .amounts import fitting_window
-from .strategy.seen import Seen
 from .wire import master_pb2
 
 __all__ = ["Seeing", "seen_of"]

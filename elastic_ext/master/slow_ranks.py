@@ -1,6 +1,6 @@
 """Which ranks keep the others waiting, by what all nodes tell in their beats: pure, one round after another.
 
-It judges as profile/straggling.py does, by what each rank is busy with by itself in a step, and in a few numbers for
+It judges as profile/stragglers.py does, by what each rank is busy with by itself in a step, and in a few numbers for
 each rank: jobs may have tens of thousands. A *round* is the newest report of every node.
 """
 
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_ext.profile.straggling import Straggler
+from elastic_ext.profile.stragglers import Straggler
 
 from .reported import NodeReport
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+from elastic_ext.tuner.decisions import Decision
+
 from .configs import ConfigBook
 from .job import Job, Moment
 from .nodes import Node
 from .records import EventRecord
-from .strategy.decisions import Decision
 from .tuning import Tuning
 from .wire import master_pb2 as wire
 from .wire.plain import filled

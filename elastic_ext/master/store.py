@@ -19,10 +19,10 @@ from elastic_ext.config.history import Entry
 from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
 from elastic_ext.records.files import lock_holders, try_lock
+from elastic_ext.tuner.decisions import Decision
 
 from .configs import Author, Page
 from .records import EventRecord, NodeRecord
-from .strategy.decisions import Decision
 
 __all__ = ["Store", "StoreError", "Stored", "Superseded", "network_in_words"]
 

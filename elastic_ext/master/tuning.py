@@ -15,15 +15,15 @@ from typing import Literal, get_args
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.tuner.batch_efficiency import SIZE_KEY, is_asked_for
+from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.space import KEYS
 
 from .admission import Refused
 from .asking import Ask, Asking, Kind, Made, Run, Strategy, at_once
 from .configs import Author, Late, Page
 from .facts_told import facts_told
 from .seeing import Seeing
-from .strategy.decisions import Decision
-from .strategy.sizes import SIZE_KEY, is_asked_for
-from .strategy.space import KEYS
 from .tuning_words import Mode, event_text
 from .wire import master_pb2
 
@@ -350,7 +350,7 @@ def _tell_written(strategy: Strategy, now: float, number: int, version: int) -> 
 
 
 def _library_strategy(mode: Mode, decisions: Sequence[Decision]) -> Strategy:
-    from .strategy.controller import Controller  # which imports numpy
+    from elastic_ext.tuner.controller import Controller  # which imports numpy
 
     made: Strategy = Controller(mode=mode, decisions=decisions)
     return made

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from elastic_ext.records.json import shown
 from elastic_ext.records.text import on_one_line, size_in_words
-
-from .strategy.decisions import Decision
+from elastic_ext.tuner.decisions import Decision
 
 __all__ = ["Mode", "changes_in_words", "event_text", "rates_in_words", "rates_of"]
 

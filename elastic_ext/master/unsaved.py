@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from elastic_ext.tuner.decisions import Decision
+
 from .collector import Collector
 from .event_log import EventLog
 from .fleet import Fleet
 from .nodes import Node, Nodes
 from .plans import Plans
 from .records import EventRecord, NodeRecord
-from .strategy.decisions import Decision
 from .tuning import Tuning
 
 __all__ = ["Unsaved", "UnsavedChanges"]

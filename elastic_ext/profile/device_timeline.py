@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .phases import Phase
-from .timeline import LOST, NUM_PHASES, Spent, Timeline
+from .phases import LOST, NUM_PHASES, Phase, Spent, Timeline
 
 __all__ = ["DeviceTimeline", "Event"]
 

@@ -10,15 +10,12 @@ from contextlib import AbstractContextManager
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.profile.timed_sources import TimedSource
 from elastic_ext.ranks.heartbeat import Activity, Pulse
 
-from .analyzing import Analyzer
-from .pace import Pace
-from .phases import Phase
-from .probe import Probe
-from .surveying import Surveyor
-from .timeline import Timeline
+from .memory.analyzer import Analyzer
+from .phases import Phase, TimedSource, Timeline
+from .probe import Pace, Probe
+from .sampled_steps import Surveyor
 from .windows import Standing, Windows
 
 __all__ = ["Recorder"]

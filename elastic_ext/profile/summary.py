@@ -1,4 +1,4 @@
-"""StepProfile: what some windows of one rank come to, in a few numbers: pure."""
+"""StepProfile: some windows of one rank in a few numbers, and the line that shows it. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from dataclasses import dataclass
 
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
+from .breakdown import RankView, is_usable, merged, replicas_of, weigh
 from .phases import LEAST_SECONDS, Phase
-from .weighed import RankView, is_usable, merged, replicas_of, weigh
 
-__all__ = ["StepProfile", "flops_share", "num_tokens", "summary_of", "training_seconds"]
+__all__ = [
+    "StepProfile",
+    "duration_in_words",
+    "flops_share",
+    "line_of",
+    "num_tokens",
+    "number_in_words",
+    "shares_in_words",
+    "summary_of",
+    "training_seconds",
+]
+
+
+# --- what some windows of one rank come to, in a few numbers ---------------------------------------------------------
 
 _MIDDLE, _NINE_TENTHS = 1, 2  # of a window's quantiles
 
@@ -115,3 +128,54 @@ def _quantiles(windows: Sequence[StepWindow], which: int) -> Iterator[tuple[floa
     for window in windows:
         if len(window.step_seconds) > which:
             yield window.step_seconds[which], window.num_steps
+
+
+# --- a profile on one line, for the log and the terminal -------------------------------------------------------------
+
+_LEAST_SHARE = 0.01
+_SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def line_of(profile: StepProfile, *, mfu: float | None, text: str) -> str:
+    """All of it, and what holds training up, which is ``text``."""
+    return f"step {profile.step}, {', '.join(_speeds(profile, mfu))}: {shares_in_words(profile.shares)}; {text}"
+
+
+def shares_in_words(shares: Mapping[str, float]) -> str:
+    """``data 41%, forward 20%``; what is little is ``other``."""
+    found = {label: share for label, share in shares.items() if share >= _LEAST_SHARE and label != Phase.OTHER.label}
+    words = [f"{label} {share:.0%}" for label, share in found.items()]
+    rest = sum(shares.values()) - sum(found.values())
+    if rest >= _LEAST_SHARE or not words:
+        words.append(f"{Phase.OTHER.label} {rest:.0%}")
+    return ", ".join(words)
+
+
+def duration_in_words(seconds: float) -> str:
+    """Three digits and a unit, such as ``12.3 ms``."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def number_in_words(number: float) -> str:
+    """``2,600`` and ``1.3M``."""
+    for size, letter in _SIZES:
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _speeds(profile: StepProfile, mfu: float | None) -> Iterator[str]:
+    if profile.step_seconds is not None and profile.slow_step_seconds is not None:
+        typical, slow = duration_in_words(profile.step_seconds), duration_in_words(profile.slow_step_seconds)
+        yield f"{typical} a step (p50; {slow} p90)"
+    else:
+        yield f"{duration_in_words(profile.seconds / profile.num_steps)} a step"
+    if profile.samples_per_second is not None:
+        yield f"{number_in_words(profile.samples_per_second)} samples/s"
+    if profile.tokens_per_second is not None:
+        yield f"{number_in_words(profile.tokens_per_second)} tokens/s"
+    if mfu is not None:
+        yield f"MFU {mfu:.0%}"

@@ -1,21 +1,25 @@
-"""Windows: the steps of a rank summed up over a second or more, for files that people and programs read.
-
-A window ends once it is as long as the run's age asks for, and where another config comes into force: so their number
-grows slowly, and what a change has brought is seen at once.
-"""
+"""Windows: the steps of a rank summed up over a second or more, and the memory that the process holds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import psutil
+import torch
 
 from elastic_ext.records.metrics import StepWindow
 
-from .phases import COMPUTING, IN_STEPS, WAITING, Phase
-from .timeline import Spent, Timeline
+from .phases import COMPUTING, IN_STEPS, WAITING, Phase, Spent, Timeline
 
-__all__ = ["Held", "Standing", "Windows", "window_seconds"]
+__all__ = ["Held", "Memory", "Standing", "Windows", "memory_held", "window_seconds"]
+
+
+# --- the steps of a rank summed up over a second or more, for files that people and programs read --------------------
+# A window ends once it is as long as the run's age asks for, and where another config comes into force: so their number
+# grows slowly, and what a change has brought is seen at once.
 
 _LEAST_SECONDS, _MOST_SECONDS = 1.0, 60.0
 _PART_OF_AGE = 1 / 1000
@@ -38,7 +42,7 @@ class Standing(NamedTuple):
 
 
 class Held(Protocol):
-    """What is held of memory, as held.py tells it."""
+    """What is held of memory."""
 
     @property
     def process(self) -> int | None: ...
@@ -198,3 +202,33 @@ def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
     """What ``phases`` take together, in a quarter of the steps no longer."""
     found = sorted(sum(step[phase] for phase in phases) for step in steps)
     return round(found[len(found) // 4] * 1e-9, 9)
+
+
+# --- what this process holds of memory now ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """In bytes; None for an accelerator where there is none in use."""
+
+    process: int | None
+    """None where the system does not say, as where this process may open no more files."""
+    accelerator: int | None = None
+    """What tensors hold,"""
+    accelerator_peak: int | None = None
+    """... and the most that they held at once, since torch's peak counters began anew."""
+
+
+def memory_held() -> Memory:
+    """As it is now."""
+    try:
+        held: int | None = psutil.Process().memory_info().rss
+    except (OSError, psutil.Error):
+        held = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return Memory(
+            process=held,
+            accelerator=torch.cuda.memory_allocated(),
+            accelerator_peak=torch.cuda.max_memory_allocated(),
+        )
+    return Memory(process=held)

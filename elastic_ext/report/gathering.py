@@ -8,10 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_ext.profile.history_of_run import Life, in_order, lives_of, trainings_of
-from elastic_ext.profile.history_of_run import within as lives_within
-from elastic_ext.profile.ledger import ENTRIES, Happened, Slice, ledger_of_job, slices_of
-from elastic_ext.profile.weighed import RankView, merged
+from elastic_ext.profile.breakdown import RankView, merged
+from elastic_ext.profile.ledger import (
+    ENTRIES,
+    Happened,
+    Life,
+    Slice,
+    in_order,
+    ledger_of_job,
+    lives_of,
+    slices_of,
+    trainings_of,
+)
+from elastic_ext.profile.ledger import within as lives_within
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.metrics import JobEvent, StepWindow
 

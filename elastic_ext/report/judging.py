@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from elastic_ext.profile.bottleneck import verdict
-from elastic_ext.profile.weighed import RankView
+from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.metrics import StepWindow
 
 from .record import Remark

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_ext.profile.reading import read_calibration, read_census, read_trace, view_of
-from elastic_ext.profile.weighed import RankView
+from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.reader import read_calibration, read_census, read_trace, view_of
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.metrics import RankMetrics, StepWindow
 

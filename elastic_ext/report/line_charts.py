@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from elastic_ext.profile.line import number_in_words
+from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.text import size_in_words
 
 from .columns import Column, Columns, middle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_ext.profile.ledger import USEFUL, Entry
-from elastic_ext.profile.line import number_in_words
+from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.text import counted
 
 from .entries import LABELS, ORDER

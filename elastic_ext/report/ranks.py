@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elastic_ext.profile.history_of_run import Life
-from elastic_ext.profile.ledger import Slice, ledger_of_slices
+from elastic_ext.profile.ledger import Life, Slice, ledger_of_slices
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.summary import training_seconds
 from elastic_ext.records.metrics import StepWindow

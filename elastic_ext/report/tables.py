@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from elastic_ext.profile.ledger import USEFUL, Entry
-from elastic_ext.profile.line import number_in_words
+from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.text import not_finite_in_words, size_in_words
 
 from .effects import Spread

@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from elastic_ext.accumulate import BatchPlan, StepPlan
 from elastic_ext.config.apply import Applier
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.errors import CheckpointDamaged
-from elastic_ext.fsdp.checkpoint.loading.source import Opened
-from elastic_ext.fsdp.pickled_values import read_plain
-from elastic_ext.fsdp.value_encoding import pack, unpack
-from elastic_ext.sources import (
+from elastic_ext.data.batch_plan import BatchPlan, StepPlan
+from elastic_ext.data.sources import (
     BatchDrawingSource,
     CountedSource,
     EndingSource,
@@ -28,6 +24,10 @@ from elastic_ext.sources import (
     ResumableSource,
     RewindableSource,
 )
+from elastic_ext.errors import CheckpointDamaged
+from elastic_ext.fsdp.checkpoint.loading.source import Opened
+from elastic_ext.fsdp.pickled_values import read_plain
+from elastic_ext.fsdp.value_encoding import pack, unpack
 
 from .remarks import EpochLength
 
@@ -35,7 +35,7 @@ __all__ = ["Batches", "Positions", "RankStep", "own_position", "packed_position"
 
 
 # --- where an epoch's samples stood when a checkpoint was saved, and how a loader goes on there, or back to it -------
-# What a loader must offer for that is in sources.py.
+# What a loader must offer for that is in data/sources.py.
 
 _CANNOT_GO_BACK = (
     "this dataloader cannot go back to where the checkpoint was saved: a loop over it that is under way goes on with "
@@ -136,7 +136,7 @@ def _is_missing(held: Any) -> bool:
 
 
 # --- which micro-batches this rank's steps are made of, whether the loader can be told or has sizes of its own -------
-# The cutting itself is in accumulate.py; what a loader must offer, in sources.py.
+# The cutting itself is in data/batch_plan.py; what a loader must offer, in data/sources.py.
 
 _BY_HAND = (
     "the loop gathers gradients of several micro-batches by itself, and calls optimizer.step() in some of them; steps "

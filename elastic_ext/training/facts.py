@@ -22,7 +22,7 @@ from elastic_ext.doctor.cgroups import group_limits
 from elastic_ext.errors import ConfigError
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
 from elastic_ext.fsdp.reshard.sharded_model import Spread
-from elastic_ext.profile.timed_sources import ChangingSource
+from elastic_ext.profile.phases import ChangingSource
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, ModelProfile
 
 from .batches import Batches

@@ -17,25 +17,21 @@ from torch.optim import Optimizer
 
 from elastic_ext.config.batch_rules import BatchRule
 from elastic_ext.config.follower import ConfigFollower, follow_config
+from elastic_ext.data.sources import ReenteredSource, ShowingSource
 from elastic_ext.fsdp.checkpoint.job import Launched
 from elastic_ext.fsdp.reshard.sharded_model import Spread
-from elastic_ext.profile.analyzing import Analyzer
-from elastic_ext.profile.analyzing import Training as AnalyzedTraining
-from elastic_ext.profile.census import why_no_census
 from elastic_ext.profile.device_timeline import DeviceTimeline
-from elastic_ext.profile.held import memory_held
-from elastic_ext.profile.pace import Pace
-from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.probe import Probe
-from elastic_ext.profile.questioning import Factory
+from elastic_ext.profile.memory.analyzer import Analyzer
+from elastic_ext.profile.memory.analyzer import Training as AnalyzedTraining
+from elastic_ext.profile.memory.prediction_request import Factory
+from elastic_ext.profile.output import Showing, Sinks, Training
+from elastic_ext.profile.phases import Phase, Timeline
+from elastic_ext.profile.probe import Pace, Probe
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.showing import Showing, Training
-from elastic_ext.profile.sinks import Sinks
-from elastic_ext.profile.surveying import Found, Surveyor
-from elastic_ext.profile.timeline import Timeline
-from elastic_ext.profile.windows import Standing, Windows
+from elastic_ext.profile.sampled_steps import Found, Surveyor
+from elastic_ext.profile.step_costs import why_no_census
+from elastic_ext.profile.windows import Standing, Windows, memory_held
 from elastic_ext.records.metrics import StepWindow
-from elastic_ext.sources import ReenteredSource, ShowingSource
 
 from .batches import Batches
 from .checkpoints.checkpoints import checkpoints_for

@@ -19,10 +19,10 @@ from elastic_ext.config.batch_rules import BatchRule, rate_factor
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, StepError
-from elastic_ext.profile.analyzing import Analyzer
-from elastic_ext.profile.held import memory_held
+from elastic_ext.profile.memory.analyzer import Analyzer
+from elastic_ext.profile.output import Showing
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.showing import Showing
+from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.records.metrics import Measures

@@ -44,9 +44,9 @@ from elastic_ext.fsdp.blocks import Units
 from elastic_ext.fsdp.checkpoint.job import Launched
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.sharded_model import Spread
-from elastic_ext.profile.questioning import factory_of
-from elastic_ext.profile.questions import refuse_in_analysis
-from elastic_ext.profile.sinks import Sink
+from elastic_ext.profile.memory.prediction_request import factory_of
+from elastic_ext.profile.memory.questions import refuse_in_analysis
+from elastic_ext.profile.output import Sink
 from elastic_ext.records.text import check_choice, check_flag
 
 from .batches import Batches

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 SIGNALS_THREAD_NAME = "elastic_ext signals"
 _SPARED = (signal.SIGTERM, signal.SIGUSR1)
 _TARGET = "_worker_loop"  # torch's, and torchdata's
-_OWN = "elastic_ext.data.process"  # where an ElasticDataLoader's workers begin
+_OWN = "elastic_ext.data.workers.worker_process"  # where an ElasticDataLoader's workers begin
 
 
 def spare_loader_workers(owner: object, *, is_over: Callable[[], bool]) -> None:

@@ -1,0 +1,647 @@
+"""Loops over an IterableDataset, of which each worker has a stream of its own, and the batches that are asked for ahead
+of such a loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe, get_worker_info
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
+
+from elastic_ext.errors import WorkerDiedError
+
+from .batch_plan import BatchPlan
+from .order import Chunk, chunks
+from .prefetch import Late
+from .streams import Answer, Request, Slot, Stream, StreamsPosition, Turns, can_tell_state
+from .workers.producer import Making
+
+__all__ = ["NO_STATE", "StreamMaker", "Streamed", "Streams"]
+
+
+# --- the batches of an IterableDataset, asked for ahead --------------------------------------------------------------
+# Streams: the batches of an IterableDataset, of which each worker has a stream of its own, asked for before they are
+# needed and asked for again where steps are cut otherwise or come again.
+#
+# Workers take turns, a batch each, as torch has them do: streams.py. Who makes batches is behind ``StreamMaker``; what
+# a worker does with a request is in streams.py.
+
+NO_STATE = (
+    "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
+    "pass all samples before"
+)
+
+
+class StreamMaker(Protocol):
+    """Who asks workers for batches."""
+
+    @property
+    def num_ahead(self) -> int:
+        """How many it should be asked for before the first of them is taken."""
+
+    def submit(self, indices: list[Any], slot: int | None = None) -> int:
+        """Have the worker of that slot answer a request; gives its number."""
+
+    def take(self, number: int) -> Any:
+        """The answer."""
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' answers has come first, once one has; none of them was taken."""
+
+    def forget(self, number: int) -> None:
+        """Nobody will take it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    chunk: Chunk
+    slot: Slot
+    start: int
+    number: int
+    turn: int
+    """Whose it is to be asked after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """A batch that the loop was given and that is not consumed."""
+
+    chunk: Chunk
+    place: tuple[tuple[int, ...], int]
+    """Where the streams stood after it."""
+
+
+class Streams:
+    """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
+
+    With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
+    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
+    a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
+
+    Without ``in_order`` and without ``plan`` whichever worker is first gives the next batch; each worker's stream comes
+    in its own order.
+    """
+
+    def __init__(
+        self,
+        maker: StreamMaker,
+        position: StreamsPosition,
+        *,
+        loop: int,
+        batch_size: int,
+        drop_last: bool,
+        collate_fn: Callable[[Any], Any],
+        num_batches: Callable[[], int] | None = None,
+        told_length: int | None = None,
+        passes_samples: bool = False,
+        wants_states: bool = False,
+        in_order: bool = True,
+        seed: int = 0,
+        plan: BatchPlan | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.wants_states = wants_states
+        """Somebody may go on where it stands after any batch."""
+        self.seed = seed
+        """What a data pipe shuffles by."""
+        self._maker = maker
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._collate_fn = collate_fn
+        self._num_batches = num_batches
+        self._told_length = told_length
+        self._passes_samples = passes_samples
+        self._in_order = in_order
+        self.has_ended = False
+        self.carried: tuple[int, ...] | None = None
+        self._handed: deque[_Handed] = deque()
+        self._loop, self._attempt = loop, 0
+        self._plan, self._rank = plan, rank
+        self._asked: deque[_Asked] = deque()
+        self._go_to(position)
+
+    def __len__(self) -> int:
+        """What the dataset says of itself."""
+        if self._num_batches is None:
+            raise TypeError("it is not known how many batches there are")
+        return self._num_batches()
+
+    def __next__(self) -> Any:
+        while True:
+            self._ask()
+            if not self._asked:
+                self._turns.is_over = True
+                raise StopIteration
+            asked = self._next_asked()
+            slot, chunk, start = asked.slot, asked.chunk, asked.start
+            try:
+                answer = self._taken(slot, asked.number)
+            except (Late, KeyboardInterrupt):  # the next call may have it
+                raise
+            except BaseException:
+                self._pass(asked)
+                self._handed.append(_Handed(chunk, self._turns.place))
+                raise
+            self._pass(asked)
+            if answer.num_samples == chunk.num_samples:
+                return self._handed_out(chunk, answer.batch)
+            if answer.is_lost:
+                slot.handed, self._turns.handed = start, slot.number
+                self._find_again(slot, chunk)
+                self._take_back(chunk)
+                continue
+            if slot.end is None:
+                slot.end = start + answer.num_samples
+            if self._plan is not None:
+                slot.handed = min(start, slot.end)
+                samples = self._pieced_together(slot, chunk)
+                if samples is not None:
+                    return self._handed_out(chunk, self._collate_fn(samples))
+            else:
+                slot.handed = slot.end
+                if answer.num_samples and not self._drop_last:
+                    return self._handed_out(chunk, answer.batch)
+
+    @property
+    def num_workers(self) -> int:
+        """Among whom the streams are shared out; 0: the one is this process's own."""
+        return self._turns.num_workers
+
+    @property
+    def position(self) -> StreamsPosition:
+        """What is consumed."""
+        return self._turns.position
+
+    @property
+    def num_handed(self) -> int:
+        """How many batches were handed out that are not consumed."""
+        return len(self._handed)
+
+    def resize(self, batch_size: int) -> None:
+        """Have batches of so many samples from the next one on."""
+        if batch_size != self._batch_size:
+            self._batch_size = batch_size
+            self._cut()
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        """Cut steps like this from what is consumed on."""
+        if (plan, rank) != (self._plan, self._rank):
+            self._plan, self._rank = plan, rank
+            self._cut()
+
+    def commit(self, num_batches: int | None = None) -> None:
+        """The first batches that were handed out are consumed, or all; those after them begin the next step.
+
+        A step that was cut short there is followed by one that begins there.
+        """
+        num_consumed = len(self._handed) if num_batches is None else min(num_batches, len(self._handed))
+        consumed = [self._handed.popleft() for _ in range(num_consumed)]
+        if not self._handed:
+            self._turns.commit()
+        elif consumed:
+            self._turns.commit(consumed[-1].place)
+        if consumed:
+            self.carried = None
+            if not consumed[-1].chunk.ends_step:
+                self._cut()
+
+    def rollback(self) -> None:
+        """What was handed out and is not consumed comes again."""
+        self._handed.clear()
+        self.carried = None
+        if self._turns.rollback():
+            self._cut()
+
+    def go_to(self, position: StreamsPosition) -> None:
+        """Go on elsewhere."""
+        self.close()
+        self._attempt += 1
+        self._go_to(position)
+
+    def close(self) -> None:
+        """Nobody takes what was asked for."""
+        while self._asked:
+            self._maker.forget(self._asked.popleft().number)
+
+    def end(self) -> None:
+        """The loop is over: nothing is asked for any more."""
+        self.close()
+        self.has_ended = True
+
+    def _go_to(self, position: StreamsPosition) -> None:
+        self._handed.clear()
+        self._turns = Turns(position)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Begin a step at what is consumed, with what is handed out already."""
+        self._take_back()
+        self._to_come = self._sizes()
+        self._ask()
+
+    def _sizes(self) -> Iterator[Chunk]:
+        if self._plan is None:
+            return repeat(Chunk(0, self._batch_size, 0, ends_step=True))
+        self.carried = self._plan.carried_over(self._handed[0].chunk.sizes, None) if self._handed else None
+        to_come = chunks(self._plan, self._rank, position=0, num_samples=None, carried=self.carried)
+        return islice(to_come, len(self._handed), None)
+
+    def _take_back(self, *again: Chunk) -> None:
+        """Nobody takes what was asked for, and the same sizes are asked for again; first of all what is given."""
+        sizes = [*again, *(asked.chunk for asked in self._asked)]
+        self.close()
+        if sizes:
+            self._to_come = chain(sizes, self._to_come)
+        self._turns.take_back()
+
+    def _ask(self) -> None:
+        """Ask for batches until as many are under way as should be, one at least."""
+        most = 0 if self.has_ended else max(self._maker.num_ahead, 1)
+        while len(self._asked) < most:
+            num_asked = None if self._keeps_order else Counter(asked.slot.number for asked in self._asked)
+            slot = self._turns.next_slot(num_asked)
+            if slot is None:
+                return
+            chunk = next(self._to_come)
+            start = slot.asked
+            number = self._submit(slot, start, chunk.num_samples)
+            slot.asked = start + chunk.num_samples
+            self._asked.append(_Asked(chunk, slot, start, number, self._turns.asked))
+
+    @property
+    def _keeps_order(self) -> bool:
+        return self._in_order or self._plan is not None
+
+    def _next_asked(self) -> _Asked:
+        if self._keeps_order:
+            return self._asked[0]
+        first: dict[int, _Asked] = {}  # of each stream
+        for asked in self._asked:
+            first.setdefault(asked.slot.number, asked)
+        by_number = {asked.number: asked for asked in first.values()}
+        return by_number[self._maker.first_made(list(by_number))]
+
+    def _submit(self, slot: Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
+        mark = None if slot.is_found else slot.marks[0]
+        slot.is_found = True
+        request = Request(
+            slot.number,
+            self._loop,
+            self._attempt,
+            start,
+            num_samples,
+            slot.passed,
+            mark,
+            is_raw,
+            is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
+            is_marked=self.wants_states or self._plan is not None,
+            seed=self.seed,
+        )
+        return self._maker.submit([request], slot.number)
+
+    def _taken(self, slot: Slot, number: int) -> Answer:
+        try:
+            answer = self._maker.take(number)
+        except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
+            raise RuntimeError(f"making a batch of the stream of worker {slot.number} raised StopIteration") from error
+        assert isinstance(answer, Answer)
+        if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
+            slot.marks.append(answer.mark)
+        return answer
+
+    def _pass(self, asked: _Asked) -> None:
+        """It is handed out, also where it cannot be made."""
+        self._asked.remove(asked)
+        asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
+
+    def _find_again(self, slot: Slot, chunk: Chunk) -> None:
+        """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
+
+        The chunk that it was to give is then to come from another.
+        """
+        if slot.passed and slot.marks[0].state is None and not self._passes_samples:
+            slot.end = slot.passed  # after a rollback too
+            self._take_back(chunk)
+            raise WorkerDiedError(
+                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: "
+                f"{NO_STATE}",
+                indices=[],
+            )
+        slot.is_found = False
+
+    def _pieced_together(self, slot: Slot, chunk: Chunk) -> list[Any] | None:
+        """As many samples of a stream that has too few, and of those after it; None where all have too few."""
+        self._take_back()
+        samples: list[Any] = []
+        each: Slot | None = slot
+        while each is not None:
+            answer = self._raw(each, chunk, chunk.num_samples - len(samples))
+            samples += answer.batch or []
+            each.asked += answer.num_samples
+            if len(samples) == chunk.num_samples:
+                self._turns.hand_out_asked()
+                return samples
+            each.end = each.asked
+            each = self._turns.next_slot()
+        return None  # all of them are over now
+
+    def _raw(self, slot: Slot, chunk: Chunk, num_samples: int) -> Answer:
+        """The next samples of one stream as they are."""
+        while True:
+            answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
+            if not answer.is_lost:
+                return answer
+            self._find_again(slot, chunk)
+
+    def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
+        self._handed.append(_Handed(chunk, self._turns.place))
+        self._ask()
+        if self._told_length is not None:
+            _warn_of_more(self._turns, self._told_length)
+        return batch
+
+
+def _warn_of_more(turns: Turns, told_length: int) -> None:
+    """Warn of each batch with which more samples have come than there are, in words that begin as torch's do."""
+    num_samples = sum(slot.handed for slot in turns.slots)
+    if num_samples <= told_length:
+        return
+    advice = (
+        "For multiprocessing data-loading, this may be since workers give the same samples; share them out by "
+        "get_worker_info()"
+        if turns.num_workers > 0
+        else "Have its __len__ say how many it gives"
+    )
+    warnings.warn(
+        f"Length of IterableDataset was reported to be {told_length} (when accessing len(dataloader)), but "
+        f"{num_samples} samples have been fetched. {advice}",
+        stacklevel=5,
+    )
+
+
+# --- the loops over an IterableDataset, of which each worker has a stream; where one stands is told for each ---------
+
+
+class Streamed:
+    """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
+
+    remaining = seed = None
+    draws_order = False
+    num_ranks = 1
+    auto_collation = False
+    keeps_workers = True  # they share the samples out among them
+    has_own_positions = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        collate_fn: Callable[[Any], Any],
+        fast_forward: bool,
+        in_order: bool = True,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._auto_collation = batch_size is not None
+        self.collate_fn = _as_it_is
+        self.epoch = 0
+        self.running: Streams | None = None
+        self._dataset = dataset
+        self._batch_size = batch_size or 1
+        self._drop_last = drop_last
+        self._collate_fn = collate_fn
+        self._in_order = in_order
+        self._is_pipe = isinstance(dataset, IterDataPipe)
+        self._seed = seed
+        self._generator = generator
+        self._drawn_seed: int | None = None
+        self._pipe_seed: int | None = None  # by which a data pipe shuffles in the loop under way, or in the one to come
+        self._can_go_on = fast_forward or can_tell_state(dataset)
+        self._given_plan: BatchPlan | None = None
+        self._rank = 0
+        self._position: StreamsPosition | None = None  # that the next loop begins at
+        self._left: StreamsPosition | None = None  # in a copy: where the loop stood of which it has none
+        self._wants_states = False  # somebody has asked where a loop stands, or gone on there
+        self._is_begun = False
+        self._is_over = False  # the epoch of a state that was loaded
+        self._next_epoch: int | None = None  # named while a loop is under way
+        self._num_loops = 0
+        self._told_length: int | None = None  # samples that the dataset said it has, when the loader was asked
+
+    @property
+    def asked(self) -> Stream:
+        """A new one: loops that go on side by side do not draw from the same."""
+        return Stream(
+            self._dataset,
+            self._collate_fn,
+            auto_collation=self._auto_collation,
+            share_out=_SharesPipe.of_this_rank() if self._is_pipe else None,
+        )
+
+    @property
+    def num_workers(self) -> int | None:
+        return None if self._position is None else self._position.num_workers
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._is_over if self.running is None else self.running.position.is_over
+
+    @property
+    def why_no_position(self) -> str | None:
+        """Why a loop cannot go on where this one is, None if it can."""
+        running = self.running
+        if self._can_go_on or running is None or running.position.is_over or not any(running.position.num_passed):
+            return None
+        return NO_STATE
+
+    @property
+    def goes_on(self) -> bool:
+        return self._position is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the loop that is under way, which a copy has none of: it says where that one stands."""
+        left = self._left if self.running is None else self.running.position
+        return {**self.__dict__, "running": None, "_left": left}
+
+    def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
+        self._collate_fn = collate_fn
+
+    def draw_seed(self) -> None:
+        draws = self._is_pipe and not self._goes_on_shuffled and self._seed is None
+        if draws and _SharesPipe.of_this_rank().num_ranks == 1:
+            self._drawn_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+
+    def begin(self, making: Making) -> Streams:
+        if self.running is not None and self._given_plan is not None:
+            self.running.end()  # a trainer counts what one loop takes
+        named, self.running = self._next_epoch, None
+        if named is not None:
+            self.set_epoch(named)
+        elif self._is_begun:
+            self.epoch += 1
+        self._is_begun, self._is_over, self._next_epoch, self._left = True, False, None, None
+        if self._is_pipe and not self._goes_on_shuffled:
+            self._pipe_seed = self._seed_of_epoch() if self._drawn_seed is None else self._drawn_seed
+        self.running = Streams(
+            making,
+            self._position or StreamsPosition.start(making.num_workers),
+            loop=self._new_loop(),
+            batch_size=self._batch_size,
+            drop_last=self._drop_last,
+            collate_fn=self._collate_fn,
+            num_batches=self._num_batches,
+            told_length=self._told_length,
+            passes_samples=self._can_go_on,
+            wants_states=self._wants_states,
+            in_order=self._in_order,
+            seed=self._pipe_seed or 0,
+            plan=self._given_plan,
+            rank=self._rank,
+        )
+        self._position = None
+        return self.running
+
+    def num_batches(self) -> int:
+        self._told_length = len(self._dataset)
+        return self._num_batches()
+
+    def why_not_resize(self, batch_size: int) -> str | None:
+        return None
+
+    def resize(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        if self.running is not None:
+            self.running.resize(batch_size)
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        self._given_plan, self._rank = plan, rank
+        if self.running is not None:
+            self.running.plan(plan, rank)
+
+    def leave_epoch(self) -> None:
+        if self.running is not None and self.running.has_ended and any(self.running.position.num_passed):
+            self.running, self._left, self._is_over = None, None, True
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._is_under_way:
+            self._next_epoch = epoch
+            return
+        if epoch != self.epoch or self.running is not None:
+            self._position = None
+        self.running = self._left = None
+        self.epoch = epoch
+        self._is_begun = False
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def take_seed(self, seed: int) -> None:
+        """It has none."""
+
+    def order_to_come(self) -> None:
+        """It has none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self._wants_states = True
+        if self.running is not None:
+            self.running.wants_states = True
+        position = self._position
+        if position is None:
+            position = self._left if self.running is None else self.running.position
+        state = {
+            "epoch": self.epoch,
+            "is_over": self._is_over if position is None else position.is_over,
+            "streams": None if position is None else position.state_dict(),
+        }
+        return state | {"pipe_seed": self._pipe_seed} if self._is_pipe else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "streams" not in state:
+            raise ValueError(
+                f"the state is of a dataset whose samples are asked for by index ({sorted(state)}), and this one is an "
+                "IterableDataset; give the loader the dataset with which the state was saved"
+            )
+        position = None if state["streams"] is None or state["is_over"] else StreamsPosition.of(state["streams"])
+        if position is not None and any(position.num_passed) and not self._can_go_on:
+            raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
+        self._wants_states = True
+        self.epoch = int(state["epoch"])
+        self.running = self._left = None
+        self._is_begun = self._is_over = bool(state["is_over"])
+        self._position, self._next_epoch = position, None
+        self._pipe_seed = state.get("pipe_seed")
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        running = self.running
+        self.load_state_dict(state)
+        if running is None or running.has_ended:
+            return
+        position = self._position or StreamsPosition.start(running.num_workers)
+        if position.num_workers != running.num_workers:
+            raise ValueError(
+                f"the loop under way has {running.num_workers} workers, and where it is to go back to was saved with "
+                f"{position.num_workers}; leave the loop first"
+            )
+        running.seed = self._pipe_seed or 0
+        running.go_to(replace(position, is_over=False))
+        self.running, self._position, self._is_begun = running, None, True
+
+    @property
+    def _goes_on_shuffled(self) -> bool:
+        """The loop that comes goes on with one whose data pipe was shuffled by a seed that is known."""
+        return self._position is not None and self._pipe_seed is not None
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Somebody loops."""
+        return self.running is not None and not self.running.has_ended
+
+    def _num_batches(self) -> int:
+        size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
+        num_samples = len(self._dataset)
+        return num_samples // size if self._drop_last else -(-num_samples // size)
+
+    def _seed_of_epoch(self) -> int:
+        """What a data pipe shuffles by where nothing was drawn: alike on all ranks, without asking."""
+        seed = self._seed
+        if seed is None:
+            seed = 0 if self._generator is None else self._generator.initial_seed()
+        digest = hashlib.blake2b(f"{seed} {self.epoch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _new_loop(self) -> int:
+        self._num_loops += 1
+        return self._num_loops
+
+
+@dataclass(frozen=True)
+class _SharesPipe:
+    """Has a data pipe's own parts shuffle alike everywhere, and give each worker of each rank its share, as torch's."""
+
+    rank: int
+    num_ranks: int
+
+    @classmethod
+    def of_this_rank(cls) -> _SharesPipe:
+        joined = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size()) if joined else cls(0, 1)
+
+    def __call__(self, pipe: Any, seed: int) -> None:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        apply_sharding(pipe, num_workers * self.num_ranks, worker * self.num_ranks + self.rank)
+        apply_random_seed(pipe, torch.Generator().manual_seed(seed))
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer

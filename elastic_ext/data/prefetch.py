@@ -1,0 +1,428 @@
+"""Batches that are asked for before a loop needs them, and cut anew when the sizes of steps change."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map  # as torch's documentation has it
+
+from .batch_plan import BatchPlan
+from .order import Chunk, Cursor, Order, Ranges, Without, chunks, left_out, num_chunks
+from .workers.worker import in_short
+
+__all__ = ["Ahead", "Late", "Maker", "can_be_recut", "cut", "join"]
+
+
+# --- batches that torch's default_collate has made, cut and joined as if they had been made so -----------------------
+
+
+def can_be_recut(collate_fn: Callable[[Any], Any]) -> bool:
+    """Whether batches are made as is known here: by default_collate, which nobody has taught other types."""
+    known = default_collate.__module__
+    return collate_fn is default_collate and all(
+        getattr(each, "__module__", None) == known for each in default_collate_fn_map.values()
+    )
+
+
+def cut(batch: Any, start: int, stop: int, num_samples: int) -> Any:
+    """The samples from ``start`` to before ``stop`` of a batch of so many; ValueError where it cannot be cut."""
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() == 0 or batch.shape[0] != num_samples:
+            raise ValueError(f"a tensor of shape {list(batch.shape)} is no batch of {num_samples} samples")
+        return batch[start:stop].clone()  # the rest is handed out later, whatever becomes of this
+    if _is_of_texts(batch):
+        if len(batch) != num_samples:
+            raise ValueError(f"{len(batch)} texts are no batch of {num_samples} samples")
+        return batch[start:stop]
+    return _like(batch, [cut(part, start, stop, num_samples) for part in _parts(batch)])
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """One batch of the samples of all; ValueError where they are not alike."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if any(type(batch) is not type(first) for batch in batches):
+        raise ValueError("batches of unlike types cannot be joined")
+    if isinstance(first, torch.Tensor):
+        if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
+            raise ValueError("batches of unlike tensors cannot be joined")
+        return torch.cat(list(batches))
+    if _is_of_texts(first):
+        return type(first)(text for batch in batches for text in batch)
+    columns = [_parts(batch) for batch in batches]
+    if len({len(parts) for parts in columns}) > 1:
+        raise ValueError("batches of unlike lengths cannot be joined")
+    if isinstance(first, Mapping) and any(list(batch) != list(first) for batch in batches):
+        raise ValueError("batches of unlike keys cannot be joined")
+    return _like(first, [join(column) for column in zip(*columns, strict=True)])
+
+
+def _is_of_texts(batch: Any) -> bool:
+    """Texts are left as they are: a sequence of them has one for each sample."""
+    return isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(part, (str, bytes)) for part in batch)
+
+
+def _parts(batch: Any) -> list[Any]:
+    """What a sample consists of, each part a batch."""
+    if isinstance(batch, Mapping) and type(batch) is dict:
+        return list(batch.values())
+    if type(batch) in (list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        return list(batch)
+    raise ValueError(f"a {type(batch).__name__} cannot be cut")
+
+
+def _like(batch: Any, parts: list[Any]) -> Any:
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, parts, strict=True))
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+# --- a batch that did not come in the time that a loader has for it --------------------------------------------------
+
+
+class Late(RuntimeError):
+    """It is still being made, and can be taken later."""
+
+
+# --- the batches that are asked for before a loop needs them ---------------------------------------------------------
+# Ahead: the batches of one epoch that are asked for before a loop needs them, cut anew when steps are cut otherwise.
+#
+# Which samples come next is the cursor's; who makes batches of them is behind ``Maker``.
+
+_NOT_TAKEN: Any = object()
+
+
+class Maker(Protocol):
+    """Who makes batches, some of them before they are taken."""
+
+    @property
+    def num_ahead(self) -> int:
+        """How many it should be asked for before the first of them is taken."""
+
+    def submit(self, indices: list[Any], *, turn: int) -> int:
+        """Have a batch made of these, after so many others of the loop; gives its number."""
+
+    def take(self, number: int) -> Any:
+        """The batch of that number, once it is made."""
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' batches has come first, once one has; none of them was taken."""
+
+    def forget(self, number: int) -> None:
+        """Nobody will take it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """A batch that is asked for."""
+
+    start: int
+    stop: int
+    number: int
+    num_uses: int = 0
+    """By how many of the batches that are handed out."""
+    batch: Any = _NOT_TAKEN
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What is to be handed out, and the batches of which it is one, or that it is cut from, in order."""
+
+    chunk: Chunk
+    made: tuple[_Made, ...]
+
+
+class Ahead:
+    """The rest of an epoch on one rank: an iterator over batches, of sizes that may change between any two.
+
+    With ``can_recut`` batches are as default_collate makes them: those of other sizes that are on their way are cut and
+    joined. Else their samples are asked for again.
+
+    ``completed`` are positions after the one it begins at whose samples came before. With ``as_they_come`` whichever
+    batch is made first is handed out first, which is for a rank that has all samples of its steps.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        position: int,
+        maker: Maker,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        can_recut: bool = False,
+        completed: Ranges = (),
+        as_they_come: bool = False,
+    ) -> None:
+        self._begin_at(order, position, completed)
+        self._as_they_come = as_they_come
+        self.carried: tuple[int, ...] | None = None
+        self._handed: deque[Chunk] = deque()  # to the loop, and not consumed
+        self._num_passed = 0
+        self._maker = maker
+        self._plan, self._rank = plan, rank
+        self._can_recut = can_recut
+        self._asked: deque[_Asked] = deque()
+        self._to_come: Iterator[Chunk] = iter(())
+        self.has_ended = False
+        self._cut()
+
+    def __len__(self) -> int:
+        """How many batches it hands out in all: those it has, and the rest as they are cut now."""
+        left = (self.cursor.num_samples or 0) - self.cursor.handed
+        return self._num_passed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
+
+    def __next__(self) -> Any:
+        self._ask()
+        if not self._asked:
+            if (
+                not self.has_ended
+                and not self._plan.is_even
+                and self._plan.next_step(self.cursor.remaining) is not None
+            ):
+                self.cursor.hand_out_rest()
+            raise StopIteration
+        asked = self._first_made() if self._as_they_come else self._asked[0]
+        chunk = asked.chunk
+        try:
+            batch = self._batch_of(asked)
+        except (Late, KeyboardInterrupt):  # the next call may have it
+            raise
+        except BaseException as error:
+            self._hand_out(asked)  # what cannot be made is passed; after a rollback it comes again
+            if not isinstance(error, StopIteration):
+                raise
+            samples = in_short(self._rest.indices(chunk.start, chunk.stop))  # else the epoch would seem to be over
+            raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
+        self._hand_out(asked)
+        if self._maker.num_ahead > 0:
+            self._ask()
+        return batch
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples of the epoch that nothing has passed."""
+        left = self.cursor.remaining
+        return None if left is None else left - sum(chunk.num_samples for chunk in self._early)
+
+    @property
+    def standing(self) -> tuple[int, Ranges]:
+        """The position in ``order`` that is consumed, and what is consumed of those after it."""
+        if self._rest is self.order and not self._early:
+            return self.cursor.passed, ()
+        early = [(chunk.start, chunk.stop) for chunk in self._early]
+        starts = [self.cursor.passed, *[stop for _, stop in early]]
+        stops = [*[start for start, _ in early], self._rest.num_samples]
+        left = tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+        if isinstance(self._rest, Without):
+            left = tuple(place for each in left for place in self._rest.places(*each))
+        return left_out(left, self.order.num_samples)
+
+    @property
+    def num_handed(self) -> int:
+        """How many batches were handed out that are not consumed."""
+        return len(self._handed)
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        """Cut steps like this from what is consumed on."""
+        if (plan, rank) != (self._plan, self._rank):
+            self._plan, self._rank = plan, rank
+            self._cut()
+
+    def keep_order(self) -> None:
+        """Hand out in order what comes from now on, whichever is made first."""
+        if self._as_they_come:
+            self._as_they_come = False
+            self._cut()
+
+    def commit(self, num_batches: int | None = None) -> None:
+        """The first batches that were handed out are consumed, or all; those after them begin the next step.
+
+        A step that was cut short there is followed by one that begins there.
+        """
+        handed = self._handed
+        num_consumed = len(handed) if num_batches is None else min(num_batches, len(handed))
+        last = handed[num_consumed - 1] if num_consumed else None
+        self._num_passed += num_consumed
+        if num_consumed == len(handed):
+            handed.clear()
+            self.cursor.commit()
+        elif last is not None:
+            for _ in range(num_consumed):
+                handed.popleft()
+            self.cursor.commit(last.passes)
+        if last is not None:
+            self.carried = None
+            if not last.ends_step:
+                self._cut()
+
+    def rollback(self) -> None:
+        """What was handed out and is not consumed comes again."""
+        self._handed.clear()
+        self.carried = None
+        if self.cursor.rollback():
+            self._cut()
+
+    def go_to(self, order: Order, position: int, completed: Ranges = ()) -> None:
+        """Go on elsewhere."""
+        keeps_places = self._rest is self.order and not self._early and not completed
+        if not keeps_places or order.state_dict() != self.order.state_dict():
+            self.close()
+        self._num_passed += len(self._handed)
+        self._handed.clear()
+        self._begin_at(order, position, completed)
+        self._cut()
+
+    def close(self) -> None:
+        """Nobody takes what was asked for."""
+        while self._asked:
+            self._release(self._asked.popleft())
+
+    def end(self) -> None:
+        """The loop is over: nothing is asked for any more."""
+        self.close()
+        self.has_ended = True
+
+    def _begin_at(self, order: Order, position: int, completed: Ranges) -> None:
+        self.order = order
+        self._rest = Without(order, completed) if completed else order
+        self.cursor = Cursor(self._rest.num_samples, position=position)  # which counts what is not completed
+        self._early: list[Chunk] = []  # handed out before those ahead of them, which are not; in order
+
+    def _cut(self) -> None:
+        """Begin at what is consumed, with what is handed out already; what still comes is not asked for again."""
+        if self._early:
+            self.close()
+            self._begin_at(self.order, *self.standing)
+        before = list(self._asked)
+        self._asked.clear()
+        cursor = self.cursor
+        self.carried = self._plan.carried_over(self._handed[0].sizes, cursor.remaining) if self._handed else None
+        to_come = chunks(
+            self._plan, self._rank, position=cursor.passed, num_samples=cursor.num_samples, carried=self.carried
+        )
+        self._to_come = islice(to_come, len(self._handed), None)
+        self._ask(list(dict.fromkeys(made for asked in before for made in asked.made)))
+        for asked in before:
+            self._release(asked)
+
+    def _ask(self, on_the_way: Sequence[_Made] = ()) -> None:
+        """Ask for batches until as many are under way as should be, one at least, and all of what is ``on_the_way``."""
+        if self.has_ended:
+            return
+        most = max(self._maker.num_ahead, 1)
+        end = max((made.stop for made in on_the_way), default=0)
+        while len(self._asked) < most or self._asked[-1].chunk.passes < end:
+            chunk = next(self._to_come, None)
+            if chunk is None:
+                return
+            made = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop, self._num_begun),)
+            for each in made:
+                each.num_uses += 1
+            self._asked.append(_Asked(chunk, made))
+
+    def _cover(self, chunk: Chunk, on_the_way: Sequence[_Made]) -> tuple[_Made, ...]:
+        """Batches that have all of a chunk, and what is asked for now in between; none if nothing of it is there."""
+        for made in on_the_way:
+            if (made.start, made.stop) == (chunk.start, chunk.stop):
+                return (made,)
+        if not self._can_recut:
+            return ()
+        cover: list[_Made] = []
+        position = chunk.start
+        for made in sorted(on_the_way, key=lambda made: made.start):
+            if made.stop <= position or made.start >= chunk.stop:
+                continue
+            if made.start > position:
+                cover.append(self._submit(position, made.start, self._num_begun))
+            cover.append(made)
+            position = made.stop
+        if cover and position < chunk.stop:
+            cover.append(self._submit(position, chunk.stop, self._num_begun))
+        return tuple(cover)
+
+    @property
+    def _num_begun(self) -> int:
+        """Batches of the loop that were handed out, or are asked for."""
+        return self._num_passed + len(self._handed) + len(self._asked)
+
+    def _submit(self, start: int, stop: int, turn: int) -> _Made:
+        return _Made(start, stop, self._maker.submit(self._rest.indices(start, stop), turn=turn))
+
+    def _batch_of(self, asked: _Asked) -> Any:
+        chunk, made = asked.chunk, asked.made
+        try:
+            batches = [self._taken(each) for each in made]
+            if (made[0].start, made[-1].stop) == (chunk.start, chunk.stop) and len(made) == 1:
+                return batches[0]
+            return join(
+                [
+                    cut(
+                        batch,
+                        max(chunk.start - each.start, 0),
+                        min(chunk.stop - each.start, each.num_samples),
+                        each.num_samples,
+                    )
+                    for each, batch in zip(made, batches, strict=True)
+                ]
+            )
+        except Late:
+            raise
+        except Exception:
+            if (made[0].start, made[0].stop) == (chunk.start, chunk.stop):
+                raise
+            # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
+            again = self._maker.submit(self._rest.indices(chunk.start, chunk.stop), turn=self._num_begun)
+            return self._maker.take(again)
+
+    def _taken(self, made: _Made) -> Any:
+        if made.batch is _NOT_TAKEN:
+            try:
+                made.batch = self._maker.take(made.number)
+            except (Late, KeyboardInterrupt):
+                raise
+            except BaseException:
+                made.batch = None  # it is taken
+                raise
+        return made.batch
+
+    def _first_made(self) -> _Asked:
+        """What may be handed out first: once its first batch has come that was not taken."""
+        waiting: dict[int, _Asked] = {}
+        for asked in self._asked:
+            missing = next((made.number for made in asked.made if made.batch is _NOT_TAKEN), None)
+            if missing is None:
+                return asked
+            waiting.setdefault(missing, asked)
+        return waiting[self._maker.first_made(list(waiting))]
+
+    def _hand_out(self, asked: _Asked) -> None:
+        if asked is self._asked[0]:
+            self.cursor.hand_out(asked.chunk)
+            while self._early and self._early[0].start == self.cursor.handed:
+                self.cursor.hand_out(self._early.pop(0))
+        else:
+            insort(self._early, asked.chunk, key=lambda chunk: chunk.start)
+        self._asked.remove(asked)
+        self._handed.append(asked.chunk)
+        self._release(asked)
+
+    def _release(self, asked: _Asked) -> None:
+        for made in asked.made:
+            made.num_uses -= 1
+            if made.num_uses == 0:
+                if made.batch is _NOT_TAKEN:
+                    self._maker.forget(made.number)
+                made.batch = None

@@ -1,0 +1,1 @@
+"""Worker processes that make batches, started and retired while training goes on."""

@@ -1,0 +1,540 @@
+"""Worker processes as the process that starts them sees them, and the fork server from which a pool's workers are
+forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from errno import EAGAIN, ECANCELED, EMFILE
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol
+
+from .worker_process import Seat, Work, end_with_parent, run
+
+__all__ = [
+    "GONE_SECONDS",
+    "MESSAGE_BYTES",
+    "Child",
+    "Ending",
+    "Nurseries",
+    "Process",
+    "Report",
+    "Separate",
+    "Starter",
+    "in_words",
+    "is_readable",
+    "order_of",
+    "tend",
+]
+
+
+# --- a worker process as the one that has it started sees it; and the ways there are to start one --------------------
+# With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` see Nurseries.
+
+GONE_SECONDS = 5.0
+"""How long the end of a process that is gone, or was killed, may take to be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended."""
+
+    how: str
+    """What a person is told."""
+    went_with: int | None = None
+    """The process that it was forked from and ended with; None: its end was its own."""
+    error: Exception | None = None
+    """What kept it from being started at all."""
+    as_torch_says: str = ""
+    """What torch's loader says of a worker that ended so, where it was a signal."""
+
+    @classmethod
+    def of(cls, pid: int, code: int | None, error: Exception | None = None) -> Ending:
+        """That of a process, by the exit code that multiprocessing has for it."""
+        said = ""
+        if code is not None and code < 0:
+            said = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+        return cls(in_words(pid, code), error=error, as_torch_says=said)
+
+
+class Child(Protocol):
+    """A worker process. It is started, and closed, on one thread; in between it belongs to one other."""
+
+    @property
+    def end_descriptor(self) -> int:
+        """Readable once it has ended; another from ``identify`` on."""
+
+    def identify(self, pid: int) -> None:
+        """Take what it says of itself; it can be seen from more nearby then."""
+
+    def kill(self) -> None:
+        """Have it end at once."""
+
+    def ending(self) -> Ending:
+        """How a process that is gone has ended; waits for seconds at most."""
+
+    def close(self) -> None:
+        """Give back what is left of a process that has ended."""
+
+
+class Starter(Protocol):
+    """Starts the workers of one pool, on one thread."""
+
+    def prepare(self) -> None:
+        """Do what is to be done on the thread that wants workers. Called there once, before all else."""
+
+    def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
+        """A worker with these ends of its pipes, of which it has copies."""
+
+    def retire(self) -> None:
+        """No more are started; those that there are may end first."""
+
+    def close(self) -> None:
+        """See to the end of what was needed to start them, once they have ended."""
+
+
+class Process:
+    """A process of multiprocessing's; how it ended may be asked on any thread."""
+
+    def __init__(
+        self, context: BaseContext, name: str, target: Callable[..., None], arguments: tuple[object, ...]
+    ) -> None:
+        self._process: Any = context.Process(  # type: ignore[attr-defined]  # every context has one
+            target=target, args=arguments, name=name, daemon=True
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+        self._watched = self._watch()
+
+    @property
+    def end_descriptor(self) -> int:
+        """Readable once it has ended."""
+        return self._watched
+
+    def identify(self, pid: int) -> None:
+        """It is known from the start."""
+
+    def kill(self) -> None:
+        """Have it end at once."""
+        self._process.kill()
+
+    def ending(self) -> Ending:
+        """How it has ended; waits for seconds at most."""
+        if is_readable(self._watched, GONE_SECONDS) and self._process.exitcode is None:
+            self._process.join(GONE_SECONDS)  # its fork server has yet to say
+        return Ending.of(self.pid, self._process.exitcode)
+
+    def close(self) -> None:
+        """Give back what is left of a process that has ended."""
+        self.ending()
+        if self._watched != self._process.sentinel:
+            os.close(self._watched)
+        with contextlib.suppress(ValueError):  # still there, in spite of SIGKILL
+            self._process.close()
+
+    def _watch(self) -> int:
+        # A sentinel is a pipe, which a process that is forked at the same time by another thread may hold open.
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:  # an older kernel, or a process that its fork server has seen the end of
+            sentinel: int = self._process.sentinel
+            return sentinel
+
+
+class Separate:
+    """Starts each worker from this process, which it shares no memory with."""
+
+    def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
+        self._work = work
+        self._context = context
+        self._may_start = may_start
+
+    def prepare(self) -> None:
+        """There is nothing to do."""
+
+    def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
+        """A worker with these ends of its pipes, of which it has copies."""
+        with self._may_start:  # the dataset is pickled
+            return Process(self._context, seat.name, run, (self._work, seat, indices, results, ()))
+
+    def retire(self) -> None:
+        """There is nothing but them."""
+
+    def close(self) -> None:
+        """The same."""
+
+
+def in_words(pid: int, code: int | None) -> str:
+    """How a process ended, by the exit code that multiprocessing has for it."""
+    if code is None:
+        return f"pid {pid} ended, nobody knows how"
+    if code >= 0:
+        return f"pid {pid} exited with code {code}"
+    with contextlib.suppress(ValueError):  # a signal without a name
+        return f"pid {pid} was killed by {signal.Signals(-code).name}"
+    return f"pid {pid} was killed by signal {-code}"
+
+
+def is_readable(descriptor: int, timeout_seconds: float = 0.0) -> bool:
+    """Whether there is something to be read from it, or will be in time."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_seconds * 1000))
+
+
+# --- what a nursery's process runs: it forks the workers of one pool, and tells how each has ended -------------------
+# It does nothing else, on one thread: nobody holds a lock when it forks.
+#
+# An *order* asks for a worker; with it come the worker's ends of its pipes, and its *line*: a socket on which the pool
+# is told of its end, once, and which the pool shuts to have it killed.
+
+MESSAGE_BYTES = 4096
+"""More than any message has."""
+
+_SIGNAL_BYTES = 128  # a struct signalfd_siginfo
+_SIGNAL = struct.Struct("=IiiI")  # how it begins: number, errno, code, the sender's pid
+_SIGSET_BYTES = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What became of a worker."""
+
+    pid: int = 0
+    code: int | None = None
+    """Its exit code, as multiprocessing has it; None if nobody knows."""
+    error: int = 0
+    """The number of the error that kept it from being forked."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report:
+        return cls(**json.loads(data))
+
+
+def order_of(seat: Seat) -> bytes:
+    """The message that asks for a worker."""
+    return json.dumps(asdict(seat)).encode()
+
+
+def tend(
+    work: Work, context: BaseContext, orders: socket.socket, parents_end: socket.socket, mask: AbstractSet[int]
+) -> None:
+    """Fork workers until the pool wants no more, and see the last of them end.
+
+    It is begun with all signals blocked; ``mask`` has those that are to be blocked in workers. What is sent to a whole
+    process group or job reaches the workers alone.
+    """
+    end_with_parent()
+    parents_end.close()
+    multiprocessing.current_process().daemon = False  # which may have no children
+    _give_signals_back(mask)
+    _Forking(work, context, orders).run()
+
+
+class _Forking:
+    """The workers that it has forked, and whoever wants more of them."""
+
+    def __init__(self, work: Work, context: BaseContext, orders: socket.socket) -> None:
+        self._work = work
+        self._context = context
+        self._orders = orders
+        self._is_open = True
+        self._workers: dict[int, tuple[Any, socket.socket]] = {}  # by the descriptor of its line
+        self._signals = _signals_of({signal.SIGCHLD, signal.SIGTERM})
+        self._poll = select.poll()
+        self._poll.register(self._signals, select.POLLIN)
+        self._poll.register(self._orders, select.POLLIN)
+
+    def run(self) -> None:
+        while self._is_open or self._workers:
+            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            if self._signals.fileno() in ready:  # first: ends are told between two forks
+                self._take_signals()
+            for descriptor in ready & self._workers.keys():
+                self._kill(descriptor)
+            # An order comes last: its line may have the number of one that was closed here, and was ready for its end.
+            if self._is_open and self._orders.fileno() in ready:
+                self._take_order()
+
+    def _take_signals(self) -> None:
+        while told := self._signals.read(_SIGNAL_BYTES):
+            number, _, _, sender = _SIGNAL.unpack_from(told)
+            if number == signal.SIGTERM and sender == os.getppid():  # as multiprocessing ends what it has started
+                self._take_no_more()
+                for descriptor in self._workers:
+                    self._kill(descriptor)
+        for process, line in list(self._workers.values()):
+            if process.exitcode is not None:
+                _tell(line, Report(pid=process.pid, code=process.exitcode))
+                self._unwatch(line)
+                del self._workers[line.fileno()]
+                line.close()
+                process.close()
+
+    def _take_order(self) -> None:
+        message, descriptors, _, _ = socket.recv_fds(self._orders, MESSAGE_BYTES, 3)
+        if not message:
+            self._take_no_more()
+        elif len(descriptors) == 3:
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            line = socket.socket(fileno=descriptors[0])
+            with (
+                Connection(descriptors[1], writable=False) as indices,
+                Connection(descriptors[2], readable=False) as results,
+            ):
+                self._fork(Seat(**json.loads(message)), line, indices, results)
+        elif not descriptors:  # nobody can be told, but by the end of this process
+            raise OSError(EMFILE, "a worker is asked for, and no more files may be open")
+        else:
+            line = socket.socket(fileno=descriptors.pop(0))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            _tell(line, Report(error=EMFILE))
+            line.close()
+
+    def _fork(self, seat: Seat, line: socket.socket, indices: Connection, results: Connection) -> None:
+        if is_readable(line.fileno()):  # nobody wants it any more
+            _tell(line, Report(error=ECANCELED))
+            line.close()
+            return
+        own = [self._signals, self._orders, line, *[each for _, each in self._workers.values()]]
+        process: Any = self._context.Process(  # type: ignore[attr-defined]  # every context has one
+            target=run, args=(self._work, seat, indices, results, own), name=seat.name, daemon=True
+        )
+        try:
+            process.start()
+        except OSError as error:
+            _tell(line, Report(error=error.errno or EAGAIN))
+            line.close()
+            return
+        self._workers[line.fileno()] = (process, line)
+        self._poll.register(line, select.POLLIN)
+
+    def _kill(self, descriptor: int) -> None:
+        process, line = self._workers[descriptor]
+        self._unwatch(line)
+        process.kill()
+
+    def _unwatch(self, line: socket.socket) -> None:
+        with contextlib.suppress(KeyError):  # where it was killed
+            self._poll.unregister(line)
+
+    def _take_no_more(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._poll.unregister(self._orders)
+
+
+def _tell(line: socket.socket, report: Report) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has no use for it
+        line.send(report.to_bytes())
+
+
+def _give_signals_back(mask: AbstractSet[int]) -> None:
+    """Have workers take signals as if they were forked where the nursery was."""
+    nursery = os.getpid()
+    is_deaf = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    if is_deaf:  # then nobody is told of ends
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def in_worker() -> None:
+        if os.getppid() != nursery:  # a process that a worker forks
+            return
+        if is_deaf:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    os.register_at_fork(after_in_child=in_worker)
+
+
+def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
+    """A file that these signals can be read from, which are blocked; nothing while there are none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = ctypes.create_string_buffer(_SIGSET_BYTES)
+    libc.sigemptyset(wanted)
+    for number in numbers:
+        libc.sigaddset(wanted, number)
+    descriptor = libc.signalfd(-1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "signalfd")
+    return io.FileIO(descriptor)
+
+
+# --- a process that is forked from this one once, and from which all workers of a pool are forked --------------------
+# A fork stops whoever forks, for as long as its memory is large. A worker that is added or replaced costs this process
+# a message. What the other end does, and the words for it, stand above.
+
+
+class Nurseries:
+    """Starts the workers of a pool from a nursery, and from another where that one has died; on one thread.
+
+    The first may be forked on the thread that loops: what belongs to a thread is in workers then as it is there.
+    """
+
+    def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
+        self._work = work
+        self._context = context
+        self._may_start = may_start
+        self._nursery: _Nursery | None = None
+
+    def prepare(self) -> None:
+        """Fork the first nursery here, if this is the thread that the process began with: it must not end before."""
+        if threading.get_native_id() == os.getpid():
+            with contextlib.suppress(OSError, AssertionError):  # start() tries again, and raises
+                self._fork()
+
+    def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
+        """A worker with these ends of its pipes, of which it has copies."""
+        if self._nursery is not None and self._nursery.is_lost:
+            self.close()
+        return (self._nursery or self._fork()).start(seat, indices, results)
+
+    def retire(self) -> None:
+        """No more are started; those that there are may end first."""
+        if self._nursery is not None:
+            self._nursery.retire()
+
+    def close(self) -> None:
+        """See to the end of the nursery, with the workers that there still are."""
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
+
+    def _fork(self) -> _Nursery:
+        with self._may_start:
+            self._nursery = _Nursery(self._work, self._context)
+        return self._nursery
+
+
+class _Nursery:
+    def __init__(self, work: Work, context: BaseContext) -> None:
+        self._orders, theirs = _sockets()
+        self._is_ending = threading.Lock()  # asked for on two threads
+        self._how = ""
+        self._is_lost = False
+        with contextlib.ExitStack() as on_failure, theirs:
+            on_failure.callback(self._orders.close)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none may come before it is ready
+            try:
+                arguments = (work, context, theirs, self._orders, mask)
+                self._process = Process(context, "elastic_ext nursery", tend, arguments)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            on_failure.pop_all()
+        self.pid = self._process.pid
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has died, as far as is known."""
+        return self._is_lost or is_readable(self._orders.fileno())
+
+    def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
+        line, theirs = _sockets()
+        descriptors = [theirs.fileno(), indices.fileno(), results.fileno()]
+        with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, as the line says too
+            socket.send_fds(self._orders, [order_of(seat)], descriptors)
+        return _Forked(self, line)
+
+    def lost(self) -> str:
+        """How it has died, which a worker was seen to have gone with."""
+        self._is_lost = True
+        return self._ended()
+
+    def retire(self) -> None:
+        with contextlib.suppress(OSError):  # it has died
+            self._orders.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.retire()
+        if not is_readable(self._process.end_descriptor, 0.0 if self._is_lost else GONE_SECONDS):
+            self._process.kill()
+        self._ended()
+        self._process.close()
+        self._orders.close()
+
+    def _ended(self) -> str:
+        with self._is_ending:
+            self._how = self._how or self._process.ending().how
+            return self._how
+
+
+class _Forked:
+    """A worker that a nursery has forked."""
+
+    def __init__(self, nursery: _Nursery, line: socket.socket) -> None:
+        self._nursery = nursery
+        self._line = line
+        self._watched = line.fileno()
+        self._pid: int | None = None
+        self._ending: Ending | None = None
+
+    @property
+    def end_descriptor(self) -> int:
+        """Readable once it has ended; another from ``identify`` on."""
+        return self._watched
+
+    def identify(self, pid: int) -> None:
+        """Be told of its end by the kernel: its nursery may be forking then."""
+        self._pid = pid
+        with contextlib.suppress(OSError):  # an older kernel, or it has ended
+            watched = os.pidfd_open(pid)
+            if is_readable(self._line.fileno()):  # it has ended, and the pid may be another's
+                os.close(watched)
+            else:
+                self._watched = watched
+
+    def kill(self) -> None:
+        """Have it end at once."""
+        with contextlib.suppress(OSError):  # its nursery has died
+            self._line.shutdown(socket.SHUT_WR)
+
+    def ending(self) -> Ending:
+        """How it has ended; waits for seconds at most."""
+        if self._ending is None:
+            self._ending = self._told() if is_readable(self._line.fileno(), GONE_SECONDS) else self._unknown()
+        return self._ending
+
+    def close(self) -> None:
+        """Give back what is left of a process that has ended."""
+        if self._watched != self._line.fileno():
+            os.close(self._watched)
+        self._line.close()
+
+    def _told(self) -> Ending:
+        try:
+            data = self._line.recv(MESSAGE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if data:
+            report = Report.from_bytes(data)
+            error = OSError(report.error, os.strerror(report.error)) if report.error else None
+            return Ending.of(report.pid, report.code, error)
+        which = "it" if self._pid is None else f"pid {self._pid}"
+        how = f"{which} went with the process that workers are forked from, and {self._nursery.lost()}"
+        return Ending(how, went_with=self._nursery.pid)
+
+    def _unknown(self) -> Ending:
+        return Ending("it ended, nobody knows how") if self._pid is None else Ending.of(self._pid, None)
+
+
+def _sockets() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,195 @@
+"""Batches of a dataset made by a pool of workers or in this process, and copied to page-locked memory where that is
+asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from .pool import Pool
+from .worker import name_samples
+from .worker_process import Noted, Work
+
+__all__ = ["Making", "Pinning"]
+
+
+# --- copies batches to page-locked memory, from which an accelerator reads them while training goes on ---------------
+
+
+class Pinning:
+    """Pins batches while ``pin`` is there: those of workers on a thread of its own, as soon as they have come."""
+
+    def __init__(self, pin: Callable[[Any], Any] | None = None) -> None:
+        self.pin = pin
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, batch: Any) -> Future[Any] | Any:
+        """The batch itself, or what will be the pinned one."""
+        if self.pin is None:
+            return batch
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic_ext pinning")
+        return self._thread.submit(self.pin, batch)
+
+    def done(self, batch: Any) -> Any:
+        """The pinned batch, now."""
+        return batch if self.pin is None else self.pin(batch)
+
+    def close(self) -> None:
+        """End the thread; twice is allowed."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+
+
+# --- batches of a dataset, made by a pool of workers or in this process, and as many ahead as is asked for -----------
+
+
+class Making:
+    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them."""
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        context: BaseContext,
+        timeout_seconds: float,
+        num_workers: int,
+        prefetch_factor: int,
+        pin: Callable[[Any], Any] | None = None,
+        in_turn: bool = True,
+    ) -> None:
+        self._work = work
+        self._context = context
+        self._timeout_seconds = timeout_seconds
+        self._in_turn = in_turn
+        self._pinning = Pinning(pin)
+        self._num_workers = 0
+        self._is_closed = False
+        self.prefetch_factor = prefetch_factor
+        self._pool: Pool | None = None
+        self._fills_in = False  # this process makes batches until the first worker is ready
+        self._own: dict[int, list[Any]] = {}  # what this process is to make, when it is taken
+        self._is_making = threading.Lock()  # this process, in which nobody forks meanwhile
+        self._number = 0
+        if num_workers:
+            self._have(num_workers, is_first=True)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many batches are asked for before the first of them is taken."""
+        return 0 if self._makes_here() else self._num_workers * self.prefetch_factor
+
+    @property
+    def pin(self) -> Callable[[Any], Any] | None:
+        """What is done to each batch before it is taken."""
+        return self._pinning.pin
+
+    @pin.setter
+    def pin(self, pin: Callable[[Any], Any] | None) -> None:
+        self._pinning.pin = pin
+
+    @property
+    def num_workers(self) -> int:
+        """That there are to be."""
+        return self._num_workers
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether as many workers are there as there are to be, and make all that is to come."""
+        if self._pool is None or self._is_closed or self._num_workers == 0:
+            return True
+        return not self._own and self._pool.num_ready >= self._num_workers
+
+    def resize(self, num_workers: int) -> None:
+        """Have so many workers, in a while; none where it is closed."""
+        if num_workers == self._num_workers or self._is_closed:
+            return
+        self._fills_in = self._num_workers == 0
+        self._have(num_workers)
+
+    def submit(self, indices: list[Any], slot: int | None = None, *, turn: int | None = None) -> int:
+        """Have a batch made of these, by the worker of that slot, or whose ``turn`` it is; gives its number."""
+        self._number += 1
+        if self._makes_here():
+            self._own[self._number] = indices
+        else:
+            assert self._pool is not None
+            self._pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot, turn)
+        return self._number
+
+    def take(self, number: int) -> Any:
+        """The batch of that number, once it is made; raises what making it raised."""
+        indices = self._own.get(number)
+        if indices is not None:
+            try:
+                with self._is_making:
+                    batch = self._pinning.done(self._made(indices))
+            except KeyboardInterrupt:  # it is asked for again then
+                raise
+            except BaseException:  # a dataset's SystemExit too
+                del self._own[number]
+                raise
+            del self._own[number]
+            return batch
+        assert self._pool is not None
+        return self._pool.take(number)
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' batches has come first, once one has; none of them was taken."""
+        elsewhere = [number for number in numbers if number not in self._own]
+        if self._pool is None or not elsewhere:  # this process makes one when it is taken
+            return numbers[0]
+        return self._pool.first_made(elsewhere)
+
+    def forget(self, number: int) -> None:
+        """Nobody will take it."""
+        if self._own.pop(number, None) is None:
+            assert self._pool is not None
+            self._pool.forget(number)
+
+    def close(self) -> None:
+        """End all workers; twice is allowed. What is asked for is forgotten as before."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._pool.close()
+        self._pinning.close()
+
+    def _makes_here(self) -> bool:
+        """Whether this process makes what is asked for now."""
+        if self._pool is None:
+            return True
+        if self._fills_in or (self._num_workers == 0 and not self._is_closed):
+            num_ready = self._pool.num_ready  # asked without workers too: those on their way are not wanted any more
+            self._fills_in = self._num_workers > 0 and num_ready == 0
+        return self._num_workers == 0 or self._fills_in
+
+    def _have(self, num_workers: int, *, is_first: bool = False) -> None:
+        self._num_workers = num_workers
+        if self._pool is None:
+            self._pool = Pool(
+                self._work,
+                context=self._context,
+                timeout_seconds=self._timeout_seconds,
+                finish=self._pinning.begin,
+                may_start=self._is_making,
+                in_turn=self._in_turn,
+            )
+        self._pool.resize(num_workers, is_first=is_first)
+
+    def _made(self, indices: list[Any]) -> Any:
+        work = self._work
+        dataset = work.dataset
+        noted = Noted(indices)
+        try:
+            if not work.auto_collation:
+                return work.collate_fn(dataset[indices[0]])
+            at_once = getattr(dataset, "__getitems__", None)
+            return work.collate_fn(at_once(indices) if at_once else [dataset[index] for index in noted])
+        except Exception as error:
+            name_samples(error, noted.at, indices)
+            raise

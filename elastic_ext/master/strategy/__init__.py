@@ -1,1 +1,0 @@
-"""What a job should be doing, found out from what it does: pure, and without torch."""

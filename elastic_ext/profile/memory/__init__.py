@@ -1,0 +1,1 @@
+"""What a model takes of its device's memory: measured, worked out beside training, and predicted."""

@@ -1,0 +1,300 @@
+"""What the steps of a model take of memory, worked out with tensors that have none. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elastic_ext.errors import ElasticError
+from elastic_ext.fsdp.blocks import recompute, why_not_recompute
+
+from .lines import Peaks, Tally
+from .prediction_request import dtype_of, like
+from .questions import Answer, OptimizerKind, ParameterKind, Question
+from .samples import BlockWatch, LiveBytes
+
+__all__ = ["analyse", "why_not_fake", "without_memory"]
+
+
+# --- tensors that have shapes and no memory; the one place that asks torch for them, which has them in private -------
+# Tried first with a small step whose memory is known: where this torch has none, or they behave otherwise, nothing is
+# worked out with them.
+
+_ROWS, _COLUMNS = 1 << 10, 1 << 8
+_FLOAT_BYTES = 4
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """``with`` it, tensors are made without memory; ImportError where this torch has none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made: AbstractContextManager[Any] = FakeTensorMode()
+    return made
+
+
+def why_not_fake() -> str | None:
+    """Why this torch does not tell what a step takes by tensors without memory; None where it does."""
+    try:
+        found = _tried()
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        return f"torch {torch.__version__} has no FakeTensorMode as it is known here: {error}"
+    one = _ROWS * _COLUMNS * _FLOAT_BYTES
+    wanted = one, 3 * one  # what came of it; with its gradient, and that of what was given
+    if found != wanted:
+        return (
+            f"torch {torch.__version__} tells of tensors without memory that a step took {found} bytes where it takes "
+            f"{wanted}"
+        )
+    return None
+
+
+def _tried() -> tuple[int, int]:
+    """The most in the forward and in the backward pass of a step with one operation."""
+    tally = Tally()
+    with without_memory():
+        given = torch.empty(_ROWS, _COLUMNS, requires_grad=True)
+        with LiveBytes(tally):
+            result = given.exp()
+            tally.enter("backward")
+            result.backward(torch.empty_like(result))  # type: ignore[no-untyped-call]
+    return tally.peaks.forward_bytes, tally.peaks.backward_bytes
+
+
+# --- what the steps of a model take, worked out with tensors that have no memory; in a process of its own ------------
+# Each size is worked out at that size. Nothing is drawn from one size to another: what is highest in a step changes
+# with the size of micro-batches, and so does what grows with it.
+
+_NO_LOSS = (
+    "the model gives no loss, and loss_fn was not given; give ElasticTrainer(..., loss_fn=...), which is called with "
+    "what the model gives and the batch"
+)
+_MOST_DEPTH = 4  # of containers among what a model gives
+_NUM_STEPS = 2  # of an optimizer: the first makes its state
+
+
+class _Unlike(Exception):
+    """What the factory makes is not what is trained."""
+
+
+def analyse(question: Question, tell: Callable[[Answer], None]) -> None:
+    """Answer, as far as that can be done; the last answer says why no further."""
+    refusal = why_not_fake()
+    if refusal is not None:
+        tell(Answer(problem=refusal))
+        return
+    with without_memory():
+        try:
+            model = _made(question)
+        except _Unlike as error:
+            tell(Answer(problem=str(error)))
+            return
+        except Exception as error:  # the user's code: told to who has asked
+            tell(Answer(problem=f"model_factory could not be called on tensors without memory: {_in_words(error)}"))
+            return
+        _tell_updates(model, question.optimizers, tell)
+        _tell_passes(model, question, tell)
+
+
+def _made(question: Question) -> nn.Module:
+    model = question.factory.find()()
+    if not isinstance(model, nn.Module):
+        raise _Unlike(f"model_factory gives a {type(model).__name__}; allowed: a torch.nn.Module")
+    model.train(question.is_training)
+    _make_alike(dict(model.named_parameters()), question.parameters)
+    return model
+
+
+def _make_alike(made: Mapping[str, nn.Parameter], trained: Sequence[ParameterKind]) -> None:
+    """Give parameters the types of those that are trained; _Unlike where they are others."""
+    names = {each.name for each in trained}
+    if names != made.keys():
+        other = min(names ^ made.keys())
+        where = "the model that is trained" if other in made else "what model_factory gives"
+        raise _Unlike(f"model_factory gives another model than the one that is trained: {where} has no {other}")
+    for each in trained:
+        parameter = made[each.name]
+        if tuple(parameter.shape) != each.shape:
+            raise _Unlike(
+                f"model_factory gives another model than the one that is trained: {each.name} is of shape "
+                f"{tuple(parameter.shape)} instead of {each.shape}"
+            )
+        parameter.requires_grad_(each.is_trained)
+        if parameter.dtype != dtype_of(each.dtype):
+            parameter.data = parameter.data.to(dtype_of(each.dtype))
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def _tell_passes(model: nn.Module, question: Question, tell: Callable[[Answer], None]) -> None:
+    blocks = [model.get_submodule(name) for name in question.blocks]
+    has_answered = has_flops = False
+    for ratio in question.ratios:
+        if ratio and why_not_recompute(model, blocks, ratio) is not None:
+            continue
+        try:
+            recompute(blocks, ratio)
+            for size in question.micro_batches:
+                is_first = ratio == 0 and not has_flops
+                found = _passes(model, question, size, blocks if is_first else ())
+                passes = found.peaks.passes(micro_batch=size, activation_checkpoint=ratio)
+                if is_first:
+                    kept = tuple(each // size for each in found.kept_by_blocks)
+                    tell(Answer(passes=passes, flops_per_sample=found.num_flops // size, block_activation_bytes=kept))
+                else:
+                    tell(Answer(passes=passes))
+                has_answered, has_flops = True, has_flops or ratio == 0
+        except Exception as error:  # the user's code: told to who has asked
+            if not has_answered:
+                tell(Answer(problem=f"a step on tensors without memory failed: {_in_words(error)}"))
+                return
+
+
+class _Passes(NamedTuple):
+    peaks: Peaks
+    num_flops: int
+    kept_by_blocks: tuple[int, ...]
+    """Bytes; empty where that is not known."""
+
+
+def _passes(model: nn.Module, question: Question, size: int, blocks: Sequence[nn.Module]) -> _Passes:
+    """One micro-step of so many samples: what it takes, and what of that ``blocks`` keep for its backward pass."""
+    tally = Tally()
+    live = LiveBytes(tally)
+    watch = BlockWatch(blocks, tally)
+    with _keeping_gradients(model, live), live:
+        batch = None if question.batch is None else like(question.batch, size)
+        at_hand = list(_tensors_in(batch, _MOST_DEPTH))
+        given = _from_batch(like(question.given, size), at_hand)
+        options = _from_batch(like(question.options, size), at_hand)
+        del at_hand
+        with _computing_in(question.autocast):
+            with watch:
+                outputs = model(*given, **options)
+            tally.enter("loss")
+            handles = _told_of_gradients(outputs, tally)
+            loss = _loss_of(question, outputs, batch)
+        if not question.keeps_outputs:
+            del outputs
+        loss.backward()  # type: ignore[no-untyped-call]
+        tally.enter("after")
+    for handle in handles:
+        handle.remove()
+    return _Passes(tally.peaks, live.num_flops, watch.kept_bytes)
+
+
+@contextlib.contextmanager
+def _keeping_gradients(model: nn.Module, live: LiveBytes) -> Iterator[None]:
+    """Have the account told of each parameter's gradient as it is there; none is there before and after."""
+
+    def keep(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            live.keep_gradient(parameter.grad)
+
+    trained = [each for each in model.parameters() if each.requires_grad]
+    handles = [each.register_post_accumulate_grad_hook(keep) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each in trained:
+            each.grad = None
+
+
+def _from_batch(given: Any, at_hand: Sequence[torch.Tensor]) -> Any:
+    """``given``, in which tensors that are like one of the batch are that one: what a model is given is taken from
+    there, and is not there twice."""
+    if isinstance(given, torch.Tensor):
+        return next((each for each in at_hand if each.shape == given.shape and each.dtype == given.dtype), given)
+    if isinstance(given, dict):
+        return {key: _from_batch(part, at_hand) for key, part in given.items()}
+    if isinstance(given, (tuple, list)):
+        return type(given)(_from_batch(part, at_hand) for part in given)
+    return given
+
+
+def _told_of_gradients(outputs: Any, tally: Tally) -> list[RemovableHandle]:
+    """Have the backward pass begin, for the account, with the first gradient of what the model has given."""
+
+    def begin(gradient: torch.Tensor) -> None:
+        tally.enter("backward")
+
+    found = [each for each in _tensors_in(outputs, _MOST_DEPTH) if each.requires_grad]
+    return [each.register_hook(begin) for each in found]  # type: ignore[no-untyped-call]
+
+
+def _computing_in(autocast: str | None) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=dtype_of(autocast))
+
+
+def _loss_of(question: Question, outputs: Any, batch: Any) -> torch.Tensor:
+    """What a backward pass begins with."""
+    if question.loss is not None:
+        loss = question.loss.find()(outputs, batch)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise _Unlike(f"loss_fn gives {kind}; allowed: a tensor of one number with a gradient")
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+    if isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        raise _Unlike(_NO_LOSS)
+    return found
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0 and isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(part, depth - 1)
+    elif depth > 0 and hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors_in(getattr(value, name, None), depth - 1)
+
+
+# --- the optimizers' steps --------------------------------------------------------------------------------------------
+
+
+def _tell_updates(model: nn.Module, optimizers: Sequence[OptimizerKind], tell: Callable[[Answer], None]) -> None:
+    """What the largest of the optimizers' steps takes; nothing is told where one cannot be taken so."""
+    most = 0
+    parameters = dict(model.named_parameters())
+    try:
+        for kind in optimizers:
+            most = max(most, _update_bytes(kind, parameters))
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, ElasticError):
+        return
+    finally:
+        for each in parameters.values():
+            each.grad = None
+    if optimizers:
+        tell(Answer(update_bytes=most))
+
+
+def _update_bytes(kind: OptimizerKind, parameters: Mapping[str, nn.Parameter]) -> int:
+    groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in kind.groups]
+    optimizer = getattr(torch.optim, kind.name)(groups)
+    for group in groups:
+        for each in group["params"]:
+            each.grad = torch.empty_like(each) if each.requires_grad else None
+    tally = Tally()
+    for _ in range(_NUM_STEPS):
+        tally = Tally()
+        with LiveBytes(tally):
+            tally.enter("update")
+            optimizer.step()
+    return tally.peaks.update_bytes or 0
+
+
+def _in_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if not isinstance(error, _Unlike) else text

@@ -1,0 +1,434 @@
+"""What a model takes of its device's memory: its state from its parameters, its passes worked out beside training and
+corrected by measurements.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from elastic_ext.profile.probe import Probe
+from elastic_ext.records.metrics import MemoryFacts
+
+from .lines import Peaks, correction, lines_through, sizes_up_to
+from .prediction_request import (
+    Factory,
+    batch_dim,
+    dtype_name,
+    names_of,
+    num_bytes_of,
+    optimizer_kinds,
+    parameter_kinds,
+    told,
+)
+from .process import Asking
+from .questions import Question
+from .samples import Readiness, Sample, sample_on
+
+__all__ = ["Analyzer", "ModelSizes", "Training", "besides_bytes", "capacity_bytes"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- how large a model in training is, whole, whatever part of it a rank has; and what else its device holds ---------
+
+
+class ModelSizes:
+    """Of one model and its optimizers; asked anew each time, since optimizers make their state as they step."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], blocks: Sequence[nn.Module]) -> None:
+        self._model, self._optimizers, self._blocks = model, optimizers, blocks
+
+    @property
+    def parameter_bytes(self) -> int:
+        return _whole(self._model.parameters())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all that is trained."""
+        return _whole(each for each in self._model.parameters() if each.requires_grad)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        states = [each for optimizer in self._optimizers for each in optimizer.state.values()]
+        values = [value for state in states if isinstance(state, Mapping) for value in state.values()]
+        return _whole(value for value in values if isinstance(value, torch.Tensor))
+
+    @property
+    def buffer_bytes(self) -> int:
+        return _whole(self._model.buffers())
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the parameters of the largest block,"""
+        return max((_whole(block.parameters()) for block in self._blocks), default=0)
+
+    @property
+    def other_bytes(self) -> int:
+        """... and of those that are in no block."""
+        in_blocks = {id(each) for block in self._blocks for each in block.parameters()}
+        return _whole(each for each in self._model.parameters() if id(each) not in in_blocks)
+
+
+def capacity_bytes(device: torch.device) -> int | None:
+    """What there is for this process, None where that is not known."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    return int(min(free + torch.cuda.memory_reserved(device), allowed))
+
+
+def besides_bytes(device: torch.device, allocated_bytes: int, sizes: ModelSizes) -> int:
+    """What a CUDA device holds for this process between steps beside a whole model: its other tensors, and pieces of
+    memory that its allocator has and cannot use."""
+    known = sizes.parameter_bytes + sizes.optimizer_bytes + sizes.buffer_bytes
+    split = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
+    return max(allocated_bytes - known, 0) + int(split)
+
+
+def _whole(tensors: Iterable[torch.Tensor]) -> int:
+    """Of tensors that are sharded, what all ranks hold of them together."""
+    return sum(each.numel() * each.element_size() for each in tensors if not is_lazy(each))
+
+
+# --- what a model takes, worked out beside training and measured -----------------------------------------------------
+# Analyzer: what a model takes of its device's memory, as far as it is known: worked out beside training, and measured.
+#
+# With a module factory each size is worked out in another process, and measured steps say by how much that is to be
+# corrected. Without one, or where it cannot be worked out, what was measured is all that there is, and lines through
+# it.
+
+_RATIOS = (0.0, 1.0, 0.5)
+_MOST_SAMPLES = 64
+_MOST_DEPTH = 4  # of containers among what the model gives
+_NO_FACTORY = "no model_factory was given, so that only the sizes are known that steps have had"
+_NO_BATCH = (
+    "loss_fn is given, and no batch was seen to call it with: loop over an ElasticDataLoader, or call "
+    "trainer.run(function, batch)"
+)
+_ROWS = (
+    "the model is given {} rows where a step takes {} samples at once, and of other sizes nobody knows how many it "
+    "would be given"
+)
+_WORKING = "what other sizes take is still being worked out"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What the analyzer asks of the training that it belongs to."""
+
+    micro_batch: Callable[[], int]
+    """The most samples that a rank takes at once,"""
+    share: Callable[[], int]
+    """... and that are its part of a step; 0 where that is not known."""
+    num_micro_steps: Callable[[], int]
+    ratio: Callable[[], float]
+    """Of blocks that are computed again."""
+    is_whole: Callable[[], bool]
+    """Whether the rank has all of the model."""
+    may_sample: Callable[[], bool]
+    """Nobody else looks at what the step that begins takes."""
+    is_bounded: Callable[[], bool]
+    """Whether somebody has said how much memory there is, as a machine without an accelerator does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shapes:
+    """What the model was given, and how many samples that were."""
+
+    num_samples: int
+    num_rows: int
+    """Of tensors, where they count samples: several may be of one."""
+    given: Mapping[str, Any]
+    options: Mapping[str, Any]
+    batch: Mapping[str, Any] | None
+    autocast: str | None
+
+    def num_bytes(self, num_samples: int) -> int:
+        """The same with so many samples; the batch has what the model is given."""
+        num_rows = num_samples * self.num_rows // self.num_samples
+        passed = num_bytes_of(self.given, num_rows) + num_bytes_of(self.options, num_rows)
+        return passed if self.batch is None else max(passed, num_bytes_of(self.batch, num_rows))
+
+
+class Analyzer:
+    """Of one rank; it hears of micro-steps from the surveyor, and of passes from the probe."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        probe: Probe,
+        training: Training,
+        *,
+        blocks: Sequence[nn.Module] = (),
+        factory: Factory | None = None,
+    ) -> None:
+        """``model`` is the one that holds the parameters, without a wrapper; ``blocks`` are what it repeats."""
+        self._model, self._optimizers = model, tuple(optimizers)
+        self._probe, self._training = probe, training
+        self._factory = factory
+        self._sizes = ModelSizes(model, self._optimizers, blocks)
+        self._blocks = tuple(blocks)
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._batch: Any = None  # until the model was given a part of it
+        self._shapes: _Shapes | None = None
+        self._why_not = _NO_FACTORY if factory is None else ""
+        self._outputs: list[weakref.ref[Any]] = []
+        self._asking: Asking | None = None
+        self._readiness = Readiness(self._device)
+        self._sample: Sample | None = None
+        self._sampled: tuple[int, float] = (0, 0.0)
+        self._is_first = False  # of its step, the micro-step that is sampled
+        self._measured: dict[tuple[int, float], Peaks] = {}
+        self._tried: set[tuple[int, float]] = set()  # by the largest micro-batch: a step's first may be a smaller one
+        self._update_bytes: int | None = None
+        self._besides_bytes = 0
+        self._num_samples = 0
+        self.wants_batch = True
+        """Whether ``see_batch`` is to be called."""
+        probe.watcher = self
+
+    # ---- what it is told ----
+
+    def see_batch(self, batch: Any) -> None:
+        """A batch comes, which the next passes are made of."""
+        if self.wants_batch:
+            self._batch = batch
+
+    def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """A forward pass begins."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # where sizes are no numbers
+            return
+        micro_batch = self._training.micro_batch()
+        found = batch_dim((arguments, dict(options)), micro_batch)
+        if found is None:
+            self._refuse("the model is given no tensor whose first dimension could be samples")
+            return
+        dim, num_rows = found
+        num_samples = min(num_rows, micro_batch or num_rows)
+        if self._sample is not None:  # of several passes the largest
+            self._sampled = max(num_samples, self._sampled[0]), self._sampled[1]
+        if self._shapes is None and num_samples > 0:
+            self._keep_shapes(arguments, options, dim, num_rows=num_rows, num_samples=num_samples)
+
+    def see_outputs(self, outputs: Any) -> None:
+        """It has ended."""
+        if self._sample is not None:
+            self._sample.end_forward()
+        if self._asking is None and self._factory is not None:
+            with suppress(RuntimeError, TypeError):  # a kind of tensor that tells of no memory
+                self._outputs = [weakref.ref(each.untyped_storage()) for each in _tensors_in(outputs, _MOST_DEPTH)]
+
+    def see_end_of_pass(self) -> None:
+        """A backward pass has ended."""
+        if self._asking is None and self._factory is not None and self._shapes is not None and not self._why_not:
+            keeps = any(each() is not None for each in self._outputs)
+            self._outputs.clear()
+            self._ask(self._factory, self._shapes, keeps_outputs=keeps)
+        if self._sample is None:
+            self._probe.watcher = None  # until there is a sample to be taken
+
+    def enter(self, micro_step: int) -> None:
+        """A micro-step begins that is looked at."""
+        training = self._training
+        self._is_first = micro_step == 0
+        if self._is_first:
+            key = training.micro_batch(), training.ratio()
+            is_wanted = key not in self._tried
+        else:  # the last one of a step has the optimizer's
+            is_wanted = self._update_bytes is None and micro_step + 1 == training.num_micro_steps()
+            key = self._sampled
+        if not is_wanted or self._num_samples >= _MOST_SAMPLES:
+            return
+        if not (self._is_wanted() and training.is_whole() and training.may_sample() and self._readiness.is_given()):
+            return
+        self._num_samples += 1
+        self._tried.add(key)
+        self._sampled = 0, key[1]  # until the model is given some
+        sample = sample_on(self._device, self._model.parameters())
+        try:
+            sample.begin()
+        except RuntimeError as error:  # somebody else has begun to profile
+            _logger.debug("what a step takes is not measured: %s", error)
+            return
+        self._sample, self._probe.watcher = sample, self
+        self._probe.tell_phases(sample.see)
+
+    def leave(self) -> None:
+        """It has ended, or failed."""
+        sample, self._sample = self._sample, None
+        if sample is None:
+            return
+        self._probe.tell_phases(None)
+        self._probe.watcher = None
+        shapes, (num_samples, ratio) = self._shapes, self._sampled
+        num_samples = num_samples or self._training.micro_batch()  # of what tells no size it is taken to be a full one
+        try:
+            peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
+        except (RuntimeError, ValueError) as error:  # somebody else has ended the profile
+            _logger.debug("what a step takes was not measured: %s", error)
+            return
+        if peaks is None or not peaks.backward_bytes:  # which failed, or none was seen
+            return
+        if peaks.update_bytes is not None:
+            self._update_bytes = max(peaks.update_bytes, self._update_bytes or 0)
+        if self._is_first and num_samples > 0 and not sample.had_gradients:
+            self._measured[num_samples, ratio] = peaks
+            if sample.base_bytes is not None:
+                self._besides_bytes = besides_bytes(self._device, sample.base_bytes, self._sizes)
+
+    def close(self) -> None:
+        """Training ends. Twice is allowed."""
+        self.leave()
+        self._probe.watcher = None
+        self._batch, self.wants_batch = None, False
+        if self._asking is not None:
+            self._asking.close()
+
+    # ---- what is known ----
+
+    def facts(self) -> MemoryFacts | None:
+        """As of now, without waiting for anything; None where nothing is known yet."""
+        answers = () if self._asking is None else self._asking.answers
+        problems = [each.problem for each in answers if each.problem is not None]
+        worked_out = tuple(each.passes for each in answers if each.passes is not None)
+        measured = tuple(
+            peaks.passes(micro_batch=size, activation_checkpoint=ratio)
+            for (size, ratio), peaks in self._measured.items()
+        )
+        sizes = self._sizes
+        scale, why_not = correction(measured, worked_out, sizes.gradient_bytes)
+        why_not = self._why_not or why_not or ("" if worked_out else "".join(problems[:1]) or _WORKING)
+        if why_not and not measured:
+            return None
+        if not why_not and not measured and self._may_be_measured:
+            return None  # what was worked out is to be compared first
+        passes = worked_out
+        if why_not:
+            share = self._training.share() or max(each.micro_batch for each in measured)
+            passes, scale = lines_through(measured, sizes_up_to(share)), 1.0
+        updates = [each.update_bytes for each in answers if each.update_bytes is not None]
+        flops = [each.flops_per_sample for each in answers if each.flops_per_sample is not None]
+        kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
+        return MemoryFacts(
+            source="measured" if why_not else "fake",
+            why_measured=why_not,
+            parameter_bytes=sizes.parameter_bytes,
+            gradient_bytes=sizes.gradient_bytes,
+            optimizer_bytes=sizes.optimizer_bytes,
+            buffer_bytes=sizes.buffer_bytes,
+            block_bytes=sizes.block_bytes,
+            other_bytes=sizes.other_bytes,
+            update_bytes=max([*updates, self._update_bytes or 0]),
+            flops_per_sample=flops[0] if flops else None,
+            block_activation_bytes=kept[0] if kept else (),
+            passes=passes,
+            scale=round(scale, 4),
+            besides_bytes=self._besides_bytes,
+            capacity_bytes=capacity_bytes(self._device),
+        )
+
+    @property
+    def asking(self) -> Asking | None:
+        """What works it out, None where nothing was asked."""
+        return self._asking
+
+    # ---- what follows ----
+
+    def _is_wanted(self) -> bool:
+        """Whether anybody can do anything with what is measured: without an accelerator it takes a profile of a step,
+        and there is no limit to keep to."""
+        return self._device.type != "cpu" or self._factory is not None or self._training.is_bounded()
+
+    @property
+    def _may_be_measured(self) -> bool:
+        is_possible = self._training.is_whole() and not self._readiness.is_refused
+        return is_possible and self._num_samples < _MOST_SAMPLES
+
+    def _refuse(self, why: str) -> None:
+        self._why_not = self._why_not or why
+        self._batch, self.wants_batch = None, False
+
+    def _keep_shapes(
+        self, arguments: tuple[Any, ...], options: Mapping[str, Any], dim: int, *, num_rows: int, num_samples: int
+    ) -> None:
+        batch, self._batch, self.wants_batch = self._batch, None, False
+        given = arguments, dict(options), batch
+        try:
+            self._shapes = _shapes_of(given, dim, num_rows, num_samples=num_samples, kind=self._device.type)
+        except (ValueError, RuntimeError) as error:
+            self._refuse(f"the model, or the loss, is given what cannot be told to another process: {error}")
+            return
+        if num_rows > num_samples and self._factory is not None:
+            self._refuse(_ROWS.format(num_rows, num_samples))
+        if batch is None and self._factory is not None and self._factory.loss is not None:
+            self._refuse(_NO_BATCH)
+
+    def _ask(self, factory: Factory, shapes: _Shapes, *, keeps_outputs: bool) -> None:
+        training = self._training
+        present, now = training.ratio(), max(training.micro_batch(), shapes.num_samples)
+        share = max(training.share(), now)
+        ratios = (present, *_RATIOS) if self._blocks else (0.0,)
+        try:
+            question = Question(
+                main=factory.main,
+                factory=factory.model,
+                loss=factory.loss,
+                parameters=parameter_kinds(self._model),
+                is_training=self._model.training,
+                autocast=shapes.autocast,
+                given=shapes.given,
+                options=shapes.options,
+                batch=shapes.batch,
+                keeps_outputs=keeps_outputs,
+                blocks=names_of(self._model, self._blocks),
+                micro_batches=tuple(sizes_up_to(share, shapes.num_samples, now)),
+                ratios=tuple(dict.fromkeys(ratios)),
+                optimizers=optimizer_kinds(self._model, self._optimizers, is_on_accelerator=self._device.type != "cpu"),
+            )
+        except ValueError as error:
+            self._refuse(str(error))
+            return
+        try:
+            self._asking = Asking(question)
+            self._asking.start()
+        except (OSError, RuntimeError) as error:  # this process has no files or threads left
+            self._refuse(f"the process that works it out could not be started: {error}")
+
+
+def _shapes_of(
+    given: tuple[tuple[Any, ...], dict[str, Any], Any], dim: int, num_rows: int, *, num_samples: int, kind: str
+) -> _Shapes:
+    """Of arguments, options and batch, on a device of that kind; ValueError for what cannot be told."""
+    arguments, options, batch = given
+    return _Shapes(
+        num_samples=num_samples,
+        num_rows=num_rows,
+        given=told(arguments, num_rows, dim),
+        options=told(options, num_rows, dim),
+        batch=None if batch is None else told(batch, num_rows, dim),
+        autocast=dtype_name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+    )
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not (value.is_sparse or value.is_nested):
+            yield value
+    elif depth > 0 and isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(part, depth - 1)
+    elif depth > 0 and hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors_in(getattr(value, name, None), depth - 1)

@@ -1,0 +1,203 @@
+"""What passes take at sizes that were never run, from lines through measured ones. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from elastic_ext.records.metrics import PassesMemory
+
+__all__ = ["Peaks", "Stage", "Tally", "correction", "lines_through", "sizes_up_to"]
+
+
+# --- what passes take at sizes that no step has had, from those that were measured -----------------------------------
+# Either it was worked out, and what was measured corrects it; or it lies on straight lines through that. Each phase has
+# its own line, since the highest one changes with the size: a line through what is highest in all would be wrong by a
+# quarter where that happens.
+
+_MOST_TIMES = 4  # the largest that was measured: beyond, a line is a guess
+_LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # beyond, what was worked out is of another model
+
+
+def correction(
+    measured: Sequence[PassesMemory], worked_out: Sequence[PassesMemory], gradient_bytes: int
+) -> tuple[float, str]:
+    """What to multiply by what was worked out, and why that does not help; by measured steps with new gradients.
+
+    The larger of two sizes' ratios, of the largest that were measured. One size alone corrects upwards only: what is
+    too much at one size may be a part that does not grow, and at another one it would be too little.
+    """
+    known = {(each.micro_batch, each.activation_checkpoint): each for each in worked_out}
+    ratios: list[tuple[int, float]] = []
+    for each in sorted(measured, key=lambda one: -one.micro_batch):
+        expected = known.get((each.micro_batch, each.activation_checkpoint))
+        if expected is None:
+            continue
+        seen_bytes = each.most_bytes(gradient_bytes, has_gradients=False)
+        expected_bytes = max(expected.most_bytes(gradient_bytes, has_gradients=False), 1)
+        if not _LEAST_SCALE <= seen_bytes / expected_bytes <= _MOST_SCALE:
+            return 1.0, (
+                f"steps of {each.micro_batch} samples take {seen_bytes} bytes and {expected_bytes} were worked out, as "
+                "of another model than the one that is trained"
+            )
+        ratios.append((each.micro_batch, seen_bytes / expected_bytes))
+    largest = ratios[:2]
+    scale = max((ratio for _, ratio in largest), default=1.0)
+    has_two_sizes = len({size for size, _ in largest}) == 2
+    return (scale if has_two_sizes else max(scale, 1.0)), ""
+
+
+def lines_through(measured: Sequence[PassesMemory], sizes: Iterable[int]) -> tuple[PassesMemory, ...]:
+    """What was measured, and what follows for other sizes of each share of blocks that are computed again."""
+    found: list[PassesMemory] = []
+    wanted = sorted(set(sizes))
+    for ratio in sorted({each.activation_checkpoint for each in measured}):
+        known = {each.micro_batch: each for each in measured if each.activation_checkpoint == ratio}
+        points = [known[size] for size in sorted(known)]
+        limit = _MOST_TIMES * points[-1].micro_batch
+        found += points
+        found += [_at(points, size) for size in wanted if size not in known and size <= limit]
+    return tuple(found)
+
+
+def sizes_up_to(share: int, *more: int) -> list[int]:
+    """Powers of two, and ``share`` itself, the present sizes first where they are given."""
+    sizes = [size for size in more if 0 < size <= share]
+    power = 1
+    while power < share:
+        sizes.append(power)
+        power *= 2
+    return list(dict.fromkeys([*sizes, share]))
+
+
+def _at(points: Sequence[PassesMemory], size: int) -> PassesMemory:
+    below, above = _neighbours(points, size)
+
+    def value(first: int, second: int) -> int:
+        if below is above:  # one point: in proportion, which is too much rather than too little for a larger size
+            return -(-first * size // above.micro_batch)
+        slope = (second - first) / (above.micro_batch - below.micro_batch)
+        line = first + slope * (size - below.micro_batch)
+        is_beyond = size > above.micro_batch
+        return max(round(line), second if is_beyond else 0)  # nothing becomes less in a larger micro-batch
+
+    with_gradients = None
+    if below.with_gradients_bytes is not None and above.with_gradients_bytes is not None:
+        with_gradients = value(below.with_gradients_bytes, above.with_gradients_bytes)
+    return replace(
+        above,
+        micro_batch=size,
+        forward_bytes=value(below.forward_bytes, above.forward_bytes),
+        loss_bytes=value(below.loss_bytes, above.loss_bytes),
+        backward_bytes=value(below.backward_bytes, above.backward_bytes),
+        with_gradients_bytes=with_gradients,
+    )
+
+
+def _neighbours(points: Sequence[PassesMemory], size: int) -> tuple[PassesMemory, PassesMemory]:
+    """The two that a line for this size goes through, in order; the same one twice where there is one alone."""
+    if len(points) == 1:
+        return points[0], points[0]
+    for at in range(1, len(points)):
+        if size <= points[at].micro_batch:
+            return points[at - 1], points[at]
+    return points[-2], points[-1]
+
+
+# --- the most that the passes of a micro-step held at once, from what came and went, in order ------------------------
+# Whoever sees memory come and go tells it: an account of tensors without memory, a profiler, an allocator.
+
+Stage: TypeAlias = Literal["forward", "loss", "backward", "update", "after"]
+"""``loss`` lasts from the end of the forward pass to the first gradient of what it gave; ``update`` is the
+optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peaks:
+    """Bytes beside what was there before the micro-step; without gradients of parameters, but where it says so."""
+
+    forward_bytes: int = 0
+    loss_bytes: int = 0
+    backward_bytes: int = 0
+    with_gradients_bytes: int = 0
+    """In the backward pass, with the gradients that have come by then."""
+    update_bytes: int | None = None
+    """Beside what the optimizer's step found; None where there was none."""
+
+    def passes(self, *, micro_batch: int, activation_checkpoint: float) -> PassesMemory:
+        """Of so many samples, with such a share of blocks computed again."""
+        return PassesMemory(
+            micro_batch=micro_batch,
+            activation_checkpoint=activation_checkpoint,
+            forward_bytes=self.forward_bytes,
+            loss_bytes=self.loss_bytes,
+            backward_bytes=self.backward_bytes,
+            with_gradients_bytes=self.with_gradients_bytes,
+        )
+
+
+class Tally:
+    """One micro-step's."""
+
+    def __init__(self) -> None:
+        self._held = self._gradients = 0
+        self._stage: Stage = "forward"
+        self._most: dict[Stage, int] = {}
+        self._most_with_gradients = 0
+        self._held_before_update = 0
+        self._held_of_blocks: dict[int, int] = {}
+        self.block: int | None = None
+        """The number of the block of the model that computes now; what comes is made by it."""
+
+    def change(self, num_bytes: int, *, block: int | None = None) -> None:
+        """So much has come, or has gone; made by ``block``, if by any."""
+        self._held += num_bytes
+        if block is not None:
+            self._held_of_blocks[block] = self._held_of_blocks.get(block, 0) + num_bytes
+        self._note()
+
+    def peak(self, num_bytes: int) -> None:
+        """So much came for a moment beside what is held, and is gone."""
+        self.change(num_bytes)
+        self._held -= num_bytes
+
+    def count_given(self, num_bytes: int) -> None:
+        """What the model is given takes so much: where less has come so far, it was there before."""
+        if self._held < num_bytes:
+            self.change(num_bytes)
+
+    def enter(self, stage: Stage) -> None:
+        """What comes is of this stage."""
+        self._stage = stage
+        if stage == "update":
+            self._held_before_update = self._held
+        self._note()
+
+    def keep_gradient(self, num_bytes: int) -> None:
+        """Of what is held, so much is the gradient of a parameter, which stays."""
+        self._held -= num_bytes
+        self._gradients += num_bytes
+
+    @property
+    def held_of_blocks(self) -> Mapping[int, int]:
+        """By the number of a block, what is held now of all that it has made."""
+        return dict(self._held_of_blocks)
+
+    @property
+    def peaks(self) -> Peaks:
+        most = self._most
+        update = None if "update" not in most else max(most["update"] - self._held_before_update, 0)
+        return Peaks(
+            forward_bytes=most.get("forward", 0),
+            loss_bytes=most.get("loss", 0),
+            backward_bytes=most.get("backward", 0),
+            with_gradients_bytes=self._most_with_gradients,
+            update_bytes=update,
+        )
+
+    def _note(self) -> None:
+        stage = self._stage
+        self._most[stage] = max(self._most.get(stage, 0), self._held)
+        if stage == "backward":
+            self._most_with_gradients = max(self._most_with_gradients, self._held + self._gradients)

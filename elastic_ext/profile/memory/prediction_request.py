@@ -1,0 +1,237 @@
+"""What the analysis process is told of a model in training: shapes and types of its inputs, its
+factory and its plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from .questions import MainModule, OptimizerKind, Origin, ParameterKind, origin_of
+
+__all__ = [
+    "Factory",
+    "batch_dim",
+    "dtype_name",
+    "dtype_of",
+    "factory_of",
+    "like",
+    "names_of",
+    "num_bytes_of",
+    "optimizer_kinds",
+    "parameter_kinds",
+    "told",
+]
+
+
+# --- what a model is given, told in JSON by shapes and types alone, and made again with other sizes ------------------
+# A tensor is told by its shape, its type, and which dimension counts samples. What it holds is not told: where a model
+# decides by that, it cannot be worked out what it takes.
+
+_MOST_DEPTH = 6
+
+
+def told(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> dict[str, Any]:
+    """``value`` as JSON has it; ValueError for what cannot be told.
+
+    In tensors with ``micro_batch`` in dimension ``dim``, that is the number of samples.
+    """
+    if isinstance(value, torch.Tensor):
+        shape = _shape(value)
+        if shape is None:
+            raise ValueError("a tensor that is not dense")
+        has_samples = len(shape) > dim and shape[dim] == micro_batch
+        return {"shape": list(shape), "dtype": dtype_name(value.dtype), "dim": dim if has_samples else None}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if depth == 0:
+        raise ValueError("containers within containers, more than six deep")
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: told(part, micro_batch, dim, depth - 1) for key, part in value.items()}}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [told(part, micro_batch, dim, depth - 1) for part in value]}
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def like(tree: Mapping[str, Any], num_samples: int) -> Any:
+    """What was told, with so many samples; tensors are made where torch makes them now, without contents."""
+    if "shape" in tree:
+        shape = list(tree["shape"])
+        if tree["dim"] is not None:
+            shape[tree["dim"]] = num_samples
+        return torch.empty(shape, dtype=dtype_of(tree["dtype"]))
+    if "value" in tree:
+        return tree["value"]
+    if "dict" in tree:
+        return {key: like(part, num_samples) for key, part in tree["dict"].items()}
+    if "tuple" in tree:
+        return tuple(like(part, num_samples) for part in tree["tuple"])
+    return [like(part, num_samples) for part in tree["list"]]
+
+
+def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
+    """Which dimension of the first tensor counts samples, and how many they are; None where no tensor comes
+    first that has a shape.
+
+    It is the one that has ``micro_batch``, which is what a step takes at once at most; the first, where none has.
+    """
+    first = next(_tensors_in(value, _MOST_DEPTH), None)
+    shape = None if first is None else _shape(first)
+    if not shape:
+        return None
+    for dim, size in enumerate(shape):
+        if size == micro_batch:
+            return dim, size
+    return 0, shape[0]
+
+
+def num_bytes_of(tree: Mapping[str, Any], num_samples: int) -> int:
+    """What the tensors that were told take, with so many samples."""
+    if "shape" in tree:
+        shape = [num_samples if dim == tree["dim"] else size for dim, size in enumerate(tree["shape"])]
+        return math.prod(shape) * dtype_of(tree["dtype"]).itemsize
+    parts = tree.get("tuple") or tree.get("list") or list((tree.get("dict") or {}).values())
+    return sum(num_bytes_of(part, num_samples) for part in parts)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """ValueError where this torch has none of that name."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensors")
+    return found
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None of a tensor that is not dense, or of one that stands for others."""
+    try:
+        if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
+            return None
+        shape = tuple(tensor.shape)
+    except (RuntimeError, TypeError):
+        return None
+    return shape if all(type(size) is int for size in shape) else None
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0 and isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors_in(part, depth - 1)
+    elif depth > 0 and isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part, depth - 1)
+
+
+# --- what another process has to be told of a model in training, to work out what its steps take ---------------------
+
+_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that a module has by its wrapper
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factory:
+    """What makes a model like the one that is trained, and its loss, where another process finds them."""
+
+    main: MainModule | None
+    model: Origin
+    loss: Origin | None
+
+
+def factory_of(
+    model_factory: Callable[[], nn.Module] | None, loss_fn: Callable[..., torch.Tensor] | None
+) -> Factory | None:
+    """What was given, None where nothing was; ValueError where another process could not find it."""
+    if model_factory is None:
+        if loss_fn is not None:
+            raise ValueError(
+                "loss_fn was given without model_factory; it says what is computed from the outputs of the model that "
+                "model_factory makes: give both or neither"
+            )
+        return None
+    model, main = origin_of("model_factory", model_factory)
+    if loss_fn is None:
+        return Factory(main=main, model=model, loss=None)
+    loss, main_of_loss = origin_of("loss_fn", loss_fn)
+    return Factory(main=main or main_of_loss, model=model, loss=loss)
+
+
+def parameter_kinds(model: nn.Module) -> tuple[ParameterKind, ...]:
+    """Of a model without its wrapper; ValueError where its parameters do not tell what they are in the whole model."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        raise ValueError("FSDP1 holds parameters flattened, so that they do not tell what they were")
+    if any(is_lazy(each) for each in model.parameters()):
+        raise ValueError("the model has parameters without a shape")
+    return tuple(
+        ParameterKind(
+            name=_bare(name),
+            shape=tuple(each.shape),
+            dtype=dtype_name(each.dtype),
+            is_trained=each.requires_grad,
+        )
+        for name, each in model.named_parameters()
+    )
+
+
+def optimizer_kinds(
+    model: nn.Module, optimizers: Iterable[Optimizer], *, is_on_accelerator: bool
+) -> tuple[OptimizerKind, ...]:
+    """Those of torch's own; none at all, where there is one of another kind."""
+    names = {id(each): _bare(name) for name, each in model.named_parameters()}
+    kinds = []
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        groups = [_settings(group, names, is_on_accelerator=is_on_accelerator) for group in optimizer.param_groups]
+        is_known = kind.__module__.startswith("torch.optim") and getattr(torch.optim, kind.__name__, None) is kind
+        if not is_known or None in groups:
+            return ()
+        kinds.append(OptimizerKind(name=kind.__name__, groups=tuple(each for each in groups if each is not None)))
+    return tuple(kinds)
+
+
+def names_of(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Of some modules within a model, in their order; ValueError where one has been taken out of it."""
+    names = {id(part): _bare(f"{name}.")[:-1] for name, part in model.named_modules()}
+    if any(id(part) not in names for part in parts):
+        raise ValueError("a block that the model had is no longer a part of it")
+    return tuple(names[id(part)] for part in parts)
+
+
+def _settings(
+    group: Mapping[str, Any], names: Mapping[int, str], *, is_on_accelerator: bool
+) -> Mapping[str, Any] | None:
+    """A group as JSON has it; None where it has parameters that are not the model's."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params":
+            if any(id(each) not in names for each in value):
+                return None
+            found[key] = [names[id(each)] for each in value]
+        elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            found[key] = value.item()
+        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(e, _PLAIN) for e in value)):
+            found[key] = value
+    if is_on_accelerator and found.get("foreach", False) is None and not found.get("fused"):
+        found["foreach"] = True  # torch's choice there, and not where it is worked out
+    if "capturable" in found:
+        found["capturable"] = False  # which asks for an accelerator
+    return found
+
+
+def _bare(name: str) -> str:
+    for part in _OF_WRAPPERS:
+        name = name.replace(part, "")
+    return name

@@ -1,0 +1,190 @@
+"""Asking: a process beside this one that works out what a model's steps take, and what it has answered so far.
+
+Training asks once and looks now and then; it never waits. One thread starts the process, reads what it answers, and
+sees to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from .questions import Answer, Question
+
+__all__ = ["THREAD_NAME", "Asking"]
+
+_logger = logging.getLogger(__name__)
+
+THREAD_NAME = "elastic_ext analysis"
+_BEGIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from elastic_ext.profile.memory.analysis_process import main; main()"
+)
+_MOST_SECONDS = 900.0
+_MOST_LINE_BYTES = 1 << 16
+_END_SECONDS = 5.0
+
+
+class Asking:
+    """One question; ``close`` it when training ends."""
+
+    def __init__(
+        self,
+        question: Question,
+        *,
+        most_seconds: float = _MOST_SECONDS,
+        command: Sequence[str] = (sys.executable, "-c", _BEGIN),
+    ) -> None:
+        self._question = question
+        self._most_seconds = most_seconds
+        self._command = [*command, json.dumps(_path())]
+        self._answers: list[Answer] = []  # only ever appended to, on the thread
+        self._is_over = threading.Event()
+        self._closing, self._close_here = os.pipe()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        """Ask; comes back at once."""
+        self._thread.start()
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        """That have come so far."""
+        return tuple(self._answers)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more will come."""
+        return self._is_over.is_set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Until no more will come; whether that is so. Training never does."""
+        return self._is_over.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End the process, whatever it is at. Twice is allowed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        os.close(self._close_here)
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._closing)
+
+    def _run(self) -> None:
+        try:
+            problem = self._ask()
+        except (OSError, ValueError) as error:  # no process could be started, or what it says is no answer
+            problem = f"the process that works it out failed: {error}"
+        if problem is not None:
+            self._answers.append(Answer(problem=problem))
+        self._is_over.set()
+
+    def _ask(self) -> str | None:
+        """Read answers until there are no more; why there are not all, or None."""
+        until = time.monotonic() + self._most_seconds
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for training, which ends it
+        )
+        assert process.stdin is not None and process.stdout is not None
+        problem: str | None = "it failed"
+        try:
+            problem = self._converse(process.stdin.fileno(), process.stdout.fileno(), until)
+        finally:
+            if problem is not None or not _ends_by_itself(process):
+                process.kill()
+            status = process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.stdout.close()
+        return problem if problem is not None or status == 0 else f"the process that works it out {_ending(status)}"
+
+    def _asked(self) -> bytes:
+        asked = {
+            "path": _path(),
+            "argv": list(map(str, sys.argv)),
+            "folder": os.getcwd(),
+            "question": json.loads(self._question.to_json()),
+        }
+        return json.dumps(asked).encode() + b"\n"
+
+    def _converse(self, asked: int, source: int, until: float) -> str | None:
+        """Ask, and take answers until the end of them; why that did not come, or None.
+
+        A question may be more than a pipe holds, and who is asked reads it after a while: that is not waited for alone.
+        """
+        poll = select.poll()
+        for descriptor in (source, self._closing):
+            poll.register(descriptor, select.POLLIN)
+        os.set_blocking(asked, False)
+        poll.register(asked, select.POLLOUT)
+        question = self._asked()
+        rest = b""
+        while True:
+            left = until - time.monotonic()
+            ready = dict(poll.poll(max(left, 0.0) * 1000))
+            if self._closing in ready:
+                return "training has ended"
+            if not ready:
+                return f"it was not worked out within {self._most_seconds:.0f} seconds"
+            if asked in ready:
+                question = question[_written(asked, question) :]
+                if not question:
+                    poll.unregister(asked)
+            if source not in ready:
+                continue
+            data = os.read(source, _MOST_LINE_BYTES)
+            *lines, rest = (rest + data).split(b"\n")
+            self._answers.extend(Answer.from_json(line.decode()) for line in lines)
+            if len(rest) > _MOST_LINE_BYTES:
+                raise ValueError("an answer is too long")
+            if not data:
+                return None
+
+
+def _path() -> list[str]:
+    """Where modules are looked for: what is no text there is passed over, as an import does."""
+    return [each for each in sys.path if isinstance(each, str)]
+
+
+def _written(asked: int, question: bytes) -> int:
+    """How much of it there was room for; all, where nobody reads any more, which is told by the end of answers."""
+    try:
+        return os.write(asked, question)
+    except BrokenPipeError:
+        return len(question)
+    except BlockingIOError:
+        return 0
+
+
+def _ends_by_itself(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exited with code {status}"
+    if -status == signal.SIGXCPU:
+        return "took too much time of a processor"
+    with contextlib.suppress(ValueError):  # a signal without a name
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

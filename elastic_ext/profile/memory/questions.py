@@ -1,0 +1,204 @@
+"""What the analysis process is asked and answers, as JSON, and where it finds the user's functions. Needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import runpy
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.errors import ElasticError
+from elastic_ext.records.json import JsonRecord
+from elastic_ext.records.metrics import PassesMemory
+
+__all__ = [
+    "IS_ANALYSIS",
+    "Answer",
+    "MainModule",
+    "OptimizerKind",
+    "Origin",
+    "ParameterKind",
+    "Question",
+    "origin_of",
+    "refuse_in_analysis",
+]
+
+
+# --- where a function of the user's is defined, so that another process can find it without a pickle -----------------
+# A script that was started is imported there as multiprocessing does it: under another name than ``__main__``, so that
+# what stands under ``if __name__ == "__main__":`` is left alone.
+
+_MAIN, _IMPORTED_MAIN = "__main__", "__mp_main__"
+_WHY = "another process has to find it by its module and name"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin(JsonRecord):
+    """Of one function or class."""
+
+    module: str
+    name: str
+    """Within the module, with dots where it is in a class."""
+
+    def find(self) -> Any:
+        """It, in this process; ImportError or AttributeError where it is not there."""
+        found: Any = sys.modules[_MAIN] if self.module == _MAIN else importlib.import_module(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MainModule(JsonRecord):
+    """The script that a process was started with: a module's name, or a file."""
+
+    name: str | None = None
+    path: str | None = None
+
+    def take_up(self) -> None:
+        """Have it as this process's ``__main__`` too, without its main part."""
+        module = types.ModuleType(_IMPORTED_MAIN)
+        if self.name is not None:
+            found = runpy.run_module(self.name, run_name=_IMPORTED_MAIN, alter_sys=True)
+        else:
+            assert self.path is not None
+            found = runpy.run_path(self.path, run_name=_IMPORTED_MAIN)
+        module.__dict__.update(found)
+        sys.modules[_MAIN] = sys.modules[_IMPORTED_MAIN] = module
+
+
+def origin_of(argument: str, given: object) -> tuple[Origin, MainModule | None]:
+    """Where ``given`` is defined, and the script that has it, if it is one; ValueError where nobody else can find it.
+
+    ``argument`` is what the user has called it.
+    """
+    if not callable(given):
+        raise ValueError(f"{argument} is {given!r}; allowed: a function or class at the top of a module, or None")
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise ValueError(f"{argument} is a {type(given).__name__}, and {_WHY}; give a function at the top of a module")
+    if "<" in name:
+        kind = "a lambda" if "<lambda>" in name else "defined inside a function"
+        raise ValueError(f"{argument} is {kind} ({module}.{name}), and {_WHY}; define it at the top of a module")
+    try:
+        is_there = Origin(module=module, name=name).find() is given
+    except (ImportError, AttributeError, KeyError):
+        is_there = False
+    if not is_there:
+        raise ValueError(
+            f"{argument} is {module}.{name}, which is not what this name gives, and {_WHY}; give a function or class "
+            "at the top of a module as it stands there"
+        )
+    return Origin(module=module, name=name), _main(argument) if module == _MAIN else None
+
+
+def _main(argument: str) -> MainModule:
+    main = sys.modules[_MAIN]
+    spec = getattr(main, "__spec__", None)
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).is_file():
+        raise ValueError(
+            f"{argument} is defined in a notebook, or in what was typed, which another process cannot import; put it "
+            "in a module of its own and import it from there"
+        )
+    if not _has_main_part(Path(path)):
+        raise ValueError(
+            f'{argument} is defined in {path}, which has no `if __name__ == "__main__":`, so that importing it would '
+            "train again; put training under that, or the function in a module of its own"
+        )
+    name = None if spec is None else spec.name
+    return MainModule(name=name) if name is not None else MainModule(path=str(Path(path).absolute()))
+
+
+def _has_main_part(path: Path) -> bool:
+    """Whether a script says what it does only when it is started."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in tree.body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
+            compared = [node.test.left, *node.test.comparators]
+            names = {part.id for part in compared if isinstance(part, ast.Name)}
+            texts = {part.value for part in compared if isinstance(part, ast.Constant)}
+            if "__name__" in names and _MAIN in texts:
+                return True
+    return False
+
+
+# --- what is asked of the process that works out a model's memory, and what it answers, one line of JSON each --------
+
+IS_ANALYSIS = "ELASTIC_EXT_IS_ANALYSIS"
+"""In the environment of the process that is asked: no trainer is made in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterKind:
+    """A parameter of the model that is trained; whole, whatever part of it a rank has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerKind:
+    """One of torch's own optimizers."""
+
+    name: str
+    groups: tuple[Mapping[str, Any], ...]
+    """Its settings, and the names of its parameters under ``params``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question(JsonRecord):
+    """A model, what it is given, and of which steps to tell what they take."""
+
+    main: MainModule | None
+    """The script that has the factory or the loss, if it is one."""
+    factory: Origin
+    loss: Origin | None
+    parameters: tuple[ParameterKind, ...]
+    is_training: bool
+    """Whether the model is in training mode."""
+    autocast: str | None
+    """The type that passes are computed in, where autocast is on."""
+    given: Mapping[str, Any]
+    options: Mapping[str, Any]
+    batch: Mapping[str, Any] | None
+    """Positional and named arguments of the model, and the batch, as prediction_request.py tells them."""
+    keeps_outputs: bool
+    """Whether the loop holds on to what the model has given while the backward pass runs."""
+    blocks: tuple[str, ...]
+    micro_batches: tuple[int, ...]
+    ratios: tuple[float, ...]
+    """Shares of blocks that are computed again; the first is tried with all sizes before the others."""
+    optimizers: tuple[OptimizerKind, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer(JsonRecord):
+    """One of these."""
+
+    passes: PassesMemory | None = None
+    update_bytes: int | None = None
+    flops_per_sample: int | None = None
+    block_activation_bytes: tuple[int, ...] = ()
+    """Of one sample, by block."""
+    problem: str | None = None
+    """Why there is no more."""
+
+
+def refuse_in_analysis(environment: Mapping[str, str]) -> None:
+    """Raise in a process that imports a script for its model_factory alone, where that trains as it is imported."""
+    if IS_ANALYSIS in environment:
+        raise ElasticError(
+            "this process imports the script for its model_factory; put training under "
+            'if __name__ == "__main__":, or the factory in a module of its own'
+        )

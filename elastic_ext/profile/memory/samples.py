@@ -1,0 +1,423 @@
+"""What the passes of a real micro-step take of memory, measured once for each new size."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.step_costs import events_of, is_profiling, quiet_profile
+
+from .lines import Peaks, Stage, Tally
+
+__all__ = ["BlockWatch", "LiveBytes", "Readiness", "Sample", "sample_on"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- what the passes of a real micro-step take, looked at once for each new size -------------------------------------
+# On a CPU torch's profiler tells of all that its allocator gives and takes back, workspaces of operations among it, in
+# events of its own that are read in private: tried first, and done without where this torch gives others. The allocator
+# of an accelerator counts by itself, and its peak counters begin anew while a sample is taken.
+
+_MEMORY = "[memory]"  # the name of the profiler's events of the allocator
+_STAGE, _GRADIENT = "elastic_ext stage: ", "elastic_ext gradient: "
+_MOST_EVENTS = 500_000
+_TRIED_BYTES = 1 << 20
+_AGAIN_SECONDS = 60.0  # to look for others' profiles takes a tenth of a second
+
+
+class Account(Protocol):
+    """Whoever sees memory come and go."""
+
+    base_bytes: int | None
+    """What was there when it began; None where nobody counts that."""
+
+    def begin(self) -> None: ...
+
+    def enter(self, stage: Stage) -> None: ...
+
+    def keep_gradient(self, num_bytes: int) -> None: ...
+
+    def end(self, given_bytes: int) -> Peaks | None:
+        """What was seen; None where that was too much. ``given_bytes`` is what the model is given."""
+
+
+class Sample:
+    """Of one micro-step: ``begin`` it, tell it of phases, ``end`` it; on the thread that trains."""
+
+    def __init__(self, account: Account, parameters: Iterable[torch.Tensor]) -> None:
+        self._account = account
+        self._handles: list[RemovableHandle] = []
+        self._parameters = [each for each in parameters if each.requires_grad]
+        self._stage: Stage = "forward"
+        self.had_gradients = False
+        """Whether some were there before."""
+
+    @property
+    def base_bytes(self) -> int | None:
+        """What its device's allocator had given before; None where nobody counts that."""
+        return self._account.base_bytes
+
+    def begin(self) -> None:
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            for each in self._parameters:
+                if each.grad is None:
+                    keep = each.register_post_accumulate_grad_hook
+                    self._handles.append(keep(self._keep_gradient))  # type: ignore[no-untyped-call]
+                else:
+                    self.had_gradients = True
+            self._account.begin()
+            undo.pop_all()
+
+    def see(self, phase: int) -> None:
+        """A phase of the step begins."""
+        stage = _next_stage(self._stage, phase)
+        if stage != self._stage or phase == Phase.FORWARD:
+            self._stage = stage
+            self._account.enter(stage)
+
+    def end_forward(self) -> None:
+        """The model has given what it gives: what follows is the loss."""
+        self._stage = "loss"
+        self._account.enter("loss")
+
+    def end(self, given_bytes: int) -> Peaks | None:
+        """What was seen, None where that was too much."""
+        self._let_go()
+        return self._account.end(given_bytes)
+
+    def _let_go(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _keep_gradient(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        with suppress(RuntimeError, TypeError):  # a kind of tensor that tells no size
+            num_bytes = gradient.numel() * gradient.element_size()
+            if gradient.untyped_storage().nbytes() == num_bytes:  # else it is a part of what was there before
+                self._account.keep_gradient(num_bytes)
+
+
+def sample_on(device: torch.device, parameters: Iterable[torch.Tensor]) -> Sample:
+    """A sample of a micro-step whose model lies there."""
+    return Sample(_Allocator(device) if device.type == "cuda" else _Profiled(), parameters)
+
+
+class Readiness:
+    """Whether samples can be taken on a device: asked again only after a while where they cannot."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_tried = False
+        self._try_at = 0.0
+        self.is_hopeless = False
+        """Whether this torch does not tell of what comes and goes there."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether none can be taken for a while, or at all."""
+        return self.is_hopeless or time.monotonic() < self._try_at
+
+    def is_given(self) -> bool:
+        """Whether one can be taken now, and nobody else may be asking for the profiler, which there is one of."""
+        if self._device.type == "cuda":
+            return True
+        if self.is_refused:
+            return False
+        if is_profiling():
+            self._try_at = time.monotonic() + _AGAIN_SECONDS
+            return False
+        if not self._has_tried:
+            self._has_tried = True
+            self.is_hopeless = self._device.type != "cpu" or not _tells()
+        return not self.is_hopeless
+
+
+def _tells() -> bool:
+    """Whether this torch's profiler tells of memory on a CPU: tried with a piece of it."""
+    try:
+        tried = _Profiled()
+        tried.begin()
+        kept = torch.empty(_TRIED_BYTES, dtype=torch.uint8)
+        tried.enter("loss")
+        del kept
+        peaks = tried.end(0)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        _logger.debug("what steps take is not measured: %s", error)
+        return False
+    return peaks is not None and _TRIED_BYTES <= peaks.forward_bytes < 2 * _TRIED_BYTES
+
+
+def _next_stage(stage: Stage, phase: int) -> Stage:
+    if phase == Phase.FORWARD:
+        return "forward"
+    if phase == Phase.BACKWARD:
+        return "backward"
+    if phase == Phase.OPTIMIZER:
+        return "update"
+    if phase == Phase.OTHER and stage in ("backward", "update"):
+        return "after"
+    return stage
+
+
+class _Profiled:
+    """By the profiler's events, on a CPU."""
+
+    def __init__(self) -> None:
+        self.base_bytes: int | None = None
+        self._profile: Any = None
+
+    def begin(self) -> None:
+        self._profile = quiet_profile(sees_memory=True)
+        self._profile.start()
+
+    def enter(self, stage: Stage) -> None:
+        with record_function(f"{_STAGE}{stage}"):
+            pass
+
+    def keep_gradient(self, num_bytes: int) -> None:
+        with record_function(f"{_GRADIENT}{num_bytes}"):
+            pass
+
+    def end(self, given_bytes: int) -> Peaks | None:
+        found, self._profile = self._profile, None
+        found.stop()
+        events = events_of(found)
+        if events is None or len(events) > _MOST_EVENTS:
+            return None
+        return _tallied(events, given_bytes)
+
+
+def _tallied(events: Iterable[Any], given_bytes: int) -> Peaks:
+    tally = Tally()
+    for event in sorted(events, key=lambda each: int(each.start_ns())):
+        name: str = event.name()
+        if name == _MEMORY:
+            tally.change(int(event.nbytes()))
+        elif name.startswith(_STAGE):
+            stage: Any = name.removeprefix(_STAGE)
+            if stage == "forward":
+                tally.count_given(given_bytes)
+            tally.enter(stage)
+        elif name.startswith(_GRADIENT):
+            tally.keep_gradient(int(name.removeprefix(_GRADIENT)))
+    return tally.peaks
+
+
+class _Allocator:
+    """By the counters of CUDA's allocator, which counts as the program asks, and not as the device works."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.base_bytes: int | None = None
+        self._device = device
+        self._tally = Tally()
+        self._held = 0
+        self._num_given = 0
+
+    def begin(self) -> None:
+        self.base_bytes = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def enter(self, stage: Stage) -> None:
+        self._settle()
+        if stage == "forward" and not self._num_given:
+            self._num_given = self._held
+        self._tally.enter(stage)
+
+    def keep_gradient(self, num_bytes: int) -> None:
+        self._settle()
+        self._tally.keep_gradient(num_bytes)
+
+    def end(self, given_bytes: int) -> Peaks | None:
+        self._settle()
+        peaks, missing = self._tally.peaks, max(given_bytes - self._num_given, 0)
+        return Peaks(
+            forward_bytes=peaks.forward_bytes + missing,
+            loss_bytes=peaks.loss_bytes + missing,
+            backward_bytes=peaks.backward_bytes + missing,
+            with_gradients_bytes=peaks.with_gradients_bytes + missing,
+            update_bytes=peaks.update_bytes,
+        )
+
+    def _settle(self) -> None:
+        """Tell of what has come and gone since the last time."""
+        assert self.base_bytes is not None
+        most = torch.cuda.max_memory_allocated(self._device) - self.base_bytes
+        held = torch.cuda.memory_allocated(self._device) - self.base_bytes
+        self._tally.peak(most - self._held)
+        self._tally.change(held - self._held)
+        self._held = held
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+# --- what tensors hold while a step runs, told from the operations that make them and from their end -----------------
+# It stands between autograd and the operations, as the census does; on tensors without memory it costs no memory. What
+# an operation takes while it runs, and keeps from torch, is not seen; of some it is known how much that is.
+
+_MOST_DEPTH = 4  # of containers among an operation's arguments
+_PAGES_OF_RNN = 7 * 4096  # parts of a workspace that begin on a page
+_WORKSPACE_OF_RNN = 3  # the place of a layer's workspace among its results
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``with`` it around a micro-step; ``tally`` is told."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_flops = 0
+        self._tally = tally
+        self._seen: dict[int, weakref.ref[Any]] = {}  # by the id of a storage that was made here, while it is there
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs as it is."""
+        return True
+
+    def keep_gradient(self, gradient: torch.Tensor) -> None:
+        """It was made here, and is a parameter's from here on."""
+        storage = gradient.untyped_storage()
+        if id(storage) in self._seen:
+            self._tally.keep_gradient(storage.nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(each.untyped_storage()) for each in _tensors_in((args, kwargs or {}), _MOST_DEPTH)}
+        for place, each in enumerate(_tensors_in(result, _MOST_DEPTH)):
+            storage = each.untyped_storage()
+            if id(storage) not in given and id(storage) not in self._seen:
+                self._add(storage, storage.nbytes() or _kept_unseen(func, args, place))
+        passing = _taken_unseen(func, args)
+        if passing:
+            self._tally.peak(passing)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            with suppress(RuntimeError, TypeError, ValueError, AttributeError):  # a kind of tensor that tells no size
+                self.num_flops += int(formula(*args, **(kwargs or {}), out_val=result))
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        number, block = id(storage), self._tally.block
+
+        def forget(_: object) -> None:
+            del self._seen[number]
+            self._tally.change(-num_bytes, block=block)
+
+        self._seen[number] = weakref.ref(storage, forget)
+        self._tally.change(num_bytes, block=block)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not (value.is_sparse or value.is_nested):  # which have no memory of their own, but parts that have
+            yield value
+    elif isinstance(value, (tuple, list)) and depth > 0:
+        for part in value:
+            yield from _tensors_in(part, depth - 1)
+    elif isinstance(value, Mapping) and depth > 0:
+        for part in value.values():
+            yield from _tensors_in(part, depth - 1)
+
+
+def _kept_unseen(func: Any, args: Any, place: int) -> int:
+    """What a result takes that is empty on tensors without memory, and is not where they have some.
+
+    A recurrent layer of oneDNN keeps its gates and states for the backward pass. How it lays them out it does not
+    tell; these are what its layers were seen to take, and a hundredth more.
+    """
+    if func is not _MKLDNN_RNN or place != _WORKSPACE_OF_RNN:
+        return 0
+    given, hidden = args[0], args[5].shape[-1]
+    num_steps, num_samples, width = given.shape
+    numbers = (num_steps + 1) * num_samples * (9.1 * hidden + 6.5 * max(width, hidden))
+    return int(numbers * given.element_size()) + _PAGES_OF_RNN
+
+
+def _taken_unseen(func: Any, args: Any) -> int:
+    """What an operation takes for itself while it runs: weights that it lays out otherwise first, and gates' gradients.
+
+    A recurrent layer does so with its weights and with their gradients; the numbers are what its layers were seen to
+    take.
+    """
+    if func in (_CONVOLUTION, _CONVOLUTION_BACKWARD):
+        weight = args[1] if func is _CONVOLUTION else args[2]
+        return int(weight.numel() * weight.element_size())
+    if func in (_MKLDNN_RNN, _MKLDNN_RNN_BACKWARD):
+        num_steps, num_samples, _ = args[0].shape
+        states = (num_steps + 1) * num_samples * args[5].shape[-1]
+        weights = sum(each.numel() for each in args[1:5])
+        numbers = 1.07 * weights + states if func is _MKLDNN_RNN else 1.75 * weights + 4.2 * states
+        return int(numbers * args[0].element_size())
+    return 0
+
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_MKLDNN_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+
+# --- what each of a model's blocks keeps from its forward pass for the backward pass ---------------------------------
+# Hooks tell an account of tensors which block computes. What that block makes is its own: activations that autograd has
+# saved, and its output, where anybody still holds that. What is left of it as the forward pass ends is what it keeps.
+
+
+class BlockWatch:
+    """``with`` it around one forward pass. A block may be called several times, within another one, and may raise."""
+
+    def __init__(self, blocks: Sequence[nn.Module], tally: Tally) -> None:
+        self._blocks = tuple(blocks)
+        self._tally = tally
+        self._seen: set[int] = set()
+        self._around: list[int | None] = []  # blocks whose calls have not ended, the outermost first
+        self._handles: list[RemovableHandle] = []
+        self.kept_bytes: tuple[int, ...] = ()
+        """Of each block, once the forward pass has ended; empty where one was not seen to compute: it is left out of
+        this pass, or compiled, where nobody sees who makes what."""
+
+    def __enter__(self) -> BlockWatch:
+        for number, block in enumerate(self._blocks):
+            enter, leave = self._hooks_of(number)
+            self._handles.append(block.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(block.register_forward_hook(leave, always_call=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._around.clear()
+        self._tally.block = None
+        if len(self._seen) == len(self._blocks):
+            held = self._tally.held_of_blocks
+            self.kept_bytes = tuple(held.get(number, 0) for number in range(len(self._blocks)))
+
+    def _hooks_of(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(module: nn.Module, arguments: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self._seen.add(number)
+            self._around.append(self._tally.block)
+            self._tally.block = number
+
+        def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
+            if not torch.compiler.is_compiling() and self._around and self._tally.block == number:
+                self._tally.block = self._around.pop()
+
+        return enter, leave

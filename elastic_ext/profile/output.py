@@ -1,0 +1,262 @@
+"""Where a rank's profile goes as its windows end: metrics, a line of the log, and sinks such as TensorBoard."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_ext.errors import ElasticError
+from elastic_ext.records.metrics import Measures, NodeCalibration, StepCensus, StepWindow
+
+from .breakdown import merged
+from .phases import Phase
+from .reader import present_windows, profile_file, read_calibration, read_census, read_trace, tails_of, view_of
+from .summary import StepProfile, flops_share, line_of, summary_of
+from .verdict import Verdict, verdict
+
+__all__ = ["Showing", "Sink", "Sinks", "TensorBoardSink", "Training"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- where else rank 0 writes what its profile says ------------------------------------------------------------------
+# Nothing is imported that is not used.
+
+
+class Sink(Protocol):
+    """What a trainer writes its profile to, on rank 0, between two steps: write little, and wait for nobody.
+
+    A sink that raises is dropped, with one warning.
+    """
+
+    def write(self, profile: StepProfile) -> None:
+        """Some steps have ended: those of a second or more."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class Sinks:
+    """Those of one rank."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+        self._is_closed = False
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anything is to be written."""
+        return bool(self._sinks)
+
+    def add(self, sink: Sink) -> None:
+        """Have it written to from here on. ElasticError once training has ended."""
+        if self._is_closed:
+            raise ElasticError("training has ended, and a sink was added; add it before")
+        self._sinks.append(sink)
+
+    def write(self, profile: StepProfile) -> None:
+        """To all of them."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(profile)
+            except Exception:
+                self._sinks.remove(sink)
+                _logger.warning(
+                    "%s could not be written, and is dropped; training goes on", type(sink).__name__, exc_info=True
+                )
+
+    def close(self) -> None:
+        """All of them, those that were dropped apart. Twice is allowed."""
+        self._is_closed = True
+        while self._sinks:
+            sink = self._sinks.pop()
+            try:
+                sink.close()
+            except Exception:
+                _logger.warning("%s could not be closed", type(sink).__name__, exc_info=True)
+
+
+class TensorBoardSink:
+    """Curves by step for TensorBoard in ``folder``: speed, where the time goes, memory, the config in force.
+
+    It needs the package ``tensorboard``; torch's writer is imported when there is something to write.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ElasticError("TensorBoardSink needs the package tensorboard; pip install tensorboard")
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def write(self, profile: StepProfile) -> None:
+        """Add a point to each curve."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        for name, value in _scalars(profile):
+            self._writer.add_scalar(name, value, global_step=profile.step, walltime=profile.time)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _scalars(profile: StepProfile) -> Iterator[tuple[str, float]]:
+    values = {
+        "speed/samples_per_second": profile.samples_per_second,
+        "speed/tokens_per_second": profile.tokens_per_second,
+        "speed/step_seconds": profile.step_seconds,
+        "speed/slow_step_seconds": profile.slow_step_seconds,
+        "memory/process_bytes": profile.memory_bytes,
+        "memory/accelerator_bytes": profile.accelerator_bytes,
+        "memory/accelerator_peak_bytes": profile.accelerator_peak_bytes,
+        "config/version": profile.config_version,
+        "config/revision": profile.config_revision,
+    }
+    yield from ((name, value) for name, value in values.items() if value is not None)
+    yield from ((f"time/{label}", share) for label, share in profile.shares.items())
+
+
+# --- what becomes of a rank's windows as they end: its metrics, and on rank 0 a line of the log and sinks ------------
+# It runs on the training thread, between two steps. What other ranks did is read from their files, a few windows of
+# each.
+
+_MOST_READ = 16
+"""Windows of other ranks for one line: each takes about 35 µs."""
+_MOST_KEPT = 1024  # of the rank's own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a window does not say, and one has to know to judge it."""
+
+    num_replicas: int
+    """Of the model, each of which takes samples of its own."""
+    num_micro_steps: int
+    num_workers: int | None
+    waits_in_passes: bool
+    """Whether passes wait for parameters of other ranks."""
+
+
+class Showing:
+    """One rank's; ``see`` each window, and ``close`` it when training ends."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        hosts: Sequence[str],
+        every_seconds: float,
+        know: Callable[[], Training],
+        sinks: Sinks,
+    ) -> None:
+        """``hosts`` are those of all ranks. Lines come after ``every_seconds`` of training; with 0 there are none."""
+        self._folder = folder
+        self._rank, self._hosts = rank, tuple(hosts)
+        self._every_seconds = every_seconds
+        self._know = know
+        self._sinks = sinks
+        self._last: StepWindow | None = None
+        self._windows: list[StepWindow] = []  # since the last line, under one config
+        self._seconds = 0.0  # of them, and of those under the config before
+
+    def see(self, window: StepWindow) -> None:
+        """A window has ended."""
+        if window.num_steps == 0:
+            return
+        self._last = window
+        if self._rank > 0:
+            return
+        if self._sinks.are_there:
+            profile = summary_of([window], num_replicas=self._know().num_replicas)
+            if profile is not None:
+                self._sinks.write(profile)
+        if self._every_seconds > 0:
+            self._keep(window)
+
+    def measured(self, measures: Measures) -> Measures:
+        """With what is known of where the time went since the metrics before."""
+        known = self._know()
+        measures = replace(
+            measures,
+            num_workers=known.num_workers,
+            num_micro_steps=known.num_micro_steps,
+            num_replicas=known.num_replicas,
+            waits_in_passes=known.waits_in_passes,
+        )
+        last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
+        if last is None:
+            return measures
+        return replace(
+            measures,
+            shares={label: round(share, 4) for label, share in last.shares.items()},
+            step_seconds=last.step_seconds,
+            slow_step_seconds=last.slow_step_seconds,
+            tokens_per_second=last.tokens_per_second,
+        )
+
+    def close(self) -> None:
+        """Say what there is to say of the last steps, and let go of the sinks. Twice is allowed."""
+        self._tell()
+        self._sinks.close()
+
+    def _keep(self, window: StepWindow) -> None:
+        if self._windows and _config_of(window) != _config_of(self._windows[-1]):
+            self._windows.clear()
+        self._windows.append(window)
+        del self._windows[:-_MOST_KEPT]
+        self._seconds += window.length - window.seconds.get(Phase.OUTSIDE.label, 0.0)
+        if self._seconds >= self._every_seconds:
+            self._tell()
+
+    def _tell(self) -> None:
+        windows, self._windows, self._seconds = self._windows, [], 0.0
+        if not windows or not _logger.isEnabledFor(logging.INFO):
+            return
+        known = self._know()
+        profile = summary_of(windows, num_replicas=known.num_replicas)
+        if profile is None:
+            return
+        census, best = read_census(self._folder, self._rank), read_calibration(self._folder)
+        mfu = flops_share(merged(windows), census, best, num_replicas=known.num_replicas)
+        text = self._judged(windows, profile.seconds, census, best).text
+        _logger.info("profile: %s", line_of(profile, mfu=mfu, text=text))
+
+    def _judged(
+        self, windows: Sequence[StepWindow], seconds: float, census: StepCensus | None, best: NodeCalibration | None
+    ) -> Verdict:
+        """What holds training up, as far as it can be seen from this node, whose ranks are taken to train alike."""
+        others = [rank for rank in self._others_here() if profile_file(self._folder, rank).exists()][:_MOST_READ]
+        num_each = _MOST_READ // len(others) if others else len(windows)
+        tails = tails_of(self._folder, others, num_each)
+        found = present_windows({**tails, self._rank: windows[-num_each:]}, seconds=seconds)
+        measures = self.measured(Measures())
+        views = [
+            view_of(
+                row,
+                host=self._hosts[rank],
+                measures=measures,
+                census=census,
+                calibration=best,
+                trace=read_trace(self._folder, rank),
+            )
+            for rank, row in found.items()
+        ]
+        return verdict(views, is_partial=len(others) + 1 < len(self._hosts))
+
+    def _others_here(self) -> Iterator[int]:
+        """Those on this machine, whose files may be in another agent's folder even so."""
+        own_host = self._hosts[self._rank]
+        return (rank for rank, host in enumerate(self._hosts) if host == own_host and rank != self._rank)
+
+
+def _config_of(window: StepWindow) -> tuple[int, int]:
+    return window.config_version, window.config_revision

@@ -1,0 +1,234 @@
+"""What the ranks of this node have written of their time, read from the end of their files, in bounded time.
+
+A line that is broken, or of a version that is not known, is passed over. Which of what was read counts is decided in
+pure functions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_ext.records.files import open_regular, read_at_most
+from elastic_ext.records.metrics import Measures, NodeCalibration, StepCensus, StepTrace, StepWindow
+
+from .breakdown import RankView, merged, replicas_of
+from .phases import Phase
+
+__all__ = [
+    "NodeProfiles",
+    "Windows",
+    "present_windows",
+    "profile_file",
+    "profiled_ranks",
+    "read_calibration",
+    "read_census",
+    "read_profiles",
+    "read_trace",
+    "rounds_of",
+    "tail_of",
+    "tails_of",
+    "view_of",
+]
+
+_PROFILE = re.compile(r"profile-(\d{1,9})\.jsonl")
+_LINE_BYTES = 1536  # of a line with all phases, about
+_MOST_BYTES = 1 << 18
+_MOST_RECORD_BYTES = 1 << 16
+_LEAST_STEPS = 3  # of a round
+_MOST = 1e18  # of anything that is counted or timed
+
+Windows = Mapping[int, Sequence[StepWindow]]
+"""By rank, the oldest first."""
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeProfiles:
+    """What the ranks of a node have written of their time."""
+
+    windows: Windows = field(default_factory=dict)
+    censuses: Mapping[int, StepCensus] = field(default_factory=dict)
+    """By rank."""
+    calibration: NodeCalibration | None = None
+    traces: Mapping[int, StepTrace] = field(default_factory=dict)
+    """By rank."""
+
+
+# ---- files ----
+
+
+def profiled_ranks(folder: Path) -> list[int]:
+    """Whose profiles lie there; OSError where it cannot be looked at."""
+    return sorted(int(found[1]) for name in os.listdir(folder) if (found := _PROFILE.fullmatch(name)))
+
+
+def profile_file(folder: Path, rank: int) -> Path:
+    """Where this rank's profile lies in a run directory."""
+    return folder / f"profile-{rank}.jsonl"
+
+
+def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
+    """The last windows of one file, at most so many; none where it cannot be read."""
+    size = min(num_windows * _LINE_BYTES, _MOST_BYTES)
+    try:
+        with open_regular(path) as file:
+            begin = max(file.seek(0, os.SEEK_END) - size, 0)
+            file.seek(begin)
+            lines = file.read(size).split(b"\n")[:-1]  # what has no end yet is still being written
+    except OSError:
+        return ()
+    found = (_window_in(line) for line in (lines[1:] if begin else lines)[-num_windows:])
+    return tuple(each for each in found if each is not None)
+
+
+def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
+    """The last windows of several ranks; what is in a rank's file and not of that rank is passed over."""
+    found = {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
+    return {rank: tuple(each for each in row if each.rank == rank) for rank, row in found.items()}
+
+
+def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:
+    """All that lies in a run directory, of the first ranks alone; OSError where it cannot be looked at."""
+    ranks = profiled_ranks(folder)[:most_ranks]
+    censuses = {rank: read_census(folder, rank) for rank in ranks}
+    traces = {rank: read_trace(folder, rank) for rank in ranks}
+    return NodeProfiles(
+        windows=tails_of(folder, ranks, num_windows),
+        censuses={rank: each for rank, each in censuses.items() if each is not None},
+        calibration=read_calibration(folder) if ranks else None,
+        traces={rank: each for rank, each in traces.items() if each is not None},
+    )
+
+
+def read_census(folder: Path, rank: int) -> StepCensus | None:
+    """What a step of this rank asks of its machine, if that was counted."""
+    return _read(folder / f"census-{rank}.json", StepCensus.from_json)
+
+
+def read_trace(folder: Path, rank: int) -> StepTrace | None:
+    """What torch's profiler saw of a step of this rank, if one was traced."""
+    return _read(folder / f"trace-{rank}.json", StepTrace.from_json)
+
+
+def read_calibration(folder: Path) -> NodeCalibration | None:
+    """What the machine does at best, if that was measured."""
+    return _read(folder / "calibration.json", NodeCalibration.from_json)
+
+
+def _read(path: Path, parse: Callable[[str], _Record]) -> _Record | None:
+    try:
+        return parse(read_at_most(path, _MOST_RECORD_BYTES).decode())
+    except (OSError, ValueError):
+        return None
+
+
+def _window_in(line: bytes) -> StepWindow | None:
+    try:
+        window = StepWindow.from_json(line.decode())
+    except ValueError:
+        return None
+    counts = (window.num_steps, window.num_samples, window.num_tokens, window.num_bytes, window.num_detailed)
+    numbers = (window.begin, window.end, *counts, *window.seconds.values(), *window.typical.values())
+    return window if all(0 <= each <= _MOST for each in numbers) else None
+
+
+# ---- which of them count ----
+
+
+def present_windows(windows: Windows, *, seconds: float, since: float = 0.0) -> dict[int, tuple[StepWindow, ...]]:
+    """Of the processes that train now, what ended in their last ``seconds`` under one config, and held steps.
+
+    ``since`` is when they were started, where that is known; what their files say of it counts besides. The config is
+    the newest that all of them have told of.
+    """
+    began = max([since, *(each.end for row in windows.values() for each in row if _is_startup(each))])
+    rows = {rank: [each for each in row if each.num_steps > 0 and each.end > began] for rank, row in windows.items()}
+    newest = max((each for row in rows.values() for each in row), key=lambda each: each.end, default=None)
+    if newest is None:
+        return {}
+    job = _job_of(newest)
+    rows = {rank: [each for each in row if _job_of(each) == job] for rank, row in rows.items()}
+    rows = {rank: row for rank, row in rows.items() if row}
+    config = _common_config(rows, newest)
+    found = {}
+    for rank, row in rows.items():
+        of_config = [each for each in row if _config_of(each) == config]
+        last = [each for each in of_config if each.end > newest.end - seconds] or of_config[-1:]
+        if last:
+            found[rank] = tuple(last)
+    return found
+
+
+def rounds_of(windows: Windows, num_rounds: int) -> list[dict[int, StepWindow]]:
+    """The last rounds of all of these ranks, the oldest first: in each one window of every rank, of a few steps."""
+    by_rank = {rank: _grouped(row)[-num_rounds:] for rank, row in windows.items()}
+    num_common = min((len(each) for each in by_rank.values()), default=0)
+    return [
+        {rank: groups[len(groups) - num_common + number] for rank, groups in by_rank.items()}
+        for number in range(num_common)
+    ]
+
+
+def view_of(
+    windows: Sequence[StepWindow],
+    *,
+    host: str,
+    measures: Measures,
+    census: StepCensus | None = None,
+    calibration: NodeCalibration | None = None,
+    trace: StepTrace | None = None,
+) -> RankView:
+    """One rank by its windows, of one config, and by what its metrics say of how it trains."""
+    window = merged(windows)
+    told = measures.num_micro_steps
+    num_micro_steps = told if told is not None and 0 < told <= _MOST else 1
+    micro_batch = None
+    if window.num_samples > 0 and window.num_steps > 0:
+        num_replicas = replicas_of(window, measures.num_replicas)
+        micro_batch = round(window.num_samples / window.num_steps / num_replicas / num_micro_steps) or None
+    return RankView(
+        host=host,
+        window=window,
+        census=census,
+        calibration=calibration if calibration is not None and calibration.host == host else None,
+        num_workers=measures.num_workers,
+        micro_batch=micro_batch,
+        num_micro_steps=num_micro_steps,
+        waits_in_passes=measures.waits_in_passes,
+        trace=trace if measures.waits_in_passes else None,
+    )
+
+
+def _is_startup(window: StepWindow) -> bool:
+    """The first one of a process ends where its first step begins."""
+    return window.num_steps == 0 and Phase.STARTUP.label in window.seconds
+
+
+def _job_of(window: StepWindow) -> tuple[int, int]:
+    return window.restart, window.world_size
+
+
+def _config_of(window: StepWindow) -> tuple[int, int]:
+    return window.config_version, window.config_revision
+
+
+def _common_config(rows: Windows, newest: StepWindow) -> tuple[int, int]:
+    common = set.intersection(*({_config_of(each) for each in row} for row in rows.values()))
+    return max(common, default=_config_of(newest))
+
+
+def _grouped(row: Sequence[StepWindow]) -> list[StepWindow]:
+    """Neighbours made one where they are of too few steps, beginning with the last."""
+    found: list[StepWindow] = []
+    group: list[StepWindow] = []
+    for window in reversed(row):
+        group.append(window)
+        if sum(each.num_steps for each in group) >= _LEAST_STEPS:
+            found.append(merged(group))
+            group = []
+    return found[::-1]

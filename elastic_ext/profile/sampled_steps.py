@@ -1,0 +1,145 @@
+"""Surveyor: has single steps looked at more closely than the others: a census once, a trace now and then, and what
+memory they take where that is not known."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace
+
+from .memory.analyzer import Analyzer
+from .phases import Phase, Timeline
+from .probe import Probe
+from .step_costs import Census, Trace, calibrate, can_trace
+
+__all__ = ["Found", "Surveyor"]
+
+_logger = logging.getLogger(__name__)
+
+_TRACE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What is called with what was found."""
+
+    census: Callable[[StepCensus], None]
+    trace: Callable[[StepTrace], None]
+    calibration: Callable[[NodeCalibration], None] | None
+    """None where another rank measures this machine."""
+
+
+class Surveyor:
+    """Of one rank; told of each micro-step once steps are as they will be."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        probe: Probe,
+        *,
+        rank: int,
+        host: str,
+        device: torch.device,
+        found: Found,
+        why_no_census: Callable[[], str | None],
+        is_traced: Callable[[], bool],
+        analyzer: Analyzer | None = None,
+    ) -> None:
+        """``is_traced`` says whether passes wait for other ranks in many places, which a trace alone tells.
+
+        ``analyzer`` is whoever wants to know what memory steps take.
+        """
+        self._timeline = timeline
+        self._probe = probe
+        self._rank, self._host, self._device = rank, host, device
+        self._found = found
+        self._why_no_census = why_no_census
+        self._is_traced = is_traced
+        self._analyzer = analyzer
+        self._census: Census | None = None
+        self._trace: Trace | None = None
+        self._trace_at = 0.0
+        self._has_census = self._is_counting = False
+        self._num_micro_steps = self._num_rows = 0
+
+    def enter(self, micro_step: int) -> None:
+        """A micro-step begins, before which so many of its step have ended."""
+        if micro_step == 0:
+            self._begin()
+        if self._census is not None:
+            self._num_micro_steps += 1
+            self._census.__enter__()  # type: ignore[no-untyped-call]
+            self._is_counting = True
+        elif self._analyzer is not None and self._trace is None:
+            self._analyzer.enter(micro_step)
+
+    def reach_boundary(self) -> None:
+        """The passes of a step are over, and its optimizers have stepped."""
+        self._pause()
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            seen = trace.end()
+            self._trace_at = time.monotonic() + _TRACE_SECONDS
+            if seen is not None:
+                self._found.trace(seen)
+
+    def leave(self, *, has_ended: bool) -> None:
+        """A micro-step ends, and with it its step or not."""
+        self._pause()
+        if has_ended and self._census is not None:
+            self._keep_census(self._census)
+            self._census = None
+            if self._found.calibration is not None:
+                self._measure_machine(self._found.calibration)
+
+    def close(self) -> None:
+        """Training ends, perhaps within a step."""
+        self._pause()
+        if self._analyzer is not None:
+            self._analyzer.close()
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.end()
+
+    def _measure_machine(self, found: Callable[[NodeCalibration], None]) -> None:
+        try:
+            found(calibrate(self._device, host=self._host))
+        except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
+            _logger.debug("what this machine does at best is not measured: %s", error)
+
+    def _begin(self) -> None:
+        """The first micro-step of a step: one that is taken again is looked at again."""
+        if self._census is not None or not self._has_census:
+            self._has_census = True
+            if self._why_no_census() is None:
+                self._census = Census(lambda: self._timeline.phase == Phase.OPTIMIZER)
+                self._num_micro_steps, self._num_rows = 0, self._probe.num_rows
+        elif self._trace is None and time.monotonic() >= self._trace_at:
+            self._trace_at = time.monotonic() + _TRACE_SECONDS
+            if self._is_traced() and can_trace():
+                self._trace = Trace(self._rank)
+                self._trace.begin()
+
+    def _pause(self) -> None:
+        if self._analyzer is not None:
+            self._analyzer.leave()
+        if self._is_counting and self._census is not None:
+            self._is_counting = False
+            self._census.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _keep_census(self, census: Census) -> None:
+        num_rows = self._probe.num_rows - self._num_rows
+        if num_rows > 0:  # else no pass was seen
+            self._found.census(
+                census.record(
+                    rank=self._rank,
+                    num_samples=num_rows,
+                    num_micro_steps=self._num_micro_steps,
+                    device=str(self._device),
+                )
+            )

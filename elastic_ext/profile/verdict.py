@@ -1,0 +1,524 @@
+"""What holds training up: the causes, the share of time that each takes, and the sentence for people. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from elastic_ext.records.json import JsonRecord
+from elastic_ext.records.text import counted, on_one_line
+
+from .breakdown import RankView, Roofline, Weighed, merged, weigh, why_not
+from .phases import COMPUTING, Phase
+from .stragglers import is_far, usual
+
+__all__ = [
+    "KINDS",
+    "LIMITS",
+    "Cause",
+    "Job",
+    "Kind",
+    "RankView",
+    "RunnerUp",
+    "Verdict",
+    "causes",
+    "computing",
+    "dominating",
+    "hosts_of",
+    "job_of",
+    "limit",
+    "merged",
+    "sentence",
+    "verdict",
+]
+
+
+# --- what may hold training up, and how much of its time each cause takes --------------------------------------------
+# What may hold training up, and how much of its time each takes: pure; which of them is told is decided below.
+#
+# A share is what would be saved if its cause were gone, in parts of the time that training takes: steps, and what
+# stands between them, without startup and evaluation. So shares of unlike causes compare. They need not add up to 1.
+
+Kind = Literal[
+    "unknown",  # too little is known, or it does not fit together; the text says why
+    "startup",  # most of the time went before the first step
+    "outside",  # most of the time went outside of epochs, to evaluation for one
+    "straggler",  # some ranks take longer for their own part of a step, and the others wait
+    "data",  # steps wait for samples
+    "transfer",  # batches are copied to the accelerator
+    "communication",  # all ranks wait for gradients or words on their way, with nothing left to compute
+    "contention",  # the training thread has no processor while it should compute
+    "loop",  # what the loop does besides training
+    "checkpoint",  # training waits for checkpoints
+    "change",  # training waits for configs that come into force
+    "rolled-back",  # steps are taken back and taken again
+    "compute",  # arithmetic: the device computes as fast as it can
+    "memory",  # reading and writing memory
+    "host",  # having operations done at all: there are many, and each is small
+    "busy",  # one of the last three, and nothing tells which
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_PAUSE, _WAIT = 0.15, 0.25
+LIMITS: dict[Kind, float] = {
+    "straggler": 0.20,
+    "data": _WAIT,
+    "communication": _WAIT,
+    "contention": 1 / 3,
+    "transfer": _WAIT,
+    "loop": _WAIT,
+    "checkpoint": _PAUSE,
+    "change": _PAUSE,
+    "rolled-back": _PAUSE,
+}
+"""What takes more than this is told; of several the largest, and the first here of those that are equal."""
+_DOMINATES = 0.5
+_LESS_SURE = 0.5
+"""What ranks lack of processors makes them differ, by about half of it: then they are stragglers only beyond that."""
+_PAUSES: dict[Kind, Phase] = {
+    "checkpoint": Phase.CHECKPOINT,
+    "change": Phase.CHANGE,
+    "rolled-back": Phase.ROLLED_BACK,
+}
+_IN_STEP: dict[Kind, Phase] = {"data": Phase.DATA, "transfer": Phase.TRANSFER, "loop": Phase.OTHER}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One of them."""
+
+    kind: Kind
+    share: float
+    ranks: tuple[int, ...] = ()
+    """Whom it concerns; empty where that is all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """All ranks side by side. What is *usual* among them is a median, which two ranks have too: the better of both."""
+
+    ranks: tuple[Weighed, ...]
+    """In their order."""
+    num_missing: int
+    num_steps: int
+    """Of the rank that has told of the fewest."""
+    step_seconds: float
+    samples_per_second: float | None
+    """Of all ranks together, while there is training; None where they are not counted."""
+    num_workers: int | None
+    """Of all loaders; None where that is not known."""
+    processor_share: float | None
+    roofline: Roofline | None
+    in_step_share: float
+    lost_share: float
+    """Of a step, while the training thread should have computed and had no processor."""
+    usual_local_seconds: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what is within steps is known of all ranks."""
+        return all(each.is_known for each in self.ranks)
+
+    @property
+    def overlapped_seconds(self) -> float | None:
+        """Of a step, in which something is computed beside communication; None where that is not known."""
+        known = [each.overlapped_seconds for each in self.ranks if each.overlapped_seconds is not None]
+        return usual(known) if known else None
+
+
+def job_of(views: Sequence[RankView]) -> Job:
+    """What several ranks tell, of which ``why_not`` says nothing."""
+    ordered = sorted(views, key=lambda view: view.rank)
+    ranks = tuple(weigh(view) for view in ordered)
+    shares = [each.processor_share for each in ranks if each.processor_share is not None]
+    workers = [view.num_workers for view in ordered if view.num_workers is not None]
+    return Job(
+        ranks=ranks,
+        num_missing=max(ordered[0].window.world_size - len(ordered), 0),
+        num_steps=min(view.window.num_steps for view in ordered),
+        step_seconds=usual([each.step_seconds for each in ranks]),
+        samples_per_second=_rate(ordered),
+        num_workers=sum(workers) if len(workers) == len(ordered) else None,
+        processor_share=statistics.median_high(shares) if shares else None,
+        roofline=_usual_roofline([each.roofline for each in ranks if each.roofline is not None]),
+        in_step_share=usual([each.in_step_share for each in ranks]),
+        lost_share=usual([each.lost_share for each in ranks]),
+        usual_local_seconds=usual([each.local_seconds for each in ranks]),
+    )
+
+
+def causes(job: Job) -> list[Cause]:
+    """All that may be told before it is asked what computing is bound by; the largest first."""
+    order = list(LIMITS)
+    return sorted(_all_causes(job), key=lambda cause: (-cause.share, order.index(cause.kind)))
+
+
+def limit(cause: Cause, job: Job) -> float:
+    """What a cause has to take more than to be told."""
+    return LIMITS[cause.kind] + (_LESS_SURE * job.lost_share if cause.kind == "straggler" else 0.0)
+
+
+def dominating(job: Job) -> Cause | None:
+    """What is no training at all, where most of the time goes to that."""
+    kinds: tuple[tuple[Kind, Phase], ...] = (("startup", Phase.STARTUP), ("outside", Phase.OUTSIDE))
+    for kind, phase in kinds:
+        share = usual([each.shares.get(phase, 0.0) for each in job.ranks])
+        if share > _DOMINATES:
+            return Cause(kind=kind, share=share)
+    return None
+
+
+def computing(job: Job) -> Cause:
+    """The passes and the optimizer's steps, and what they are bound by."""
+    share = _in_step(job, usual([each.computing_seconds for each in job.ranks]))
+    best = job.roofline
+    if best is None:
+        return Cause(kind="busy", share=share)
+    times: dict[Kind, float] = {"compute": best.compute, "memory": best.memory, "host": best.host}
+    kind = max(times, key=lambda each: times[each])
+    return Cause(kind=kind if times[kind] > 0 else "busy", share=share)
+
+
+# ---- each of them ----
+
+
+def _all_causes(job: Job) -> Iterator[Cause]:
+    if len(job.ranks) > 1 and job.is_known:
+        yield _straggler(job)
+    for kind, phase in _IN_STEP.items():
+        yield _of_all(kind, [_in_step(job, each.step.get(phase, 0.0)) for each in job.ranks], job)
+    waiting = min(each.waiting_seconds for each in job.ranks)  # whoever waits longer waits for a rank
+    yield Cause(kind="communication", share=_in_step(job, waiting))
+    yield _of_all("contention", [each.lost_share * job.in_step_share for each in job.ranks], job)
+    for kind, phase in _PAUSES.items():
+        yield Cause(kind=kind, share=usual([_of_training(each, phase) for each in job.ranks]))
+
+
+def _straggler(job: Job) -> Cause:
+    steady = usual([each.steady_seconds for each in job.ranks])
+    beyond = {
+        each.rank: _in_step(job, min(each.local_seconds - job.usual_local_seconds, each.steady_seconds - steady))
+        for each in job.ranks
+    }  # a rank that is slow is so in most steps, and one whose processor others want, in some
+    largest = Cause(kind="straggler", share=max(beyond.values()))
+    least = min(limit(largest, job), largest.share)
+    slow = [rank for rank, share in beyond.items() if share > 0 and share >= least]
+    return Cause(kind="straggler", share=largest.share, ranks=tuple(slow))
+
+
+def _of_all(kind: Kind, shares: Sequence[float], job: Job) -> Cause:
+    """Those ranks whose own share is beyond the limit, unless these are all or none."""
+    above = [each.rank for each, share in zip(job.ranks, shares, strict=True) if share > LIMITS[kind]]
+    return Cause(kind=kind, share=usual(shares), ranks=tuple(above) if len(above) < len(job.ranks) else ())
+
+
+def _in_step(job: Job, seconds: float) -> float:
+    return min(seconds / job.step_seconds, 1.0) * job.in_step_share
+
+
+def _of_training(rank: Weighed, phase: Phase) -> float:
+    training = 1 - rank.shares.get(Phase.STARTUP, 0.0) - rank.shares.get(Phase.OUTSIDE, 0.0)
+    return min(rank.shares.get(phase, 0.0) / training, 1.0) if training > 0 else 0.0
+
+
+def _rate(views: Sequence[RankView]) -> float | None:
+    rates = []
+    for view in views:
+        left_out = (Phase.STARTUP.label, Phase.OUTSIDE.label)
+        training = sum(spent for label, spent in view.window.seconds.items() if label not in left_out)
+        if view.window.num_samples > 0 and training > 0:
+            rates.append(view.window.num_samples / training)
+    return usual(rates) if rates else None
+
+
+def _usual_roofline(found: Sequence[Roofline]) -> Roofline | None:
+    if not found:
+        return None
+    return Roofline(
+        compute=usual([each.compute for each in found]),
+        memory=usual([each.memory for each in found]),
+        host=usual([each.host for each in found]),
+    )
+
+
+# --- the sentence that a person reads about what holds training up: what it takes, on whom, and what to do -----------
+
+_NUM_NAMED = 3
+
+
+def sentence(cause: Cause, job: Job, *, is_contended: bool) -> str:
+    """One line, whatever hosts are called."""
+    text = _SENTENCES[cause.kind](cause, job)
+    if is_contended and cause.kind not in ("contention", "startup", "outside") and job.processor_share is not None:
+        text += (
+            f" (contended: while it computed, the training thread had {job.processor_share:.0%} of a processor, so "
+            "these times are longer than they need be)"
+        )
+    if job.num_missing:
+        text += f" ({counted(job.num_missing, 'rank')} more not looked at)"
+    return on_one_line(text)
+
+
+def hosts_of(ranks: Sequence[int], job: Job) -> tuple[str, ...]:
+    """On which hosts they are, each once."""
+    return tuple(sorted({each.host for each in job.ranks if each.rank in ranks}))
+
+
+def _straggler_words(cause: Cause, job: Job) -> str:
+    slow = max(job.ranks, key=lambda each: each.local_seconds)
+    usually = job.usual_local_seconds
+    phase, beyond = _where(slow, job)
+    excess = max(slow.local_seconds - usually, 1e-12)
+    text = (
+        f"straggler: {_whom(cause.ranks, job)} {'takes' if len(cause.ranks) == 1 else 'take up to'} "
+        f"{_time(slow.local_seconds)} for its own part of a step where {_time(usually)} are usual, "
+        f"{min(beyond / excess, 1.0):.0%} of that in {phase.label}; the others wait for {cause.share:.0%} of the step"
+        f"{_could(cause, job)}"
+    )
+    if not is_far(slow.local_seconds, [each.local_seconds for each in job.ranks]):
+        return f"{text}: ranks differ as much among themselves, so look for work that is shared out unevenly"
+    if slow.processor_share is not None and slow.processor_share < 0.8:
+        own = f"it has {slow.processor_share:.0%} of a processor while it should compute"
+        return f"{text}: {own}; look for what else runs on {slow.host}"
+    return f"{text}: look at {slow.host}, or give it less to do"
+
+
+def _data(cause: Cause, job: Job) -> str:
+    whom = "on all ranks" if not cause.ranks else f"on {_whom(cause.ranks, job)}"
+    if job.num_workers is None:
+        who, advice = "the loader delivers", "add workers to the loader"
+    elif job.num_workers == 0:
+        who, advice = "loading within the training process delivers", "give the loader workers"
+    else:
+        who = f"{counted(job.num_workers, 'worker')} {'delivers' if job.num_workers == 1 else 'deliver'}"
+        advice = "add workers"
+    rate = job.samples_per_second
+    could = "" if rate is None else f"; {who} {_number(rate)} samples/s{_could(cause, job)}"
+    text = f"data-bound: {cause.share:.0%} of the step waits for samples {whom if len(job.ranks) > 1 else ''}".rstrip()
+    return f"{text}{could}: {advice}, or make samples cheaper to load"
+
+
+def _communication(cause: Cause, job: Job) -> str:
+    seconds, beside = min(each.waiting_seconds for each in job.ranks), job.overlapped_seconds
+    overlapped = "" if beside is None else f", and {_time(beside)} more are overlapped by computing"
+    return (
+        f"communication-bound: each rank waits for at least {_time(seconds)} ({cause.share:.0%} of the step) for "
+        f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: take more samples "
+        "between two exchanges, or exchange in smaller or fewer parts"
+    )
+
+
+def _contention(cause: Cause, job: Job) -> str:
+    whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
+    had = "part" if job.processor_share is None else f"{job.processor_share:.0%}"
+    return (
+        f"contention: {cause.share:.0%} of the step the training thread should compute and has no processor{whom}; it "
+        f"has {had} of one{_could(cause, job)}: run fewer threads and processes on these machines, or see what sleeps "
+        "within the passes"
+    )
+
+
+def _computing(bound: str, advice: str) -> Callable[[Cause, Job], str]:
+    def words(cause: Cause, job: Job) -> str:
+        seconds = usual([each.computing_seconds for each in job.ranks])
+        least = "" if job.roofline is None else _at_best(job.roofline)
+        return (
+            f"{bound}: {cause.share:.0%} of the step ({_time(seconds)}) is forward, backward and optimizer{least}: "
+            f"{advice}"
+        )
+
+    return words
+
+
+def _at_best(best: Roofline) -> str:
+    times = f"{_time(best.compute)} for arithmetic, {_time(best.memory)} for memory"
+    return f": at best {times}, {_time(best.host)} for starting operations"
+
+
+def _words_in_step(bound: str, what: str, advice: str) -> Callable[[Cause, Job], str]:
+    def words(cause: Cause, job: Job) -> str:
+        whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
+        return f"{bound}: {cause.share:.0%} of the step {what}{whom}{_could(cause, job)}: {advice}"
+
+    return words
+
+
+def _pause(bound: str, what: str, advice: str) -> Callable[[Cause, Job], str]:
+    def words(cause: Cause, job: Job) -> str:
+        return f"{bound}: {cause.share:.0%} of training's time {what}{_could(cause, job)}: {advice}"
+
+    return words
+
+
+def _no_training(what: str) -> Callable[[Cause, Job], str]:
+    return lambda cause, job: f"{cause.kind}: {cause.share:.0%} of the time {what}"
+
+
+def _unknown(cause: Cause, job: Job) -> str:
+    return f"unknown: {cause.share:.0%} of the step lies within steps that were not looked at closely"
+
+
+_SENTENCES: dict[Kind, Callable[[Cause, Job], str]] = {
+    "unknown": _unknown,
+    "startup": _no_training("went before the first step"),
+    "outside": _no_training("went outside of epochs, to evaluation for one"),
+    "straggler": _straggler_words,
+    "data": _data,
+    "communication": _communication,
+    "contention": _contention,
+    "transfer": _words_in_step(
+        "transfer-bound", "copies batches to the accelerator", "pin memory and copy while the step before computes"
+    ),
+    "loop": _words_in_step(
+        "loop-bound", "is neither loading nor training, but what the loop does besides", "log and measure less often"
+    ),
+    "checkpoint": _pause("checkpoint-bound", "waits for checkpoints", "save less often, or in the background"),
+    "change": _pause("change-bound", "goes to configs that come into force", "change several values at once, or less"),
+    "rolled-back": _pause(
+        "rolled back", "goes to steps that were taken back", "see why they fail; for lack of memory, take smaller parts"
+    ),
+    "compute": _computing("compute-bound", "lower precision or a smaller model would make it faster"),
+    "memory": _computing("memory-bound", "fuse operations (torch.compile), or lower precision"),
+    "host": _computing("host-bound", "take more samples at once, or fuse operations (torch.compile)"),
+    "busy": _computing("busy", "what that is bound by is not known without a census and a calibration"),
+}
+
+
+def _where(slow: Weighed, job: Job) -> tuple[Phase, float]:
+    """In which phase most of what a rank takes longer lies, and how much."""
+    phases = (Phase.DATA, Phase.TRANSFER, *COMPUTING, Phase.OTHER)
+    beyond = {
+        phase: slow.step.get(phase, 0.0) - usual([each.step.get(phase, 0.0) for each in job.ranks]) for phase in phases
+    }
+    phase = max(phases, key=lambda each: beyond[each])
+    return phase, beyond[phase]
+
+
+def _could(cause: Cause, job: Job) -> str:
+    """What training could be without this."""
+    left = 1 - cause.share
+    if left < 0.01:
+        return ""
+    if job.samples_per_second is not None:
+        could = f"{_number(job.samples_per_second / left)}"
+        return f", training could take {could}" if cause.kind == "data" else f"; training could take {could} samples/s"
+    return f"; a step would take {_time(job.step_seconds * left)} instead of {_time(job.step_seconds)}"
+
+
+def _whom(ranks: Sequence[int], job: Job) -> str:
+    """Some ranks with their hosts, in words."""
+    by_rank = {each.rank: each.host for each in job.ranks}
+    named = [f"{rank} on {by_rank[rank]}" for rank in ranks[:_NUM_NAMED]]
+    more = len(ranks) - len(named)
+    text = ", ".join(named)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}" + (f" and {more} more" if more > 0 else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+# What holds training up, judged from the profiles of its ranks: one kind, with its share, its evidence and a sentence.
+#
+# Pure, and no oracle: it judges the windows that it is given, and says that it does not know where they do not tell.
+# The kinds stand above.
+
+_CONTENDED = 0.85
+"""With less of a processor than this while it computes, the training thread is held up by others."""
+_LEAST_TOLD = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerUp:
+    """What else takes time."""
+
+    kind: Kind
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict(JsonRecord):
+    """What holds training up."""
+
+    kind: Kind
+    text: str
+    """For a person: one line, with what to do."""
+    share: float | None = None
+    """Of training's time, that it takes; of all time for startup and outside; None where nothing can be said."""
+    ranks: tuple[int, ...] = ()
+    """Whom it concerns; empty where that is all, or not known."""
+    hosts: tuple[str, ...] = ()
+    is_contended: bool = False
+    """Whether training threads had less than a processor, whatever else holds training up."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """What it was judged from, as JSON has values."""
+    runners_up: tuple[RunnerUp, ...] = ()
+    """The largest first."""
+
+
+def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
+    """What holds up the job whose ranks these are, in any order; ``is_partial`` where ranks may be missing."""
+    reason = why_not(views, is_partial=is_partial)
+    if reason is not None:
+        return Verdict(kind="unknown", text=on_one_line(f"unknown: {reason}"))
+    job = job_of(views)
+    first, rest = _ranked(job)
+    contended = job.processor_share is not None and job.processor_share < _CONTENDED
+    return Verdict(
+        kind=first.kind,
+        text=sentence(first, job, is_contended=contended),
+        share=None if first.kind == "unknown" else first.share,
+        ranks=first.ranks,
+        hosts=hosts_of(first.ranks, job),
+        is_contended=contended,
+        evidence=_evidence(job),
+        runners_up=tuple(RunnerUp(kind=each.kind, share=each.share) for each in rest),
+    )
+
+
+def _ranked(job: Job) -> tuple[Cause, list[Cause]]:
+    """What is told, and what takes time besides."""
+    found = causes(job)
+    bound = computing(job)
+    first = dominating(job) or next((each for each in found if each.share > limit(each, job)), None)
+    if first is None:
+        unseen = _unseen(job)
+        first = bound if unseen.share <= bound.share else unseen
+    rest = [each for each in (*found, bound) if each.kind != first.kind and each.share >= _LEAST_TOLD]
+    return first, sorted(rest, key=lambda each: -each.share)
+
+
+def _unseen(job: Job) -> Cause:
+    """Steps of which only the length is known."""
+    seconds = max(each.step.get(Phase.STEP, 0.0) for each in job.ranks)
+    return Cause(kind="unknown", share=min(seconds / job.step_seconds, 1.0) * job.in_step_share)
+
+
+def _evidence(job: Job) -> dict[str, Any]:
+    shares = {phase.label: usual([each.shares.get(phase, 0.0) for each in job.ranks]) for phase in Phase}
+    step = {phase.label: usual([each.step.get(phase, 0.0) for each in job.ranks]) for phase in Phase}
+    return {
+        "num_ranks": len(job.ranks),
+        "num_missing": job.num_missing,
+        "num_steps": job.num_steps,
+        "step_seconds": job.step_seconds,
+        "samples_per_second": job.samples_per_second,
+        "num_workers": job.num_workers,
+        "shares": {label: share for label, share in shares.items() if share},
+        "step": {label: seconds for label, seconds in step.items() if seconds},
+        "local_seconds": {"usual": job.usual_local_seconds, "most": max(each.local_seconds for each in job.ranks)},
+        "least_waiting_seconds": min(each.waiting_seconds for each in job.ranks),
+        "overlapped_seconds": job.overlapped_seconds,
+        "processor_share": job.processor_share,
+        "roofline": None if job.roofline is None else asdict(job.roofline),
+    }

@@ -1,0 +1,462 @@
+"""How many samples a step may have, how much a sample teaches then, and whether another size would teach more. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from elastic_ext.config.batch_rules import rate_factor
+from elastic_ext.config.keys import TuningSection
+from elastic_ext.records.metrics import JobFacts, LearningFacts
+
+from .decisions import Decision
+from .explain import change_in_words, number_in_words, rate_in_words, size_change_in_words
+from .measurements import LEAST_GAIN, Measured
+from .space import Point
+
+if TYPE_CHECKING:
+    from .search import Search
+
+__all__ = [
+    "RATE_KEY",
+    "SIZE_KEY",
+    "Growth",
+    "Sizes",
+    "Verdict",
+    "Wish",
+    "facts_at",
+    "is_asked_for",
+    "sizes_of",
+    "why_not_resized",
+]
+
+
+# --- how many samples a step may have, what a sample teaches then, and what becomes of learning rates ----------------
+# Words: the *first batch* is the size that the user's learning rate was chosen for. The *noise scale* is the size at
+# which a step's gradient has as much noise as gradient. The *efficiency* of a size is how much a sample teaches in
+# steps of it, beside steps of the first batch: (noise scale + first batch) / (noise scale + size), since larger steps
+# know better where to go, and there are fewer of them. The *progress* of a size is that of all samples of a step.
+
+SIZE_KEY = "global_batch_size"
+RATE_KEY = "optimizer.learning_rate"
+_MICRO_BATCH_KEY = "dataloader.batch_size"
+_RULES = ("linear", "sqrt", "adascale")
+_GROWTHS = (1.5, 2.0)
+"""How many times as large a step is tried: rates follow, and what is learned should not jump."""
+_MOST_TIMES = 2
+_MORE_NOISE = 1.25
+"""By so much noise may grow until sizes are looked at again: a rate that follows it is within its bounds then too."""
+_CLOSE = 1e-9
+"""Numbers that differ by this share are the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What a step of one job may have, its user's bounds being as they are."""
+
+    learning: LearningFacts
+    present: int
+    least: int
+    most: int
+    listed: tuple[int, ...] | None
+    """The only ones, where a person or the job says so."""
+    quantum: int
+    """Sizes are whole numbers of these."""
+    rate: float | None
+    """The user's, for the first batch,"""
+    rates: tuple[float, float] | None
+    """... and the bounds of what the rule makes of it."""
+
+    @property
+    def first_batch(self) -> int:
+        return self.learning.first_batch
+
+    def efficiency(self, size: int, noise: float) -> float:
+        """How much a sample teaches in steps of ``size``, beside steps of the first batch."""
+        return (noise + self.first_batch) / (noise + size)
+
+    def progress(self, size: int, noise: float) -> float:
+        """How much a step of ``size`` teaches, in samples of steps of the first batch."""
+        return size * self.efficiency(size, noise)
+
+    def rate_factor(self, size: int, noise: float) -> float:
+        """What the user's learning rate is multiplied with by the rule, in steps of ``size``."""
+        first = self.first_batch
+        if self.learning.rule == "linear":
+            return rate_factor("linear", first, size)
+        if self.learning.rule == "sqrt":
+            return rate_factor("sqrt", first, size)
+        return self.progress(size, noise) / first  # which is AdaScale's gain
+
+    def may_be(self, size: int, noise: float) -> bool:
+        """Whether ``size`` keeps to all bounds, and will until sizes are looked at again."""
+        return self.may_stay(size, noise) and self.may_stay(size, _MORE_NOISE * noise)
+
+    def may_stay(self, size: int, noise: float) -> bool:
+        """Whether ``size`` keeps to all bounds now; the first batch does, since the user has trained with it."""
+        if size == self.first_batch:
+            return True
+        if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):
+            return False
+        if self.rates is None or self.rate is None:
+            return True
+        low, high = self.rates
+        found = self.rate * self.rate_factor(size, noise)
+        return low * (1 - _CLOSE) <= found <= high * (1 + _CLOSE)
+
+    def larger(self) -> list[int]:
+        """The next ones that may be tried."""
+        if self.listed is not None:
+            found = sorted(size for size in self.listed if size > self.present and size % self.quantum == 0)
+            return [size for size in found if size <= _MOST_TIMES * self.present] or found[:1]
+        least = self._up(max(self.least, self.present + 1))
+        wanted = {max(self._down(min(times * self.present, self.most)), least) for times in _GROWTHS}
+        return sorted(size for size in wanted if self.present < size <= self.most)
+
+    def smaller(self) -> list[int]:
+        """All that may be gone back to, the largest first."""
+        if self.listed is not None:
+            found = {size for size in self.listed if size % self.quantum == 0}
+        else:
+            found = {self._up(part) for part in self._parts()} | {self._down(self.most)}
+        least = max(self.least, self.first_batch)
+        return sorted((size for size in {*found, self.first_batch} if least <= size < self.present), reverse=True)
+
+    def _parts(self) -> Iterator[float]:
+        part = float(self.present)
+        while part >= self.least:
+            yield from (part / each for each in _GROWTHS)
+            part /= 2
+
+    def _down(self, size: float) -> int:
+        return int(size // self.quantum) * self.quantum
+
+    def _up(self, size: float) -> int:
+        return math.ceil(size / self.quantum) * self.quantum
+
+
+def is_asked_for(tuning: TuningSection) -> bool:
+    """Whether a person lets steps grow."""
+    return SIZE_KEY in (tuning.knobs or {})
+
+
+def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
+    """Why steps do not grow in this job, where that is asked for: a sentence; empty where they may."""
+    learning = facts.learning
+    if learning is None or learning.rule not in _RULES:
+        return (
+            "learning rates would not follow, so that a sample would teach less in larger steps; give the trainer "
+            "learning_rate_rule"
+        )
+    if SIZE_KEY not in facts.choices:
+        return facts.fixed.get(SIZE_KEY) or "this job cannot change it while it trains"
+    if RATE_KEY in (tuning.knobs or {}) and _number(facts.values.get(RATE_KEY)) is None:
+        return f"{RATE_KEY} in tuning.knobs bounds the rate that follows, and the job tells of no rate"
+    return ""
+
+
+def sizes_of(facts: JobFacts, tuning: TuningSection) -> Sizes | None:
+    """Those of this job; None where steps are not to grow."""
+    if not is_asked_for(tuning) or why_not_resized(facts, tuning) or facts.learning is None:
+        return None
+    knobs, first = dict(tuning.knobs or {}), facts.learning.first_batch
+    bounds = [each for each in map(_number, knobs[SIZE_KEY]) if each is not None]
+    rates = [each for each in map(_number, knobs.get(RATE_KEY, ())) if each is not None]
+    only: set[int] = set() if len(bounds) == 2 else {int(each) for each in bounds}
+    allowed = {int(each) for each in map(_number, facts.choices[SIZE_KEY]) if each is not None}
+    listed = (only & allowed if allowed else only) if only else allowed
+    return Sizes(
+        learning=facts.learning,
+        present=facts.global_batch,
+        least=max(first, int(min(bounds))),
+        most=int(max(bounds)),
+        listed=tuple(sorted(listed)) if only or allowed else None,
+        quantum=_quantum(facts),
+        rate=_number(facts.values.get(RATE_KEY)),
+        rates=(min(rates), max(rates)) if rates else None,
+    )
+
+
+def facts_at(facts: JobFacts, size: int) -> JobFacts:
+    """What is known of the same job, were its steps of ``size`` samples."""
+    is_even = facts.share == -(-facts.global_batch // facts.num_replicas)
+    share = -(-size // facts.num_replicas) if is_even else -(-facts.share * size // facts.global_batch)
+    return replace(facts, global_batch=size, share=share, values={**facts.values, SIZE_KEY: size})
+
+
+def _quantum(facts: JobFacts) -> int:
+    """Every replica has as many samples; and whole micro-batches, where these cannot be of another size."""
+    micro_batch = facts.values.get(_MICRO_BATCH_KEY)
+    if _MICRO_BATCH_KEY in facts.choices or not isinstance(micro_batch, int):
+        return facts.num_replicas
+    return facts.num_replicas * max(micro_batch, 1)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+# --- whether steps of another size would teach more in the same time, by how long and how noisy they are -------------
+# What counts of a size is how fast it teaches: samples per second times their efficiency (see above). Steps of another
+# size are worth a try where that is expected to be well above what it is now, and stay where it measures above it.
+
+_LEAST_KEPT = 0.01
+"""What a size has to measure better by, to stay."""
+_OTHER_NOISE = 1.25
+"""Sizes are looked at again where the noise scale is so many times what it was, or its inverse,"""
+_NUM_WINDOWS = 200
+"""... or after so many windows."""
+_MOST_NOISE = 2.0**60
+_ALIKE = 0.05
+"""Advice whose gain differs by less is no news."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """A size that is worth a try."""
+
+    first: int
+    """What steps have now."""
+    size: int
+    point: Point
+    """The way to train at it,"""
+    seconds: float
+    """... what a step is expected to take,"""
+    most_seconds: float
+    """... and at most, as far as can be told;"""
+    even_seconds: float
+    """... and what a step would take that teaches as fast as now;"""
+    now_seconds: float
+    """... and what one takes now."""
+    is_needed: bool
+    """Whether the present size leaves its bounds, so that the other one is not a matter of what it brings."""
+    reason: str
+
+    @property
+    def most_seconds_alike(self) -> float:
+        """At most, for what a step teaches now."""
+        return self.most_seconds * self.now_seconds / self.even_seconds
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast it is expected to teach."""
+        return self.even_seconds / self.seconds
+
+
+class Verdict(NamedTuple):
+    """What was measured of a size."""
+
+    is_kept: bool
+    reason: str
+
+
+class _Known(NamedTuple):
+    """What steps of a size took."""
+
+    point: Point | None
+    seconds: float
+
+
+class Growth:
+    """Of one job, over all sizes that its steps have had."""
+
+    def __init__(self, decisions: Sequence[Decision] = ()) -> None:
+        """``decisions`` are those from before a restart, by which sizes are known."""
+        self._known: dict[int, _Known] = {}
+        self._refused: set[int] = set()
+        self._unwanted: set[int] = set()
+        self._looked: tuple[int, float] | None = None  # at which size, and noise scale
+        self._num_windows = 0
+        self._told: tuple[int, float] | None = None
+        for each in sorted(decisions, key=lambda each: each.number):
+            self._remember(each)
+
+    # ---- what is told ----
+
+    def begin(self, wish: Wish, best: Measured) -> None:
+        """Another size is tried; ``best`` is what steps of the present one take."""
+        self._known[wish.first] = _Known(best.point, best.seconds)
+
+    def refuse(self, size: int) -> None:
+        """Steps of ``size`` are not to be tried again."""
+        self._refused.add(size)
+        self._looked = None
+
+    def take_back(self, decision: Decision) -> None:
+        """A person has taken a decision back, and does not want the size that it gave steps, if it did."""
+        size = decision.changes.get(SIZE_KEY)
+        if isinstance(size, int):
+            self._unwanted.add(size)
+
+    def allow(self) -> None:
+        """A person has changed the config: what was refused before may be possible now."""
+        self._refused.clear()
+
+    def forget(self) -> None:
+        """Steps take something else from now on, whatever their size."""
+        self._known.clear()
+        self._looked = None
+
+    # ---- what is asked ----
+
+    def waits(self, facts: JobFacts, tuning: TuningSection) -> bool:
+        """Whether steps may grow, and it is not known yet how noisy they are."""
+        sizes = sizes_of(facts, tuning)
+        return sizes is not None and sizes.learning.noise_scale is None
+
+    def is_due(self, facts: JobFacts, tuning: TuningSection) -> bool:
+        """Whether sizes are to be looked at; asked in each window of steps at the best point."""
+        noise = _noise(sizes_of(facts, tuning)) if is_asked_for(tuning) else None
+        if noise is None:
+            return False
+        self._num_windows += 1
+        if self._looked is None or self._looked[0] != facts.global_batch or self._num_windows >= _NUM_WINDOWS:
+            return True
+        before = self._looked[1]
+        if noise != before and self._is_needed(facts, tuning, noise):
+            return True
+        return not before / _OTHER_NOISE <= noise <= before * _OTHER_NOISE
+
+    def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> Wish | None:
+        """The size that is worth a try, by what ``search`` has learnt of steps of the present one, if any is."""
+        sizes, best = sizes_of(facts, tuning), search.best_measured
+        noise = _noise(sizes)
+        if sizes is None or noise is None or best is None:
+            return None
+        self._looked, self._num_windows = (facts.global_batch, noise), 0
+        left_out = self._refused | self._unwanted
+        possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in left_out]
+        asked = _Asked(sizes, noise, facts, search, best)
+        wishes = [self._wish(size, asked) for size in possible if sizes.may_be(size, noise)]
+        found = max((each for each in wishes if each is not None), key=lambda each: each.gain, default=None)
+        return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
+
+    def judge(self, wish: Wish, measured: Measured, facts: JobFacts, tuning: TuningSection) -> Verdict:
+        """Whether steps of the size that was wished for stay, by what is known of noise now."""
+        before = wish.now_seconds
+        self._known[wish.size] = _Known(measured.point, measured.seconds)
+        self._looked = None
+        sizes = sizes_of(facts, tuning)
+        noise = _noise(sizes)
+        if sizes is None or noise is None:
+            ratio, known = wish.even_seconds / before, "as was expected of noise"
+        else:
+            ratio, known = _progress_ratio(sizes, wish.first, wish.size, noise), f"by {_noise_in_words(noise)}"
+        times = ratio * before / measured.seconds
+        reason = f"measured, it learns {times:.3g} times as fast as with {wish.first:,} samples a step, {known}"
+        return Verdict(wish.is_needed or times >= 1 + _LEAST_KEPT, reason)
+
+    def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
+        """How many times as much as before a step teaches."""
+        sizes = sizes_of(now, tuning)
+        noise = _noise(sizes) if _noise(sizes) is not None else _noise(sizes_of(before, tuning))
+        if sizes is None or noise is None:
+            return now.global_batch / before.global_batch
+        return _progress_ratio(sizes, before.global_batch, now.global_batch, noise)
+
+    def is_news(self, wish: Wish) -> bool:
+        """Whether people were not told of it yet; then they are."""
+        told = self._told
+        if told is not None and told[0] == wish.size and abs(wish.gain / told[1] - 1) < _ALIKE:
+            return False
+        self._told = wish.size, wish.gain
+        return True
+
+    # ---- how ----
+
+    def _is_needed(self, facts: JobFacts, tuning: TuningSection, noise: float) -> bool:
+        sizes = sizes_of(facts, tuning)
+        return sizes is not None and not sizes.may_stay(facts.global_batch, noise)
+
+    def _wish(self, size: int, asked: _Asked) -> Wish | None:
+        sizes, best, facts = asked.sizes, asked.best, asked.facts
+        expected = asked.search.expect_at(facts_at(facts, size))
+        if expected is None:
+            return None
+        known, on_line = self._known.get(size), self._on_line(size, asked)
+        there = known.seconds if known is not None else on_line
+        point = expected.point
+        if known is not None and known.point is not None and asked.search.fits_at(facts_at(facts, size), known.point):
+            point = known.point
+        seconds = expected.seconds if there is None else there
+        even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, asked.noise)
+        wish = Wish(
+            first=facts.global_batch,
+            size=size,
+            point=point,
+            seconds=seconds,
+            most_seconds=expected.most_seconds if there is None else there,
+            even_seconds=even,
+            now_seconds=best.seconds,
+            is_needed=not sizes.may_stay(facts.global_batch, asked.noise),
+            reason="",
+        )
+        return replace(wish, reason=_why(wish, asked))
+
+    def _on_line(self, size: int, asked: _Asked) -> float | None:
+        """What a step of ``size`` takes by what steps of two others do: part of it is for each sample, the rest is not.
+
+        None where only one size is known."""
+        present, seconds = asked.facts.global_batch, asked.best.seconds
+        others = sorted(each for each in self._known if each != present)
+        if not others:
+            return None
+        nearest = min(others, key=lambda each: abs(math.log(each / size)))
+        of_sample = (self._known[nearest].seconds - seconds) / (nearest - present)
+        of_sample = min(max(of_sample, 0.0), seconds / present)
+        return seconds + of_sample * (size - present)
+
+    def _remember(self, decision: Decision) -> None:
+        """What a decision from before a restart says of sizes."""
+        if decision.kind == "reopen":
+            self.forget()
+        size, first = decision.changes.get(SIZE_KEY), decision.instead.get(SIZE_KEY)
+        if decision.kind != "probe" or not isinstance(size, int):
+            return
+        if decision.outcome == "refused":
+            self.refuse(size)
+        if decision.measured:
+            self._known[size] = _Known(None, size / decision.measured)
+        if decision.before and isinstance(first, int):
+            self._known[first] = _Known(None, first / decision.before)
+
+
+class _Asked(NamedTuple):
+    """What sizes are looked at for."""
+
+    sizes: Sizes
+    noise: float
+    facts: JobFacts
+    search: Search
+    best: Measured
+
+
+def _noise(sizes: Sizes | None) -> float | None:
+    noise = None if sizes is None else sizes.learning.noise_scale
+    return None if noise is None else min(noise, _MOST_NOISE)
+
+
+def _progress_ratio(sizes: Sizes, first: int, size: int, noise: float) -> float:
+    return sizes.progress(size, noise) / sizes.progress(first, noise)
+
+
+def _why(wish: Wish, asked: _Asked) -> str:
+    sizes, noise, best = asked.sizes, asked.noise, asked.best
+    words = size_change_in_words(wish.size, wish.first)
+    if wish.point != best.point:
+        words = f"{words}, {change_in_words(wish.point, best.point)}"
+    words = f"{words}: {rate_in_words(wish.size / wish.seconds)} expected, "
+    words = f"{words}{number_in_words(wish.first / best.seconds)} now; by {_noise_in_words(noise)} a sample teaches "
+    efficiency = sizes.efficiency(wish.size, noise) / sizes.efficiency(wish.first, noise)
+    words = f"{words}{efficiency:.3g} times as much then, so that it learns {wish.gain:.3g} times as fast; "
+    factor = sizes.rate_factor(wish.size, noise) / sizes.rate_factor(wish.first, noise)
+    words = f"{words}learning rates become {factor:.3g} times what they are ({sizes.learning.rule})"
+    if wish.is_needed:
+        words = f"{words}; {wish.first:,} samples are beyond what tuning.knobs allow"
+    return words
+
+
+def _noise_in_words(noise: float) -> str:
+    return f"a noise scale of {number_in_words(noise)} samples"

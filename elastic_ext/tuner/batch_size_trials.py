@@ -1,0 +1,382 @@
+"""Another size of steps tried in a job: which one, and how the trial goes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from elastic_ext.config.keys import TuningSection
+from elastic_ext.records.metrics import JobFacts
+
+from .batch_efficiency import SIZE_KEY, Growth, Wish, facts_at
+from .costs import Budget
+from .decisions import Book, Decision, Kind
+from .explain import number_in_words, rate_in_words, size_change_in_words
+from .measurements import PROBE_STEPS, Measured, Seen, Trial, changed_facts
+from .space import KEYS, point_of
+
+if TYPE_CHECKING:
+    from .search import Search
+    from .trials import Course
+
+__all__ = ["Resizing", "SizeTries", "Stage"]
+
+
+# --- another size of steps as it is tried: put in force, measured, kept or taken back --------------------------------
+# It begins at the best point of one size and ends in a search at another, or where it began.
+
+Stage = Literal["asked", "measuring", "kept", "back", "over"]
+"""The size is to be put in force; its steps are measured; it stays; the one before is to be put in force again; nothing
+has come of it."""
+
+_TIMES_AS_MANY = 2
+"""Steps are measured of another size as of another point: more hangs on it."""
+_PATIENCE = 50
+"""Windows in which facts of the size that was asked for are waited for."""
+
+
+class Resizing:
+    """One try of another size, or what takes one back."""
+
+    def __init__(self, book: Book, growth: Growth, tuning: TuningSection) -> None:
+        self._book = book
+        self._growth = growth
+        self._tuning = tuning
+        self.stage: Stage = "asked"
+        self.search: Search | None = None
+        """At the size that is tried."""
+        self._wish: Wish | None = None
+        self._made: Decision | None = None
+        self._version = self._newest = -1  # of the config that is tried, and of the newest that was written
+        self._trial: Trial | None = None
+        self._facts: JobFacts | None = None
+        self._num_waited = self._num_scattered = 0
+
+    @property
+    def size(self) -> int:
+        """What steps are asked to have."""
+        assert self._made is not None
+        return int(self._made.changes[SIZE_KEY])
+
+    @property
+    def probe_steps(self) -> int:
+        """That are measured."""
+        return _TIMES_AS_MANY * (self._tuning.probe_steps or PROBE_STEPS)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is a config of it."""
+        return self._newest >= 0
+
+    def is_back(self, facts: JobFacts) -> bool:
+        """Whether what is known of the job is of the config that was written to have a size in force again."""
+        is_written = self._made is not None and self._newest > self._made.base
+        return self.stage == "back" and is_written and facts.config_version >= self._newest
+
+    # ---- how it begins ----
+
+    def begin(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
+        """Try a size, from where ``course`` has come to rest."""
+        best = course.search.best_measured
+        assert best is not None
+        self._wish = wish
+        self._growth.begin(wish, best)
+        self.search = course.search.resized(facts_at(facts, wish.size))
+        self._made = self._wished("probe", now, wish, facts, self.search)
+        return [self._made]
+
+    def advise(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
+        """What would be tried, were that allowed."""
+        return [self._wished("advise", now, wish, facts, course.search.resized(facts_at(facts, wish.size)))]
+
+    def begin_back(self, now: float, facts: JobFacts, changes: Mapping[str, Any], why: str) -> list[Decision]:
+        """Have a size in force again that steps had before they were measured."""
+        values = {**facts.values, SIZE_KEY: facts.global_batch}
+        return self._write_back(now, facts.config_version, changes, {key: values.get(key) for key in changes}, why)
+
+    def go_back(self, now: float, why: str, more: Mapping[str, Any] | None = None) -> list[Decision]:
+        """Have the size before in force again, with what was there then; ``more`` is to be set beside it."""
+        made = self._made
+        assert made is not None
+        before = made.changes if self.stage == "back" else made.instead
+        changes = {**before, **(more or {})}
+        instead = {key: made.changes.get(key) for key in changes}
+        return self._write_back(now, self._newest, changes, instead, why, made.before)
+
+    def _write_back(
+        self,
+        now: float,
+        base: int,
+        changes: Mapping[str, Any],
+        instead: Mapping[str, Any],
+        why: str,
+        rate: float | None = None,
+    ) -> list[Decision]:
+        """``rate`` is what steps had with what is put in force."""
+        self.stage, self._trial = "back", None
+        self._made = self._book.add(
+            time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead, predicted=rate
+        )
+        return [self._made]
+
+    def _wished(self, kind: Kind, now: float, wish: Wish, facts: JobFacts, search: Search) -> Decision:
+        changes, instead = _changes(wish, facts)
+        return self._book.add(
+            time=now,
+            kind=kind,
+            reason=wish.reason,
+            base=facts.config_version,
+            changes=changes,
+            instead=instead,
+            before=wish.first / wish.now_seconds,
+            predicted=wish.size / wish.seconds,
+            predicted_bytes=search.bytes_at(wish.point),
+        )
+
+    # ---- what happens ----
+
+    def written(self, number: int, version: int) -> None:
+        """The config of a decision has this version."""
+        if self._made is not None and self._made.number == number:
+            self._newest = version
+            self._version = version if self.stage == "asked" else self._version
+
+    def take_facts(self, facts: JobFacts) -> bool:
+        """Whether what is known of the job is of steps of the size that is tried; they are measured from then on."""
+        if self.stage not in ("asked", "measuring") or facts.global_batch != self.size or self.search is None:
+            return False
+        if self.stage == "asked":
+            self.stage = "measuring"
+            self._trial = self._new_trial(facts)
+        self._facts = facts
+        self.search.take_facts(facts)
+        return True
+
+    def see(self, now: float, seen: Seen) -> list[Decision]:
+        """Steps that can be trusted."""
+        if self.stage == "back":
+            return []
+        if seen.version == self._version and seen.revision > 0:
+            return self._changed_inside(now, seen)
+        if seen.version != self._version or self._trial is None:
+            self._num_waited += 1
+            is_over = self._num_waited == _PATIENCE and self.is_written
+            return self.leave(now, "the job has not told of steps of that size") if is_over else []
+        self._trial.add(seen)
+        return self._look(now, self._trial)
+
+    def refused(self, number: int, why: str) -> list[Decision]:
+        """The config of a decision is not put in force, and that size is not tried again."""
+        if self._made is None or self._made.number != number:
+            return []
+        self._growth.refuse(self.size)
+        self.stage = "over"
+        return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
+
+    def leave(self, now: float, why: str) -> list[Decision]:
+        """The size that is being tried is not left in force."""
+        if self.stage not in ("asked", "measuring") or self._made is None:
+            return []
+        closed = _some(self._book.close(self._made.number, "undone"))
+        if not self.is_written:
+            self.stage = "over"
+            return closed
+        return [*closed, *self._take_back(now, why)]
+
+    # ---- steps are measured ----
+
+    def _look(self, now: float, trial: Trial) -> list[Decision]:
+        wish, made = self._wish, self._made
+        assert wish is not None and made is not None and self.search is not None and self._facts is not None
+        if not trial.is_done(wish.even_seconds):
+            return []
+        if trial.why_nothing:
+            return self._measure_anew(now, trial.why_nothing)
+        measured = trial.measured(wish.even_seconds)
+        self.search.tell(measured)
+        verdict = self._growth.judge(wish, measured, self._facts, self._tuning)
+        rate = wish.size / measured.seconds
+        outcome: Literal["kept", "undone"] = "kept" if verdict.is_kept else "undone"
+        closed = _some(self._book.close(made.number, outcome, rate, reason=verdict.reason))
+        if verdict.is_kept:
+            self.stage = "kept"
+            return closed
+        return [*closed, *self._take_back(now, f"{_rates(made, measured, wish)}; {verdict.reason}")]
+
+    def _measure_anew(self, now: float, why: str) -> list[Decision]:
+        """Steps that say nothing; the size is taken back where they say nothing again."""
+        assert self._facts is not None
+        self._num_scattered += 1
+        self._trial = self._new_trial(self._facts)
+        return [] if self._num_scattered == 1 else self.leave(now, f"what was tried cannot be measured: {why}")
+
+    def _changed_inside(self, now: float, seen: Seen) -> list[Decision]:
+        """As where memory did not suffice: the size is taken for the reason."""
+        assert self._made is not None
+        self._growth.refuse(self.size)
+        why = f"the job itself put revision {seen.revision} of version {seen.version} in force instead"
+        closed = _some(self._book.close(self._made.number, "refused", reason=why))
+        return [*closed, *self._take_back(now, why)]
+
+    def _take_back(self, now: float, why: str) -> list[Decision]:
+        assert self._made is not None
+        first = int(self._made.instead[SIZE_KEY])
+        return self.go_back(now, f"{size_change_in_words(first, self.size)}: {why}")
+
+    def _new_trial(self, facts: JobFacts) -> Trial:
+        return Trial(point_of(facts.values), version=self._version, revision=0, probe_steps=self.probe_steps)
+
+
+def _changes(wish: Wish, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is to be set for a wish, and what takes that back.
+
+    Micro-batches are said as well, since they might grow with a share; and all that can be, where the job itself has
+    changed what the config says.
+    """
+    here = point_of(facts.values)
+    there = {KEYS[name]: value for name, value in wish.point._asdict().items()}
+    before = {KEYS[name]: value for name, value in here._asdict().items()}
+    keys = [key for key in there if there[key] != before[key]]
+    chosen = list(facts.choices) if facts.config_revision > 0 else [KEYS["batch_size"]]
+    keys += [key for key in chosen if key in facts.choices and key in there and key not in keys]
+    changes = {SIZE_KEY: wish.size, **{key: there[key] for key in keys}}
+    return changes, {SIZE_KEY: wish.first, **{key: before[key] for key in keys}}
+
+
+def _rates(made: Decision, measured: Measured, wish: Wish) -> str:
+    return f"back to {rate_in_words(made.before or 0.0)}, from {number_in_words(wish.size / measured.seconds)} now"
+
+
+def _some(decision: Decision | None) -> list[Decision]:
+    return [] if decision is None else [decision]
+
+
+# --- which other size of steps is tried, if any: what a controller asks of sizes, beside its courses -----------------
+
+
+class SizeTries:
+    """Of one job."""
+
+    def __init__(self, book: Book, decisions: Sequence[Decision]) -> None:
+        self._book = book
+        self._growth = Growth(decisions)
+        self._now: Resizing | None = None
+
+    # ---- what is asked ----
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether steps have another size for a while, or are to have the one before again."""
+        return self._now is not None
+
+    @property
+    def is_going_back(self) -> bool:
+        """Whether they are to have the one before again."""
+        return self._now is not None and self._now.stage == "back"
+
+    def is_back(self, facts: JobFacts) -> bool:
+        """Whether steps have the one before again, be it that they never had another."""
+        return self._now is not None and self._now.is_back(facts)
+
+    def waits_for_noise(self, facts: JobFacts | None, tuning: TuningSection) -> bool:
+        """Whether steps may grow, and it is not known yet how noisy they are."""
+        return facts is not None and self._growth.waits(facts, tuning)
+
+    # ---- what is told ----
+
+    def take_config(self) -> None:
+        """A person, or a node's file, has changed the config: what was refused may be possible now."""
+        self._growth.allow()
+
+    def forget(self) -> None:
+        """Steps take something else from now on, whatever their size."""
+        self._growth.forget()
+
+    def drop(self) -> None:
+        """Nothing is tried any more, whatever is in force."""
+        self._now = None
+
+    def take_size(self, before: JobFacts, facts: JobFacts, tuning: TuningSection, budget: Budget) -> bool:
+        """Whether steps have another size because that was asked for here, and nothing else is another job's."""
+        if self._now is None or before.global_batch == facts.global_batch or facts.global_batch != self._now.size:
+            return False
+        alike = replace(before, global_batch=facts.global_batch, share=facts.share)
+        if changed_facts(alike, facts):
+            return False
+        budget.change_pace(self._growth.progress_ratio(before, facts, tuning))
+        return True
+
+    def take_facts(self, facts: JobFacts) -> bool:
+        """Whether what is known of the job is of the size that is tried."""
+        return self._now is not None and self._now.take_facts(facts)
+
+    def written(self, number: int, version: int) -> None:
+        """The config of a decision has this version."""
+        if self._now is not None:
+            self._now.written(number, version)
+
+    def see(self, now: float, seen: Seen) -> tuple[list[Decision], Search | None]:
+        """Steps that can be trusted; with the search that goes on where the size that was tried stays."""
+        assert self._now is not None
+        trying = self._now
+        told = trying.see(now, seen)
+        if trying.stage != "kept":
+            return told, None
+        self._now = None
+        return told, trying.search
+
+    def refused(self, number: int, why: str) -> list[Decision]:
+        """The config of a decision is not put in force."""
+        return self._ended(lambda trying: trying.refused(number, why))
+
+    # ---- what is decided ----
+
+    def look(
+        self, now: float, course: Course, facts: JobFacts, tuning: TuningSection, *, writes: bool
+    ) -> list[Decision]:
+        """Whether a step of another size would teach more in the same time, where nothing else is to be tried."""
+        if not course.is_at_rest or not self._growth.is_due(facts, tuning):
+            return []
+        wish = self._growth.propose(facts, tuning, course.search)
+        if wish is None:
+            return []
+        trying = Resizing(self._book, self._growth, tuning)
+        if not writes:
+            return trying.advise(now, wish, facts, course) if self._growth.is_news(wish) else []
+        if not wish.is_needed and not course.can_pay_for(wish.most_seconds_alike, trying.probe_steps):
+            return []
+        self._now = trying
+        return trying.begin(now, wish, facts, course)
+
+    def leave(self, now: float, why: str) -> list[Decision]:
+        """What is tried is not left in force."""
+        return self._ended(lambda trying: trying.leave(now, why))
+
+    def go_back(
+        self, now: float, facts: JobFacts, tuning: TuningSection, changes: Mapping[str, Any], why: str
+    ) -> list[Decision]:
+        """Have a size in force again that steps had before, with what else is to be set."""
+        self._now = Resizing(self._book, self._growth, tuning)
+        return self._now.begin_back(now, facts, changes, why)
+
+    def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
+        """Take ``last`` back, which was kept, by setting ``back``, and with it what is tried, since a person asks.
+
+        None where nothing is tried, so that it is up to others.
+        """
+        self._growth.take_back(last)
+        trying, self._now = self._now, None
+        if trying is None or not trying.is_written:
+            return None
+        self._now = trying
+        return trying.go_back(now, why, back)
+
+    def _ended(self, ask: Callable[[Resizing], list[Decision]]) -> list[Decision]:
+        """What comes of a try that may be over by that."""
+        if self._now is None:
+            return []
+        told = ask(self._now)
+        if self._now.stage == "over":
+            self._now = None
+        return told

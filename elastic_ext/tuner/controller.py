@@ -1,0 +1,426 @@
+"""The tuner as its surroundings see it: it is told what happens, and says what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import TuningSection
+from elastic_ext.records.metrics import JobFacts
+
+from .batch_efficiency import RATE_KEY, SIZE_KEY, why_not_resized
+from .batch_size_trials import SizeTries
+from .costs import Budget
+from .decisions import Book, Decision, Kind, Stand, Standing
+from .explain import listed, rate_in_words, way_in_words, why_edited
+from .measurements import Seen, changed_facts, why_untrusted
+from .space import KEYS, Point, point_of, space_of, values_of
+from .trials import Course
+
+__all__ = ["Author", "Controller", "Mode", "limits_in_words"]
+
+
+# --- what people ask a tuner for that it leaves as it is in this job, and why, as sentences --------------------------
+
+_LEARNED = (RATE_KEY, SIZE_KEY)
+_MOST_REASONS = 3
+
+
+def limits_in_words(facts: JobFacts, tuning: TuningSection) -> list[str]:
+    """Each reason in a sentence of its own."""
+    found = [_why_learned_stays(facts, tuning)]
+    if not space_of(facts, tuning).is_open:
+        reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
+        found.append("; ".join(["there is nothing to choose", *reasons[:_MOST_REASONS]]))
+    return [each for each in found if each]
+
+
+def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
+    """Why keys that change what is learned have no effect in ``tuning.knobs``; empty where none is such."""
+    named = [key for key in _LEARNED if key in (tuning.knobs or {})]
+    why_not = why_not_resized(facts, tuning) if SIZE_KEY in named else ""
+    if not named or (SIZE_KEY in named and not why_not):
+        return ""
+    what = "it changes" if len(named) == 1 else "they change"
+    words = f"{listed(named)} in tuning.knobs: not tuned, since {what} what is learned"
+    return f"{words}: {why_not}" if why_not else words
+
+
+# --- a tuner as those around it see it: it is told what happens, and says what is to be done -------------------------
+# The same calls give the same decisions. It reads no clock and writes nothing: who holds it writes a config for each
+# decision that has changes, and tells of it.
+
+Mode = Literal["off", "advise", "auto"]
+Author = Literal["person", "generated", "node"]
+
+_SILENT_SECONDS = 60.0
+_SILENT_TIMES = 30
+"""As long as the last report was of."""
+_CALM = 8
+"""Reports in a row that can be trusted, after which a reason why not is told anew."""
+_PATIENCE = 5
+"""Reports under an older config, until it is clear that a newer one is not put in force."""
+_MOST_DISTRUSTED = 20
+"""Reports that tell nothing while something is tried: then it is taken back."""
+_NO_EDIT = ("tuning", "checkpoint")
+"""Sections that a person may change beside the tuner: they are not what it chooses."""
+
+
+class Controller:
+    """Of one job."""
+
+    def __init__(self, *, mode: Mode, decisions: Sequence[Decision] = ()) -> None:
+        """``mode`` counts where the config says nothing of it; ``decisions`` are those from before a restart."""
+        self._usual_mode = mode
+        self._book = Book(decisions)
+        self._is_paused = self._book.is_paused
+        self._config: ElasticConfig | None = None
+        self._facts: JobFacts | None = None
+        self._course: Course | None = None
+        self._sizes = SizeTries(self._book, decisions)
+        self._budget = Budget()
+        self._must_begin = True
+        self._heard: tuple[float, float] | None = None  # when, and what a step took
+        self._num_distrusted = 0
+        self._num_calm = _CALM
+        self._num_waited = 0
+        self._is_silent = False
+        self._told: set[str] = set()
+
+    # ---- what is told ----
+
+    def take_facts(self, now: float, facts: JobFacts) -> list[Decision]:
+        """Rank 0 has written what is known of the job."""
+        before, self._facts = self._facts, facts
+        other = changed_facts(before, facts) if before is not None else ""
+        course, sizes = self._course, self._sizes
+        is_asked_for = before is not None and sizes.take_size(before, facts, self._tuning, self._budget)
+        if course is None or self._must_begin or course.is_changed_inside:
+            return self._begin(now)
+        if is_asked_for and sizes.is_going_back:
+            return self._begin(now, is_back=True)
+        if other and not is_asked_for:
+            return self._begin(now, f"the search begins again: {other}")
+        if sizes.is_back(facts):
+            return self._begin(now, is_back=True)
+        if not sizes.is_trying and facts.config_version > course.version:  # which was waited for in vain before
+            return self._begin(now)
+        if not sizes.take_facts(facts) and facts.global_batch == course.num_samples:
+            course.take_facts(facts)
+        return []
+
+    def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
+        """A newer config is in place, whoever wrote it."""
+        before, mode_before = self._config, self._mode
+        self._config = config
+        if author == "generated":
+            return self._take_back(now, config.version, config) if self._book.is_dropped(config.version) else []
+        self._sizes.take_config()
+        self._num_waited = 0
+        changed = [] if before is None else list(before.differences(config))
+        edited = [key for key in changed if not key.startswith(_NO_EDIT)]
+        is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
+        is_stopped = mode_before == "auto" != self._mode
+        left: list[Decision] = []
+        if before is not None and changed and (is_edit or is_stopped):
+            tried = self._book.open
+            version = before.version if tried is None or tried.kind != "probe" else tried.newest
+            left = [*self._abandon(), *self._take_back(now, version, config)]
+        if "off" in (mode_before, self._mode) or before is None:
+            return [*left, *self._begin(now)]
+        self._must_begin = True  # by what is in force then, of which facts will tell
+        if is_edit and not self._is_paused and self._mode == "auto":
+            return [*(left or self._abandon()), *self._pause(now, why_edited(author, config.version, edited))]
+        return [*left, *self._begin(now)]
+
+    def see(self, now: float, seen: Seen) -> list[Decision]:
+        """Some steps of all ranks."""
+        if self._mode == "off" or self._is_paused or self._facts is None:
+            return []
+        if self._must_begin or self._course is None:
+            return self._wait(now, seen, self._facts)
+        why = why_untrusted(seen, self._facts)
+        if why:
+            return self._distrust(now, why)
+        self._heard, self._is_silent = (now, seen.num_steps * seen.step_seconds), False
+        self._num_distrusted = 0
+        self._num_calm += 1
+        if self._sizes.is_trying:
+            return self._see_tried(now, seen, self._facts)
+        told = self._course.see(now, seen, writes=self._writes)
+        if any(each.kind == "reopen" for each in told):
+            self._sizes.forget()
+        is_known = (seen.version, seen.revision) == (self._facts.config_version, self._facts.config_revision)
+        if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
+            told += self._begin(now)
+        return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
+
+    def tick(self, now: float) -> list[Decision]:
+        """Time passes."""
+        if self._heard is None or self._mode == "off" or self._is_paused:
+            return []
+        silent = now - self._heard[0]
+        if self._is_silent or silent <= max(_SILENT_SECONDS, _SILENT_TIMES * self._heard[1]):
+            return []
+        self._is_silent = True
+        why = f"nothing was heard of the job's steps for {silent:.0f} s"
+        held = self._hold(now, why)
+        return [*held, *(self._leave(now, f"what was tried cannot be measured: {why}") if self._writes else [])]
+
+    def written(self, now: float, number: int, version: int) -> None:
+        """The config of a decision was written, as this version."""
+        self._book.written(number, version)
+        self._sizes.written(number, version)
+        if self._course is not None:
+            self._course.written(number, version)
+
+    def refused(self, now: float, number: int, why: str) -> list[Decision]:
+        """The config of a decision is not put in force."""
+        if self._course is None or self._must_begin:
+            return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
+        if self._sizes.is_trying:
+            is_back = self._sizes.is_going_back
+            told = self._sizes.refused(number, why)
+            return [*told, *self._begin(now)] if told and is_back else told
+        writes = self._writes and not self._is_paused
+        return self._course.refused(now, number, why, writes=writes)
+
+    # ---- what people ask ----
+
+    def pause(self, now: float, why: str) -> list[Decision]:
+        """Nothing is decided until ``resume``; what is being tried is taken back."""
+        if self._is_paused:
+            return []
+        left = self._leave(now, f"what was tried is taken back: {why}")
+        return [*left, *self._pause(now, why)]
+
+    def resume(self, now: float) -> list[Decision]:
+        """It goes on, by what is in force by now."""
+        if not self._is_paused:
+            return []
+        self._is_paused = False
+        self._must_begin = True
+        return [self._say(now, "resume", "a person lets the tuner go on"), *self._begin(now)]
+
+    def undo(self, now: float) -> list[Decision]:
+        """The last change that was kept is taken back, and nothing else is tried until ``resume``."""
+        last, facts = self._book.last_kept, self._facts
+        if last is None or facts is None:
+            left = self._leave(now, why := "a person takes back what is being tried")
+            paused = self._pause(now, f"{why}; say resume to go on") if left else []
+            return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
+        version, values = self._there(facts)
+        here = point_of(values)
+        abandoned = self._abandon() if self._must_begin else self._close_open()
+        tried = self._book.not_kept(version).left_in(values)
+        back = {**tried, **self._book.way_back(last)}
+        target = here._replace(**{name: back[key] for name, key in KEYS.items() if key in back})
+        present = values.get(SIZE_KEY) or facts.global_batch
+        size = back.get(SIZE_KEY, present)
+        why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
+        closed = _some(self._book.close(last.number, "undone"))
+        taken = self._sizes.undo(now, last, back, why)
+        if taken is None:
+            taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
+        paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
+        return [*abandoned, *closed, *taken, *paused]
+
+    @property
+    def standing(self) -> Standing:
+        """Where it stands, for people."""
+        course = self._course
+        best = course.best if course else None
+        rate = course.rate(best.seconds) if course and best else None
+        stand, sentence = self._stand()
+        if rate is not None:
+            sentence = f"{sentence}; {rate_in_words(rate)} at best so far"
+        return Standing(stand=stand, sentence=sentence, best_rate=rate)
+
+    # ---- parts ----
+
+    @property
+    def _tuning(self) -> TuningSection:
+        return self._config.tuning if self._config is not None else TuningSection()
+
+    @property
+    def _version(self) -> int:
+        """The newest that is known."""
+        found = self._facts.config_version if self._facts is not None else 0
+        return found if self._config is None else self._config.version
+
+    @property
+    def _mode(self) -> str:
+        return self._tuning.mode or self._usual_mode
+
+    @property
+    def _writes(self) -> bool:
+        return self._mode == "auto"
+
+    def _stand(self) -> tuple[Stand, str]:
+        if self._mode == "off":
+            return "off", "tuning is off"
+        if self._is_paused:
+            return "paused", "the tuner is paused"
+        if self._course is None or self._must_begin:
+            return "waiting", "the tuner waits for what is known of the job"
+        if not self._writes:
+            return "watching", "the tuner looks on and advises"
+        if self._sizes.is_trying:
+            return "probing", "the tuner tries steps of another size"
+        if self._course.stage == "settled":
+            waits = self._sizes.waits_for_noise(self._facts, self._tuning)
+            more = "; steps may grow once it is known how noisy their gradients are" if waits else ""
+            return "settled", f"the tuner has settled, and watches the pace{more}"
+        if self._course.stage == "saving":
+            return "probing", "the tuner trains at the best config until that has paid for what it tries next"
+        return "probing", "the tuner tries what may be faster"
+
+    def _begin(self, now: float, reason: str = "", *, is_back: bool = False) -> list[Decision]:
+        """Begin a search, where enough is known to do so; ``is_back`` where steps have the size again that they had."""
+        facts, config, earlier = self._facts, self._config, self._course
+        self._must_begin = True
+        if facts is None or self._is_paused:
+            return []
+        if config is not None and facts.config_version < config.version and self._num_waited < _PATIENCE:
+            return []  # facts of that version will come, unless it is not put in force
+        if self._mode == "off":
+            return self._take_back_unmeasured(now, facts)
+        told = [self._say(now, "reopen", reason)] if reason else []
+        told += self._tell_limits(now, facts)
+        self._must_begin, self._num_waited = False, 0
+        if reason or earlier is None:
+            self._budget = Budget()  # what the user's own config would do in this job is not known
+        self._budget.allow(self._tuning.probe_budget)
+        if reason:
+            self._sizes.forget()
+        self._sizes.drop()
+        is_found = is_back and earlier is not None and earlier.is_of(facts)
+        self._course = earlier.begun_again(facts) if is_found and earlier else self._made(facts, earlier)
+        return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
+
+    def _made(self, facts: JobFacts, earlier: Course | None) -> Course:
+        from .search import Search  # numpy, which a master starts without
+
+        before = earlier.search if earlier is not None else None
+        is_again = before is not None or self._book.last is not None
+        search = Search(facts, self._tuning, before=before, is_again=is_again)
+        if earlier is not None and earlier.is_changed_inside:
+            search.refuse_as(earlier.search)
+        return Course(facts, self._tuning, self._book, search, self._budget)
+
+    def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:
+        """What was being tried as the search ended, or the master, is in force and was not measured."""
+        open_ = self._book.open
+        if open_ is None:
+            return []
+        closed = self._close_open()
+        values = {**facts.values, SIZE_KEY: facts.global_batch}
+        tried = self._book.tried(open_)
+        left = {**self._book.not_kept(open_.base).left_in(values), **tried.left_in(values)}
+        here, target = point_of(facts.values), point_of({**facts.values, **left})
+        if target == here and SIZE_KEY not in left:
+            return closed
+        size = left.get(SIZE_KEY, facts.global_batch)
+        way = way_in_words(here, target, facts.global_batch, size)
+        why = f"{way}: what was being tried was not measured to its end"
+        return [*closed, *self._go_back(now, facts, here, target, why, tried.instead if SIZE_KEY in left else {})]
+
+    def _go_back(
+        self, now: float, facts: JobFacts, here: Point, target: Point, why: str, sized: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Have a point in force again, be it with a search or without one; ``sized`` is all that is to be set where the
+        size of steps is among that."""
+        base, _ = self._there(facts)
+        if sized:
+            return self._sizes.go_back(now, replace(facts, config_version=base), self._tuning, sized, why)
+        if target == here:
+            return []
+        if self._course is not None and not self._must_begin:
+            return self._course.to(now, target, why)
+        changes, instead = values_of(target, here), values_of(here, target)
+        return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
+
+    def _there(self, facts: JobFacts) -> tuple[int, dict[str, Any]]:
+        """The version that is to be changed, and what it makes of the job, by key."""
+        course, config = self._course, self._config
+        if course is not None and not self._must_begin:
+            return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
+        return self._version, {**facts.values, **({} if config is None else config.values())}
+
+    def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+        """Steps before a search has begun: facts may never come of a config that ranks have refused."""
+        if (seen.version, seen.revision) != (facts.config_version, facts.config_revision):
+            return []
+        if self._config is not None and seen.step < (self._config.apply_at_step or 0):
+            return []
+        self._num_waited += 1
+        return self._begin(now) if self._num_waited >= _PATIENCE else []
+
+    def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
+        """What is not tuned, each reason once."""
+        news = [why for why in limits_in_words(facts, self._tuning) if why not in self._told]
+        self._told.update(news)
+        return [each for why in news for each in self._hold(now, why)]
+
+    def _abandon(self) -> list[Decision]:
+        """What is being tried is no longer in force."""
+        self._sizes.drop()
+        return self._close_open()
+
+    def _close_open(self) -> list[Decision]:
+        """Nobody waits any more for what comes of what was decided last."""
+        open_ = self._book.open
+        if open_ is None:
+            return []
+        is_kept = open_.kind != "probe" and open_.version is not None
+        return _some(self._book.close(open_.number, "kept" if is_kept else "undone"))
+
+    def _take_back(self, now: float, version: int, config: ElasticConfig) -> list[Decision]:
+        """What ``config`` still has of what was tried up to ``version``, and is slow, or not known to be better."""
+        made = self._book.take_back(now, version, config)
+        self._must_begin = self._must_begin or made is not None
+        return _some(made)
+
+    def _pause(self, now: float, why: str) -> list[Decision]:
+        self._is_paused = True
+        return [self._say(now, "pause", why)]
+
+    def _distrust(self, now: float, why: str) -> list[Decision]:
+        """Reports that tell nothing; something that is being tried is taken back after many of them."""
+        assert self._course is not None
+        self._num_calm, was_calm = 0, self._num_calm >= _CALM
+        self._num_distrusted += 1
+        held = self._hold(now, why) if was_calm else []
+        if self._num_distrusted == _MOST_DISTRUSTED and self._writes:
+            held += self._leave(now, f"what was tried cannot be measured: {why}")
+        return held
+
+    def _see_tried(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+        """Steps while another size is tried, at which a course begins where it stays."""
+        self._budget.see(seen)
+        told, search = self._sizes.see(now, seen)
+        if search is not None:
+            self._course = Course(facts, self._tuning, self._book, search, self._budget)
+        return told
+
+    def _leave(self, now: float, why: str) -> list[Decision]:
+        """What is being tried is not left in force."""
+        open_, config = self._book.open, self._config
+        if self._must_begin and config is not None:  # nobody knows yet what is in force
+            is_tried = open_ is not None and open_.kind == "probe"
+            return [*self._abandon(), *self._take_back(now, open_.newest, config)] if open_ and is_tried else []
+        if self._sizes.is_trying:
+            return self._sizes.leave(now, why)
+        return self._course.leave(now, why) if self._course is not None else []
+
+    def _hold(self, now: float, why: str) -> list[Decision]:
+        return [self._say(now, "hold", f"nothing is decided: {why}")]
+
+    def _say(self, now: float, kind: Kind, reason: str) -> Decision:
+        return self._book.add(time=now, kind=kind, reason=reason, base=self._version)
+
+
+def _some(decision: Decision | None) -> list[Decision]:
+    return [] if decision is None else [decision]

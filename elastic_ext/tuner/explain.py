@@ -1,0 +1,129 @@
+"""Telling: decisions as sentences for people, with numbers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .measurements import Measured
+from .space import KEYS, Point, Value
+
+if TYPE_CHECKING:
+    from .search import Proposal
+
+__all__ = [
+    "change_in_words",
+    "cost_in_words",
+    "listed",
+    "number_in_words",
+    "rate_in_words",
+    "size_change_in_words",
+    "way_in_words",
+    "why_edited",
+    "why_try",
+]
+
+_NOUNS: Mapping[str, str] = {
+    "batch_size": "micro-batch",
+    "num_workers": "workers",
+    "prefetch_factor": "batches ahead per worker",
+    "pin_memory": "pinned memory",
+    "strategy": "strategy",
+    "shard_degree": "shard degree",
+    "unit": "blocks per unit",
+    "activation_checkpoint": "of activations computed again",
+    "prefetch": "units ahead",
+    "bucket_cap_mb": "MiB per bucket",
+}
+assert tuple(_NOUNS) == tuple(KEYS)
+_NUMBER_FIRST = frozenset(
+    {"num_workers", "prefetch_factor", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb"}
+)
+_WORTH_TELLING = 0.1
+"""Of a step."""
+
+
+def change_in_words(new: Point, old: Point) -> str:
+    """What of ``new`` is other than in ``old``, such as "micro-batch 8 instead of 1, 4 workers instead of 0"."""
+    pairs = zip(Point._fields, new, old, strict=True)
+    return ", ".join(_one_in_words(name, after, before) for name, after, before in pairs if after != before)
+
+
+def size_change_in_words(new: int, old: int) -> str:
+    """Such as "128 samples a step instead of 64"."""
+    return f"{new:,} samples a step instead of {old:,}"
+
+
+def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
+    """Both together, for the way from ``here`` to ``target``."""
+    words = [size_change_in_words(size, size_here)] if size != size_here else []
+    return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
+
+
+def _one_in_words(name: str, new: Value, old: Value) -> str:
+    noun, after, before = _NOUNS[name], _value(name, new), _value(name, old)
+    if name in _NUMBER_FIRST:
+        return f"{after} {noun} instead of {before}"
+    return f"{noun} {after} instead of {before}"
+
+
+def _value(name: str, value: Value) -> str:
+    if value is None:
+        return "the usual" if name in _NUMBER_FIRST else "as usual"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name == "activation_checkpoint" and isinstance(value, float):
+        return f"{value:.0%}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def number_in_words(amount: float) -> str:
+    """Three digits or more, such as "1,240"."""
+    return f"{amount:,.{0 if amount >= 100 else 1 if amount >= 10 else 2}f}"
+
+
+def rate_in_words(samples_per_second: float) -> str:
+    """The same with its unit, such as "1,240 samples/s"."""
+    return f"{number_in_words(samples_per_second)} samples/s"
+
+
+def cost_in_words(measured: Measured | None) -> str:
+    """What steps lose most with, such as "samples were waited for 61% of the step"; empty where nothing stands out."""
+    if measured is None:
+        return ""
+    shares = {name: measured.phases.get(name, 0.0) / measured.seconds for name in ("data", "communication", "transfer")}
+    name = max(shares, key=lambda each: shares[each])
+    share = min(shares[name], 1.0)
+    if share < _WORTH_TELLING:
+        return ""
+    return {
+        "data": f"samples were waited for {share:.0%} of the step",
+        "communication": f"gradients and parameters of other ranks were waited for {share:.0%} of the step",
+        "transfer": f"samples were on their way to the accelerator {share:.0%} of the step",
+    }[name]
+
+
+def why_try(proposal: Proposal, best: Measured, here: Point, num_samples: int) -> str:
+    """Why a point is tried from ``here``, where a step has so many samples."""
+    rate, now = num_samples / proposal.seconds, num_samples / best.seconds
+    words = f"{change_in_words(proposal.point, here)}: {rate_in_words(rate)} predicted"
+    if rate < now:
+        words = f"{words}, perhaps {number_in_words(num_samples / proposal.least_seconds)}"
+    words = f"{words}, {number_in_words(now)} {'now' if best.point == here else 'at best so far'}"
+    cost = cost_in_words(best)
+    return f"{words}; {cost}" if cost else words
+
+
+def why_edited(author: str, version: int, edited: Sequence[str]) -> str:
+    """Why nothing more is decided, where keys were ``edited`` in a version by a person or else by a node's file."""
+    who = "a person" if author == "person" else "a config of the node"
+    if not edited:
+        return f"{who} set version {version} as it was; say resume to let the tuner go on from there"
+    keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
+    return f"{who} set {keys} in version {version}; say resume to let the tuner go on from there"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names as a person writes them: "a, b and c"."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

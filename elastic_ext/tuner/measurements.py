@@ -1,0 +1,343 @@
+"""What steps at a point take, when that can be trusted, and when a search has to begin again. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic_ext.profile.stragglers import ChangeDetector, PaceChange
+from elastic_ext.records.metrics import JobFacts
+
+from .space import Point
+
+__all__ = [
+    "LEAST_GAIN",
+    "PROBE_STEPS",
+    "Doubt",
+    "Measured",
+    "PaceWatch",
+    "Seen",
+    "Trial",
+    "changed_facts",
+    "together",
+    "why_untrusted",
+]
+
+
+# --- what steps under one config took, over all ranks: what a strategy learns from -----------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Some steps that followed each other, under one version and revision of the config on all ranks."""
+
+    time: float
+    """When the last of them ended, in seconds since 1970."""
+    version: int
+    revision: int = 0
+    step: int
+    """Steps that had committed since training began, at their end."""
+    num_steps: int
+    num_ranks: int
+    """That told of them,"""
+    world_size: int
+    """... of so many that there are,"""
+    num_asked: int | None = None
+    """... and of so many that are looked at, which is fewer in a very large job; None where all are."""
+    step_seconds: float
+    """What a step took, the mean of them, on the rank where that is the most: bursts count as they are."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Of that, by phase as profile/phases.py names them, usual among ranks; empty where steps were not looked at."""
+    held_up_seconds: float = 0.0
+    """In which training waited for checkpoints or changes, or was rolled back: beside the steps."""
+    processor_share: float | None = None
+    """What the training thread had of a processor while it computed,"""
+    loading_processor_share: float | None = None
+    """... and while it waited for samples: without workers it loads them itself, and little of one says that they are
+    waited for and not worked out. None where it did not wait."""
+    peak_bytes: int | None = None
+    """The most that an accelerator of any rank held at once, in these steps or before."""
+    slow_rank: str = ""
+    """Who keeps the others waiting, as profile/stragglers.py has it: a sentence; empty where nobody does."""
+    trouble: str = ""
+    """Why nothing is to be decided by this: a sentence, such as that a rank is silent; empty where there is nothing."""
+
+
+# --- what steps at one point take, out of what is seen of them, and why it is not to be trusted ----------------------
+# The first steps after a change are not counted: workers start, caches fill, memory is laid out anew.
+
+PROBE_STEPS = 3
+"""That are measured at a point, where nobody says otherwise: in as many reports, since what steps have in common that
+follow each other within a second tells nothing of the next ones."""
+_MUCH_LONGER = 1.5
+"""Times as long as at the best point so far: such steps are not looked at any longer than they have to be."""
+_TIMES_AS_MANY = 4
+"""Steps are measured at most, where they differ."""
+_SCATTERED = 0.35
+"""A quarter of the steps each lies this far above and below the middle, as a logarithm: they say nothing."""
+_UNLIKE = 0.06
+"""The same of steps of which a few more are measured."""
+_MOST_OF_A_STEP = 1.5
+"""Phases are of the rank in the middle, steps of the slowest one: together phases take no more than so many steps."""
+_OF_A_MEDIAN = 1.25 * 1.4826
+"""How far medians of some differ, by how far a quarter of them lies on each side of the middle, and their number."""
+_LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What steps at a point take."""
+
+    point: Point
+    seconds: float
+    """The one in the middle."""
+    spread: float
+    """How far from it a quarter of them lies on each side, as a logarithm."""
+    num_steps: int
+    num_reports: int
+    """Of them."""
+    unsure: float = 0.0
+    """How far the one in the middle of very many lies from it, as a logarithm, by how much these differ."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    loading_share: float | None = None
+    """What the training thread had of a processor while it loaded samples by itself; None where workers did."""
+    peak_bytes: int | None = None
+    held_up_seconds: float = 0.0
+    """In which training waited, as the point came into force."""
+    is_brief: bool = False
+    """Whether it was ended early, since it was clear that they take long."""
+
+    @property
+    def waited_share(self) -> float:
+        """Which part of a step was waited for samples."""
+        return min(self.phases.get("data", 0.0) / self.seconds, 1.0)
+
+
+class Trial:
+    """Steps at one point, as they come."""
+
+    def __init__(self, point: Point, *, version: int, revision: int, probe_steps: int) -> None:
+        self.point = point
+        self.version = version
+        self.revision = revision
+        self._wanted = probe_steps
+        self._seen: list[Seen] = []
+        self._num_passed_over = 0
+        self._held_up = 0.0
+
+    def add(self, seen: Seen) -> None:
+        """More steps at the point; the first ones are passed over."""
+        self._held_up += seen.held_up_seconds
+        if not self._num_passed_over:
+            self._num_passed_over = seen.num_steps
+        else:
+            self._seen.append(seen)
+
+    def is_done(self, best_seconds: float | None) -> bool:
+        """Whether enough has been seen, where the best point so far takes so long."""
+        if not self._seen:
+            return False
+        if self._is_clear(best_seconds):
+            return True
+        if not self._has(1):
+            return False
+        return self._has(_TIMES_AS_MANY) or _spread(self._lengths) <= _UNLIKE
+
+    @property
+    def why_nothing(self) -> str:
+        """Why what was seen tells nothing; empty where it does."""
+        spread = _spread(self._lengths)
+        if spread <= _SCATTERED:
+            return ""
+        fast, slow = min(self._lengths), max(self._lengths)
+        return (
+            f"steps took from {_milliseconds(fast)} to {_milliseconds(slow)} under version {self.version}, "
+            "and nothing changed between them"
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return sum(each.num_steps for each in self._seen)
+
+    def measured(self, best_seconds: float | None) -> Measured:
+        """What was seen so far, which is something."""
+        peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
+        names = dict.fromkeys(name for each in self._seen for name in each.phases)
+        working = [each.loading_processor_share for each in self._seen if each.loading_processor_share is not None]
+        looked_at = [each.phases for each in self._seen if each.phases]
+        return Measured(
+            point=self.point,
+            seconds=statistics.median(self._lengths),
+            spread=_spread(self._lengths),
+            num_steps=self.num_steps,
+            num_reports=len(self._seen),
+            unsure=_OF_A_MEDIAN * _spread(self._lengths) / math.sqrt(len(self._lengths)),
+            phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
+            loading_share=statistics.median(working) if working and not self.point.num_workers else None,
+            peak_bytes=max(peaks, default=None),
+            held_up_seconds=self._held_up,
+            is_brief=not self._has(1) and self._is_clear(best_seconds),
+        )
+
+    def _has(self, times: int) -> bool:
+        """Whether so many times as many steps have been seen as are wanted, in reports enough."""
+        num_reports = min(self._wanted, PROBE_STEPS)
+        return self.num_steps >= times * self._wanted and len(self._seen) >= times * num_reports
+
+    @property
+    def _lengths(self) -> list[float]:
+        return [each.step_seconds for each in self._seen]
+
+    def _is_clear(self, best_seconds: float | None) -> bool:
+        """Whether all steps took much longer; one alone may have been held up."""
+        if best_seconds is None or len(self._seen) < min(2, self._wanted):
+            return False
+        return min(self._lengths) > _MUCH_LONGER * best_seconds
+
+
+def together(one: Measured, other: Measured) -> Measured:
+    """What was measured at a point at two times."""
+    parts = one.num_steps + other.num_steps
+    logs = one.num_steps * math.log(one.seconds) + other.num_steps * math.log(other.seconds)
+    return replace(
+        other,
+        seconds=math.exp(logs / parts),
+        spread=max(one.spread, other.spread),
+        num_steps=parts,
+        num_reports=one.num_reports + other.num_reports,
+        unsure=max(one.unsure, other.unsure) / math.sqrt(2),
+        is_brief=one.is_brief and other.is_brief,
+    )
+
+
+def why_untrusted(seen: Seen, facts: JobFacts) -> str:
+    """Why nothing is to be decided by ``seen``: a sentence; empty where something may be."""
+    if seen.trouble:
+        return seen.trouble
+    num_asked = seen.world_size if seen.num_asked is None else seen.num_asked
+    if seen.num_ranks < num_asked:
+        return f"{seen.num_ranks} of {num_asked} ranks told of their steps"
+    if seen.world_size != facts.world_size:
+        return f"steps are told of by {seen.world_size} ranks, and what is known of the job is of {facts.world_size}"
+    if not (math.isfinite(seen.step_seconds) and _LEAST <= seen.step_seconds <= _MOST) or seen.num_steps < 1:
+        return f"a step is said to take {seen.step_seconds:g} s, {seen.num_steps} of them in a row"
+    lengths = seen.phases.values()
+    if not all(math.isfinite(each) and each >= 0 for each in lengths):
+        name = next(name for name, each in seen.phases.items() if not (math.isfinite(each) and each >= 0))
+        return f"{name} is said to take {seen.phases[name]:g} s of a step"
+    together = math.fsum(lengths)
+    if together > _MOST_OF_A_STEP * seen.step_seconds:
+        return (
+            f"the parts of a step add up to {_milliseconds(together)}, and a step is said to take "
+            f"{_milliseconds(seen.step_seconds)}"
+        )
+    return ""
+
+
+def _spread(lengths: Sequence[float]) -> float:
+    """Half of the way between the quarters of the lengths that are shortest and longest, as a logarithm."""
+    if len(lengths) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles((math.log(each) for each in lengths), n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+# --- steps that take much longer than was expected -------------------------------------------------------------------
+# Doubt: steps that take much longer than was expected: is it the point that was tried, or has the job's pace changed?
+# Pure.
+#
+# At a point that was measured before that is plain. What was measured at another one is set aside until the best point
+# has been measured again: only if steps there take as long as before it was the point.
+
+_OTHER_PACE = 0.2
+"""How much longer or shorter steps take at the same point, as a logarithm, where it is the pace."""
+_DOUBTFUL_LONGER = 0.4
+_DEVIATIONS = 2.0
+"""Steps are doubted that take longer than expected by so much, as a logarithm, and by so many deviations."""
+
+
+class Doubt:
+    """Of one search."""
+
+    def __init__(self) -> None:
+        self._aside: Measured | None = None
+
+    def is_doubtful(self, measured: Measured, expected_seconds: float | None, unsure: float) -> bool:
+        """Whether the best point is to be measured again before ``measured`` is learnt, which is kept until then."""
+        if expected_seconds is None:
+            return False
+        if math.log(measured.seconds / expected_seconds) < max(_DOUBTFUL_LONGER, _DEVIATIONS * unsure):
+            return False
+        self._aside = measured
+        return True
+
+    def other_pace(self, measured: Measured, before: Measured | None) -> float | None:
+        """How many times as long steps take as ``before`` at the same point; None where that is much the same."""
+        if before is None or before.is_brief:
+            return None
+        ratio = measured.seconds / before.seconds
+        return ratio if abs(math.log(ratio)) > _OTHER_PACE else None
+
+    def taken(self) -> Measured | None:
+        """What was set aside, which is no longer."""
+        aside, self._aside = self._aside, None
+        return aside
+
+
+# --- whether what a search has found still holds, or the search has to begin again, and why --------------------------
+# Two things are compared: steps with those before them, and facts of a job with those that a search was made for.
+
+LEAST_GAIN = 0.05
+"""What a change has to bring where a search has ended before: less is not worth beginning again."""
+_NUM_NAMED = 240
+"""Windows for which somebody who was slow is remembered: a pace is told after the rank that caused it."""
+
+
+class PaceWatch:
+    """Steps at the point that was settled on, window by window."""
+
+    def __init__(self) -> None:
+        self._detector = ChangeDetector(least_seconds=0.0)  # a window has many steps where they are short
+        self._slow_rank = ""
+        self._num_since = 0
+
+    def see(self, seen: Seen) -> PaceChange | None:
+        """Gives a change of pace at the window that shows it."""
+        self._num_since += 1
+        if seen.slow_rank:
+            self._slow_rank, self._num_since = seen.slow_rank, 0
+        return self._detector.see(seen.step, seen.step_seconds, (seen.version, seen.revision))
+
+    def why(self, change: PaceChange) -> str:
+        """What people are told of a change: who keeps the others waiting comes first."""
+        if self._slow_rank and self._num_since <= _NUM_NAMED and change.ratio > 1:
+            return f"{self._slow_rank}: {change.text}"
+        return change.text
+
+
+def changed_facts(before: JobFacts, now: JobFacts) -> str:
+    """What makes another job of it, for which there has to be another search: a sentence; empty where nothing does."""
+    if now.world_size != before.world_size:
+        return f"{now.world_size} ranks train instead of {before.world_size}"
+    if now.restart != before.restart:
+        return "the job's processes were started again"
+    if now.num_local != before.num_local or now.device != before.device:
+        ranks = f"{now.num_local} ranks with {now.device} to a machine"
+        return f"the job has {ranks}, before {before.num_local} with {before.device}"
+    if now.global_batch != before.global_batch:
+        return f"a step has {now.global_batch:,} samples instead of {before.global_batch:,}"
+    if now.share != before.share or now.num_replicas != before.num_replicas:
+        return f"a rank has {now.share:,} samples of a step instead of {before.share:,}"
+    if _plain(now.choices) != _plain(before.choices) or dict(now.fixed) != dict(before.fixed):
+        return "what the job can change while it trains is not what it was"
+    return ""
+
+
+def _plain(choices: Mapping[str, object]) -> dict[str, list[object]]:
+    return {key: list(each) if isinstance(each, (list, tuple)) else [each] for key, each in choices.items()}

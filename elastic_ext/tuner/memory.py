@@ -1,0 +1,333 @@
+"""Memory: the most that a rank's device would hold at some point, and whether that may be tried. Pure.
+
+What lies there between steps, *state*, follows from the plan in closed form. What passes take beside it, *passes*, lies
+on lines through what was worked out or measured at some sizes of micro-batches, one line for each part of a step: the
+peak is the most of these parts, and such a most lies on no line itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.records.text import size_in_words
+
+from .space import Point, Shape, point_of, shape_of
+
+__all__ = ["HEADROOM", "Memory", "Peak", "usable_bytes"]
+
+HEADROOM = 0.06
+"""Share of memory that is left free, where nobody says otherwise."""
+_UNSEEN = 1.1
+"""What a prediction that no step has confirmed is multiplied with."""
+_MOST_GROWTH = 4.0
+"""Passes that take so many times what any have taken are not tried where memory is short, or where it is measured."""
+_UNSURE = 0.015
+"""Of passes that are twice as large as any have been, what they may take beside what is expected."""
+_PLENTY = 0.7
+"""Of what may be used: below it memory is not short."""
+_KEPT_OF_BLOCKS = 0.5
+"""What blocks that are computed again are taken to hold still, of what they held, where that was never seen."""
+_PLAN = ("strategy", "shard_degree", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb")
+"""Fields of a point that say how the model lies."""
+_ALIKE = 0.97
+"""Predictions that differ by less than this tell nothing of which of two plans takes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What a device would hold at once."""
+
+    num_bytes: int
+    passes_bytes: int
+    """Of them, in passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What passes take by when it is the most, as the record of that says it."""
+
+    forward: float
+    loss: float
+    backward: float
+
+    @property
+    def most(self) -> float:
+        return max(self.forward, self.loss, self.backward)
+
+
+class Memory:
+    """Of one job, by its facts and by the peaks that its steps have had."""
+
+    def __init__(
+        self,
+        facts: JobFacts,
+        headroom: float | None = None,
+        before: Memory | None = None,
+        *,
+        limit_bytes: int | None = None,
+    ) -> None:
+        """``before`` is what was known of the same job, before there were these facts; ``limit_bytes`` what a rank may
+        take of its device at most, where a person says so."""
+        self._facts = facts
+        self._present = point_of(facts.values)
+        capacity = None if facts.memory is None else facts.memory.capacity_bytes
+        self._usable = usable_bytes(capacity, limit_bytes, HEADROOM if headroom is None else headroom)
+        self._seen: dict[Point, int | None] = {}
+        self._optimizer_takes = 1.0  # of the parameters, for a moment; foreach optimizers do, as long as nobody knows
+        self._refused: list[Point] = []
+        self._factor: float | None = None
+        self._most_passes = self._highest = 0
+        self._peaks: dict[Shape, Peak | None] = {}
+        self._parts: dict[tuple[int, float], _Parts | None] = {}
+        if before is not None:
+            self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
+            self._go_on_from(before)
+
+    def _go_on_from(self, before: Memory) -> None:
+        """What was seen counts for steps of as many samples, and what follows from it for any."""
+        if before._facts.share == self._facts.share:
+            for point, peak_bytes in before._seen.items():
+                self.see(point, peak_bytes)
+            return
+        self._factor, self._optimizer_takes = before._factor, before._optimizer_takes
+        self._most_passes, self._highest = before._most_passes, before._highest
+
+    def see(self, point: Point, peak_bytes: int | None) -> None:
+        """Steps were taken at ``point``, and no rank's device has ever held more."""
+        self._seen.setdefault(point, peak_bytes)
+        peak = self.peak(point)
+        if peak is None:
+            return
+        if peak_bytes is not None and peak_bytes < _ALIKE * peak.num_bytes and self._optimizer_takes:
+            self._optimizer_takes = 0.0  # it can not have been so much
+            self._peaks.clear()
+            peak = self.peak(point) or peak
+        self._most_passes = max(self._most_passes, peak.passes_bytes)
+        if peak_bytes is None or peak_bytes <= self._highest:
+            return
+        self._highest = peak_bytes  # of these steps, since it was less before them
+        self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
+
+    def peak(self, point: Point) -> Peak | None:
+        """The most that is expected; None where nothing is known of it."""
+        shape = shape_of(point, self._facts)
+        if shape not in self._peaks:
+            self._peaks[shape] = self._peak_of(shape)
+        return self._peaks[shape]
+
+    def expected_bytes(self, point: Point) -> int | None:
+        """The same with what steps have taken beyond it; None where memory is no concern either."""
+        peak = self.peak(point)
+        return None if peak is None or self._usable is None else int(peak.num_bytes * (self._factor or 1.0))
+
+    def why_not(self, point: Point) -> str:
+        """Why ``point`` may not be tried, since memory might not suffice: a sentence; empty where it may be."""
+        for refused in [*self._refused, *self._bound_points()]:
+            if self._takes_no_less(point, refused):
+                return f"memory did not suffice for {_words(refused)}, and {_words(point)} takes no less"
+        if self._usable is None:
+            return self._why_not_unlimited(point)
+        peak = self.peak(point)
+        if peak is None:
+            return "" if point == self._present else f"nothing is known of the memory that {_words(point)} takes"
+        expected = (peak.num_bytes + self._unsure_bytes(peak)) * (_UNSEEN if self._factor is None else self._factor)
+        expected = min(expected, self._seen.get(point) or expected)
+        if expected > self._usable:
+            return f"{_words(point)} would take {size_in_words(int(expected))} of {size_in_words(int(self._usable))}"
+        is_far = self._most_passes and peak.passes_bytes > _MOST_GROWTH * self._most_passes
+        if is_far and (self._is_measured or expected > _PLENTY * self._usable):
+            times = peak.passes_bytes / self._most_passes
+            return f"passes of {_words(point)} would take {times:.1f} times what any have taken so far"
+        return ""
+
+    def _unsure_bytes(self, peak: Peak) -> float:
+        """What passes may take beside what is expected of them, since none have been so large yet."""
+        if not self._most_passes or peak.passes_bytes <= self._most_passes:
+            return 0.0
+        return _UNSURE * peak.passes_bytes * min(math.log2(peak.passes_bytes / self._most_passes), 2.0)
+
+    def _why_not_unlimited(self, point: Point) -> str:
+        """Without a limit that is known everything may be tried, where there is none; where there may be one, no more
+        than is taken now."""
+        if self._facts.device == "cpu":
+            return ""
+        if _same_plan(point, self._present) and self._micro_batch(point) <= self._micro_batch(self._present):
+            return ""
+        return f"nothing is known of the memory that {_words(point)} takes, and it may be more than is taken now"
+
+    # ---- what did not suffice ----
+
+    def _bound_points(self) -> list[Point]:
+        bound = self._facts.bound
+        return [] if bound is None else [self._present._replace(batch_size=bound)]
+
+    def _takes_no_less(self, point: Point, refused: Point) -> bool:
+        """Whether ``point`` takes as much as what did not fit, by the same plan or by prediction."""
+        if not _same_plan(point, refused):
+            ours, theirs = self.peak(point), self.peak(refused)
+            if ours is not None and theirs is not None:
+                return ours.num_bytes >= _ALIKE * theirs.num_bytes
+        return self._micro_batch(point) >= self._micro_batch(refused)
+
+    def _micro_batch(self, point: Point) -> int:
+        return shape_of(point, self._facts).micro_batch
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._facts.memory is not None and self._facts.memory.source == "measured"
+
+    # ---- prediction ----
+
+    def _update_bytes(self, memory: MemoryFacts) -> float:
+        """What the optimizer's step takes for itself, of a whole model."""
+        return memory.update_bytes or self._optimizer_takes * memory.parameter_bytes
+
+    def _peak_of(self, shape: Shape) -> Peak | None:
+        memory = self._facts.memory
+        if memory is None:
+            return None
+        size = shape.micro_batch, shape.activation_checkpoint
+        if size not in self._parts:
+            self._parts[size] = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        parts = self._parts[size]
+        if parts is None:
+            return None
+        degree = shape.shard_degree
+        state = (memory.parameter_bytes + memory.optimizer_bytes) / degree + memory.buffer_bytes + memory.besides_bytes
+        gathered = _gathered_bytes(memory, shape)
+        gradients = _gradient_bytes(memory, shape, self._facts.world_size)
+        scale = memory.scale
+        between = max(
+            state + gathered + gradients.forward + scale * max(parts.forward, parts.loss),
+            state + gathered + gradients.backward + scale * parts.backward,
+            state + gradients.optimizer + self._update_bytes(memory) / degree,
+        )
+        return Peak(int(between), int(scale * parts.most))
+
+
+def usable_bytes(capacity_bytes: int | None, allowed_bytes: int | None, headroom: float) -> float | None:
+    """What may be taken of what there is for a process and of what a person allows, None where neither is known."""
+    known = [each for each in (capacity_bytes, allowed_bytes) if each is not None]
+    return min(known) * (1 - headroom) if known else None
+
+
+def _same_plan(one: Point, other: Point) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in _PLAN)
+
+
+def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
+    """Whole parameters beside the parts of them that are there between steps."""
+    if not shape.is_sharded:
+        return 0.0
+    if shape.strategy == "shard_grad_op":
+        return float(memory.parameter_bytes)
+    blocks = min((1 + shape.ahead) * shape.unit * memory.block_bytes, memory.parameter_bytes - memory.other_bytes)
+    return float(blocks + memory.other_bytes)
+
+
+class _Gradients(NamedTuple):
+    """Bytes of gradients: while a forward pass runs, in the last backward pass, and as the optimizer steps."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+
+def _gradient_bytes(memory: MemoryFacts, shape: Shape, world_size: int) -> _Gradients:
+    whole, has_earlier = float(memory.gradient_bytes), shape.num_micro_steps > 1
+    if not shape.is_sharded:
+        buckets = whole if world_size > 1 else 0.0  # DDP has a copy of its own
+        return _Gradients(whole * has_earlier + buckets, whole + buckets, whole + buckets)
+    part = whole / shape.shard_degree
+    of_unit = min(whole, whole / max(memory.parameter_bytes, 1) * shape.unit * memory.block_bytes)
+    if has_earlier:  # they are added up whole, and shared out unit by unit in the last micro-step
+        return _Gradients(whole, whole + of_unit, part)
+    return _Gradients(0.0, part + 2 * of_unit, part)
+
+
+# ---- passes: lines through what is known ----
+
+
+def _passes_at(passes: Sequence[PassesMemory], shape: Shape, num_blocks: int) -> _Parts | None:
+    """What passes take; None where nothing is known of any."""
+    by_ratio: dict[float, list[PassesMemory]] = {}
+    for each in passes:
+        by_ratio.setdefault(each.activation_checkpoint, []).append(each)
+    if not by_ratio:
+        return None
+    known = {ratio: _on_lines(found, shape.micro_batch) for ratio, found in by_ratio.items()}
+    least, most = min(known), max(known)
+    if least > 0:
+        known[0.0] = _with_none_recomputed(known[least], least, num_blocks)
+    if most < 1:
+        known[1.0] = _with_all_recomputed(known[most], most)
+    return _between(known, shape.activation_checkpoint)
+
+
+def _on_lines(found: Sequence[PassesMemory], micro_batch: int) -> _Parts:
+    sizes = sorted({each.micro_batch for each in found})
+    most = {size: [each for each in found if each.micro_batch == size] for size in sizes}
+
+    def line(name: str) -> float:
+        return _on_line([(size, max(getattr(each, name) for each in most[size])) for size in sizes], micro_batch)
+
+    return _Parts(line("forward_bytes"), line("loss_bytes"), line("backward_bytes"))
+
+
+def _on_line(known: Sequence[tuple[int, float]], size: int) -> float:
+    """At ``size``, between two that are known or on from them; no less than a smaller one takes."""
+    first, last = known[0], known[-1]
+    if size <= first[0]:
+        return first[1]
+    for (low, few), (high, many) in itertools.pairwise(known):
+        if size <= high:
+            return few + (many - few) * (size - low) / (high - low)
+    if len(known) == 1:
+        return last[1] * size / last[0]
+    before = known[-2]
+    slope = max((last[1] - before[1]) / (last[0] - before[0]), (last[1] - first[1]) / (last[0] - first[0]), 0.0)
+    return last[1] + slope * (size - last[0])
+
+
+def _with_none_recomputed(parts: _Parts, ratio: float, num_blocks: int) -> _Parts:
+    """No less than passes take then, as nobody knows: each block has been there whole, as it was computed again."""
+    times = max(num_blocks, 1) + 1.0
+    if ratio < 1:
+        times = min(times, 1 / (1 - ratio))
+    more = (times - 1) * parts.most
+    return _Parts(parts.forward + more, parts.loss + more, parts.backward + more)
+
+
+def _with_all_recomputed(parts: _Parts, ratio: float) -> _Parts:
+    """Rather more than passes take then, as nobody knows: logits are there as before."""
+    less = (1 - _KEPT_OF_BLOCKS) * (1 - ratio) * parts.forward
+    return _Parts(parts.forward - less, max(parts.loss - less, 0.0), max(parts.backward - less, 0.0))
+
+
+def _between(known: dict[float, _Parts], ratio: float) -> _Parts:
+    ratios = sorted(known)
+    if ratio <= ratios[0]:
+        return known[ratios[0]]
+    for low, high in itertools.pairwise(ratios):
+        if ratio <= high:
+            part = (ratio - low) / (high - low)
+            one, other = known[low], known[high]
+            return _Parts(
+                one.forward + (other.forward - one.forward) * part,
+                one.loss + (other.loss - one.loss) * part,
+                one.backward + (other.backward - one.backward) * part,
+            )
+    return known[ratios[-1]]
+
+
+def _words(point: Point) -> str:
+    recomputed = point.activation_checkpoint
+    computed = (
+        f" with {recomputed:.0%} of blocks computed again" if isinstance(recomputed, float) and recomputed else ""
+    )
+    return f"{point.batch_size} samples at once by {point.strategy or 'the present plan'}{computed}"

@@ -1,0 +1,451 @@
+"""A model of how long a step takes at any point, learnt from measured steps. Pure, with numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ext.records.metrics import JobFacts
+
+from .measurements import Measured
+from .space import Point, Shape, shape_of
+
+__all__ = ["NAMES", "Columns", "Fitted", "Floats", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
+
+
+# --- many points at once, as arrays of numbers: what a model of steps computes with ----------------------------------
+
+Floats: TypeAlias = NDArray[np.float64]
+
+_STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+_BYTES_OF_A_PARAMETER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A number of each point in each."""
+
+    micro_batch: Floats
+    num_micro_steps: Floats
+    num_workers: Floats
+    num_processors: Floats
+    """That there are for a rank and its workers."""
+    prefetch_factor: Floats
+    is_pinned: Floats
+    is_sharded: Floats
+    shard_degree: Floats
+    recomputed: Floats
+    """Share of blocks,"""
+    gathers_again: Floats
+    """Whether parameters are gathered for the backward pass too."""
+    gather_near: Floats
+    """Bytes of parameters that a rank gets for one pass of a micro-step from ranks on its own machine,"""
+    gather_far: Floats
+    """... and from others,"""
+    num_units: Floats
+    """... in so many parts; 0 where nothing is gathered;"""
+    units_ahead: Floats
+    """... so many of which are on their way before they are needed."""
+    share_near: Floats
+    """Bytes of gradients that a rank sends in a step to ranks on its own machine,"""
+    share_far: Floats
+    """... and to others,"""
+    num_parts: Floats
+    """... in so many parts, the last of which has nothing beside which it could be sent."""
+    part_near: Floats
+    part_far: Floats
+    """Bytes of such a part."""
+    same: NDArray[np.intp]
+    """A number that points share that come to the same."""
+    features: Floats
+    """(points, features): how near two points are to each other."""
+
+    def at(self, index: Sequence[int] | NDArray[np.intp]) -> Columns:
+        """Of some of the points."""
+        chosen = np.asarray(index, dtype=np.intp)
+        return Columns(*(getattr(self, each.name)[chosen] for each in fields(self)))
+
+
+def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
+    """All of ``points``, in their order."""
+    shapes = [shape_of(point, facts) for point in points]
+    known: dict[Shape, int] = {}
+    same = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.intp)
+    numbers = np.array([_numbers(shape) for shape in shapes], dtype=np.float64).T
+    micro, steps, workers, ahead, pinned, strategy, degree, unit, recomputed, units_ahead, bucket = numbers
+    traffic = _Traffic(facts, strategy, degree, unit, bucket)
+    features = [
+        np.log2(micro) / 6,
+        np.log2(workers + 1) / 2,
+        np.log2(np.maximum(ahead, 1)) / 6,
+        pinned / 2,
+        *(0.7 * (strategy == each) for each in range(len(_STRATEGIES))),
+        np.log2(degree) / 8,
+        np.log2(np.maximum(unit, 1)) / 4,
+        recomputed,
+        units_ahead / 6,
+        np.log2(np.maximum(bucket, 2**20) / 2**20) / 8,
+    ]
+    return Columns(
+        micro_batch=micro,
+        num_micro_steps=steps,
+        num_workers=workers,
+        num_processors=np.full(len(points), float(facts.num_processors)),
+        prefetch_factor=np.maximum(ahead, 1),
+        is_pinned=pinned,
+        is_sharded=np.minimum(unit, 1.0),
+        shard_degree=degree,
+        recomputed=recomputed,
+        gathers_again=np.where(strategy >= _STRATEGIES.index("full_shard"), 1.0, 0.0),
+        gather_near=traffic.gather_near,
+        gather_far=traffic.gather_far,
+        num_units=traffic.num_units,
+        units_ahead=units_ahead,
+        share_near=traffic.share_near,
+        share_far=traffic.share_far,
+        num_parts=traffic.num_parts,
+        part_near=traffic.part_near,
+        part_far=traffic.part_far,
+        same=same,
+        features=np.stack(features, axis=1),
+    )
+
+
+def _numbers(shape: Shape) -> tuple[float, ...]:
+    return (
+        shape.micro_batch,
+        shape.num_micro_steps,
+        shape.num_workers,
+        shape.prefetch_factor,
+        shape.is_pinned,
+        _STRATEGIES.index(shape.strategy) if shape.strategy in _STRATEGIES else 0,
+        shape.shard_degree,
+        shape.unit,
+        shape.activation_checkpoint,
+        shape.ahead,
+        shape.bucket_bytes,
+    )
+
+
+class _Traffic:
+    """What a rank sends in a step, by rings.
+
+    Parameters are gathered in every micro-step, for each pass or once for both. Gradients are added up on each rank,
+    and shared out at the end of a step.
+    """
+
+    def __init__(self, facts: JobFacts, strategy: Floats, degree: Floats, unit: Floats, bucket: Floats) -> None:
+        memory, num_blocks = facts.memory, max(facts.num_blocks, 1)
+        known = _BYTES_OF_A_PARAMETER * facts.num_parameters
+        parameters = float(memory.parameter_bytes if memory else known)
+        gradients = float(memory.gradient_bytes if memory else known)
+        is_sharded, is_alone = unit > 0, facts.world_size == 1
+        copies = facts.world_size / degree
+        spans_machines = facts.world_size > facts.num_local
+        is_far = np.logical_and(spans_machines, degree > facts.num_local)
+        gathered = np.where(is_sharded, parameters * (degree - 1) / degree, 0.0)
+        self.gather_near, self.gather_far = _by_link(gathered, is_far)
+        self.num_units = np.where(is_sharded & (degree > 1), np.ceil(num_blocks / np.maximum(unit, 1)) + 1, 0.0)
+        within = _by_link(gradients * (degree - 1) / degree, is_far)
+        between = _by_link(2 * gradients / degree * (copies - 1) / copies, np.full(len(unit), spans_machines))
+        self.share_near, self.share_far = (inside + beside for inside, beside in zip(within, between, strict=True))
+        buckets = np.ceil(gradients / np.maximum(bucket, 1.0))
+        self.num_parts = np.where(is_sharded, self.num_units * (1 + (copies > 1)), 2 * buckets) * (not is_alone)
+        block = float(memory.block_bytes if memory and memory.block_bytes else parameters / num_blocks)
+        part = np.where(is_sharded, unit * block, np.minimum(bucket, gradients)) * (not is_alone)
+        self.part_near, self.part_far = _by_link(part, np.where(is_sharded, is_far, spans_machines))
+
+
+def _by_link(size: Floats, is_far: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """What goes to ranks on the same machine, and what goes to others."""
+    return np.where(is_far, 0.0, size), np.where(is_far, size, 0.0)
+
+
+# --- what a step takes at any point, by a few numbers of the job that are learnt from the steps it takes -------------
+# A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
+# computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
+# accelerator; and waiting for samples, which workers load meanwhile. What they need of a processor for that the step
+# has to do without, where there are none to spare. It leaves much out, on purpose: search.py learns what it is wrong
+# by.
+#
+# The numbers are those that are most likely by what was measured, phase by phase, and by what is usual. With them comes
+# how sure they are.
+
+NAMES = (
+    "micro_step",  # seconds of a micro-step, whatever its size,
+    "sample",  # ... and of a sample in it,
+    "least_micro_step",  # ... and at least, since operations have to be started
+    "recomputing",  # share of that, where all blocks are computed again
+    "sharded_passes",  # times as long, where parameters are gathered,
+    "unit",  # ... and seconds of the host in each micro-step for each unit of them
+    "gather",  # bytes that a parameter is gathered with, of those that it has
+    "near",  # seconds of a byte to a rank of the same machine,
+    "far",  # ... to another machine,
+    "message",  # ... and of a message
+    "beside",  # share of computing beside which something can be sent, one unit ahead of its use, as log odds
+    "loading",  # seconds of a sample in one loader,
+    "working",  # ... of which so much takes a processor, as odds,
+    "collating",  # ... and seconds of a batch in it
+    "handing",  # seconds of a processor for each batch that a worker hands over, on either side
+    "loaders",  # that make progress side by side,
+    "hindering",  # ... share by which each further one slows down the others,
+    "unevenness",  # ... and share by which the time of a batch differs from others
+    "optimizer",  # seconds of a step with the whole model
+    "copying",  # seconds of a sample to the accelerator, from pageable memory,
+    "pinned",  # ... times that, from pinned memory
+    "other",  # seconds of a step besides
+)
+"""Of the numbers, whose logarithms are learnt."""
+_FORWARD = 1 / 3
+"""Of both passes."""
+_SOFT = 0.05
+"""Corners are rounded off by this share."""
+_TOO_MANY = 0.25
+"""Power by which more loaders than make progress hold each other up."""
+
+
+_NUM_DRAWN = 12
+
+
+class Prior(NamedTuple):
+    """What the numbers are usually, and how far they lie from that."""
+
+    mean: Floats
+    deviation: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The most likely numbers, and how sure they are."""
+
+    numbers: Floats
+    covariance: Floats
+
+    def log_seconds(self, columns: Columns, share: int) -> Floats:
+        """(draws, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
+        roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
+        drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
+        moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
+        return np.stack([_log_steps(self.numbers + each, columns, share) for each in moved])
+
+
+def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats]:
+    """What steps take by phase: passes, communication, optimizer, transfer, data, other."""
+    value = dict(zip(NAMES, np.exp(numbers), strict=True))
+    steps, is_sharded = columns.num_micro_steps, columns.is_sharded > 0
+    plain = _longer(value["micro_step"] + value["sample"] * share / steps, value["least_micro_step"])
+    plain = plain * np.where(is_sharded, value["sharded_passes"], 1.0)
+    plain = plain + value["unit"] * columns.num_units
+    forward = _FORWARD * plain
+    backward = plain * (1 - _FORWARD + value["recomputing"] * columns.recomputed)
+    beside = value["beside"] / (1 + value["beside"])
+    gather = value["gather"] * (value["near"] * columns.gather_near + value["far"] * columns.gather_far)
+    gather = gather + value["message"] * columns.num_units
+    first = gather / np.maximum(columns.num_units, 1.0)
+    ahead = columns.units_ahead
+    gathered_beside = np.where(is_sharded & (ahead != 1), 1 - (1 - beside) ** ahead, beside)
+    waits = _left(gather, gathered_beside * forward) + first
+    waits = waits + columns.gathers_again * (_left(gather, gathered_beside * backward) + first)
+    passes = steps * (forward + backward + waits)
+    sending = value["near"] * columns.share_near + value["far"] * columns.share_far
+    sending = sending + value["message"] * columns.num_parts
+    last = value["near"] * columns.part_near + value["far"] * columns.part_far
+    exposed = _left(sending, beside * backward) + np.minimum(last, sending)
+    optimizer = value["optimizer"] / columns.shard_degree
+    copying = share * value["copying"] * np.where(columns.is_pinned > 0, value["pinned"], 1.0)
+    parts = {
+        "passes": passes,
+        "communication": exposed,
+        "optimizer": optimizer,
+        "transfer": copying,
+        "other": np.full_like(passes, value["other"]),
+    }
+    busy: Floats = sum(parts.values(), np.zeros_like(passes))
+    longer = _crowded(value, columns, share, busy) / busy
+    phases = {name: each * longer for name, each in parts.items()}
+    return {**phases, "data": _waiting(value, columns, share, busy * longer)}
+
+
+def _loading(value: Mapping[str, float], columns: Columns, share: int) -> Floats:
+    """Of all samples of a step, by one loader."""
+    return share * value["loading"] + columns.num_micro_steps * value["collating"]
+
+
+def _crowded(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
+    """What takes ``busy`` with a processor of its own, where workers want processors too."""
+    working = value["working"] / (1 + value["working"]) * _loading(value, columns, share)
+    handing = columns.num_micro_steps * value["handing"]
+    besides = (working + handing) / columns.num_processors
+    lacking = besides - busy * (1 - 1 / columns.num_processors)
+    return busy + np.where(columns.num_workers > 0, _above(lacking, _SOFT * besides), 0.0)
+
+
+def _left(sending: Floats, beside: Floats) -> Floats:
+    """What is still to be sent when all is computed beside which it could be."""
+    return _above(sending - beside, _SOFT * sending)
+
+
+def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
+    alone = _loading(value, columns, share)
+    workers = np.maximum(columns.num_workers, 1.0)
+    most = value["loaders"]
+    at_once = 1 / _longer(1 / workers, 1 / most, 12.0) / (1 + value["hindering"] * (workers - 1))
+    too_many = np.maximum(workers / most, 1.0) ** _TOO_MANY
+    loading = alone / at_once * too_many
+    uneven = (
+        value["unevenness"] * loading / np.sqrt(workers * columns.prefetch_factor) * np.minimum(loading / busy, 1.0)
+    )
+    handing = columns.num_micro_steps * value["handing"]
+    return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading) + uneven + handing, alone)
+
+
+def _longer(one: Floats, other: float, power: float = 6.0) -> Floats:
+    return np.asarray((one**power + other**power) ** (1 / power))
+
+
+def _above(value: Floats, soft: Floats) -> Floats:
+    return 0.5 * (value + np.sqrt(value * value + soft * soft))
+
+
+def _log_steps(numbers: Floats, columns: Columns, share: int) -> Floats:
+    total: Floats = sum(phases_of(numbers, columns, share).values(), np.zeros(len(columns.micro_batch)))
+    return np.log(total)
+
+
+# ---- what is usual ----
+
+
+def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
+    """Before anything is learnt but what steps take at the ``first`` point, which ``columns`` is of."""
+    share, steps = facts.share, float(columns.num_micro_steps[0])
+    seen = _seen_phases(first)
+    passes = max(seen.get("passes", first.seconds), 0.02 * first.seconds)
+    little = 1e-3 * first.seconds
+    workers = max(float(columns.num_workers[0]), 1.0)
+    waited = seen.get("data", 0.0)
+    is_short = float(columns.num_workers[0]) == 0 or waited > 0.05 * first.seconds
+    loading = (waited if columns.num_workers[0] == 0 else workers * first.seconds) if is_short else 0.0
+    is_gpu = facts.device != "cpu"
+    pinned = bool(columns.is_pinned[0])
+    copied = max(seen.get("transfer", 0.0), little)
+    known = {
+        "micro_step": (0.3 * passes / steps, 1.0),
+        "sample": (0.6 * passes / share, 0.8),
+        "least_micro_step": (0.2 * passes / steps, 1.0),
+        "recomputing": (1 / 3, 0.2),
+        "sharded_passes": (1.02, 0.04),
+        "unit": (2e-4, 0.8),
+        "gather": (0.7, 0.4),
+        "near": (1e-11 if is_gpu else 1e-9, 1.2),
+        "far": (2e-10 if is_gpu else 4e-9, 1.5),
+        "message": (6e-5 if is_gpu else 2e-4, 0.7),
+        "beside": (3.0, 0.8),
+        "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
+        "working": (1.0 if first.loading_share is None else _odds(_within(first.loading_share, 0.02)), 0.7),
+        "collating": (5e-5, 1.0),
+        "handing": (2e-4, 1.0),
+        "loaders": (facts.num_processors / _within(first.loading_share, 0.1), 1.0),
+        "hindering": (0.02, 0.8),
+        "unevenness": (0.15, 0.8),
+        "optimizer": (max(seen.get("optimizer", 0.0), little) * float(columns.shard_degree[0]), 0.5),
+        "copying": (copied / share * (5.0 if pinned else 1.0), 0.7),
+        "pinned": (0.2, 1.0),
+        "other": (max(seen.get("other", 0.0), little), 0.5),
+    }
+    return Prior(
+        mean=np.log(np.array([known[name][0] for name in NAMES])),
+        deviation=np.array([known[name][1] for name in NAMES]),
+    )
+
+
+def _within(share: float | None, least: float) -> float:
+    """A share that is neither next to nothing nor all; all where it is not known."""
+    return 1.0 if share is None else min(max(share, least), 0.98)
+
+
+def _odds(share: float) -> float:
+    return share / (1 - share)
+
+
+def _seen_phases(measured: Measured) -> dict[str, float]:
+    """What was measured of the phases of this model; empty where steps were not looked at."""
+    phases = measured.phases
+    if not phases:
+        return {}
+    named = {name: phases.get(name, 0.0) for name in ("communication", "optimizer", "transfer", "data")}
+    passes = sum(phases.get(name, 0.0) for name in ("forward", "backward"))
+    rest = sum(phases.values()) - sum(named.values()) - passes
+    return {**named, "passes": passes, "other": max(rest, 0.0)}
+
+
+# ---- learning ----
+
+_OF_A_STEP = 0.08
+"""How far steps lie from what the best numbers say, as a logarithm."""
+_OF_A_PHASE = 0.10
+_FLOOR = 0.02
+"""Share of a step below which a phase is not told from nothing."""
+_MOST_ROUNDS = 25
+
+
+def fit(prior: Prior, measured: Sequence[Measured], columns: Columns, share: int) -> Fitted:
+    """The most likely numbers by all that was ``measured`` at the points that ``columns`` is of, in their order."""
+    wanted = _Wanted(measured, columns, share)
+    numbers = np.array(prior.mean, dtype=np.float64)
+    damping, residuals = 1e-2, _all(numbers, prior, wanted)
+    for _ in range(_MOST_ROUNDS):
+        slopes = _slopes(numbers, prior, wanted, residuals)
+        square = slopes.T @ slopes
+        step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slopes.T @ residuals)
+        moved = numbers + np.clip(step, -1.5, 1.5)
+        tried = _all(moved, prior, wanted)
+        better = float(residuals @ residuals - tried @ tried)
+        if better > 0:
+            numbers, residuals, damping = moved, tried, max(damping / 5, 1e-6)
+            if better < 1e-4 * float(tried @ tried) + 1e-9:
+                break
+        else:
+            damping *= 6
+            if damping > 1e6:
+                break
+    slopes = _slopes(numbers, prior, wanted, residuals)
+    return Fitted(numbers=numbers, covariance=np.linalg.inv(slopes.T @ slopes))
+
+
+class _Wanted:
+    """What the numbers are to say of what was measured."""
+
+    def __init__(self, measured: Sequence[Measured], columns: Columns, share: int) -> None:
+        self.columns, self.share = columns, share
+        self.seconds = np.array([each.seconds for each in measured])
+        self.least = _FLOOR * self.seconds
+        phases = [_seen_phases(each) for each in measured]
+        self.has_phases = np.array([bool(each) for each in phases])
+        names = ("passes", "communication", "optimizer", "transfer", "data", "other")
+        self.phases = {name: np.array([each.get(name, 0.0) for each in phases]) for name in names}
+
+    def residuals(self, numbers: Floats) -> Floats:
+        said = phases_of(numbers, self.columns, self.share)
+        steps = sum(said.values(), np.zeros(len(self.seconds)))
+        found = [np.log(steps / self.seconds) / _OF_A_STEP]
+        for name, seen in self.phases.items():
+            off = np.log((said[name] + self.least) / (seen + self.least)) / _OF_A_PHASE
+            found.append(np.where(self.has_phases, off, 0.0))
+        return np.concatenate(found)
+
+
+def _all(numbers: Floats, prior: Prior, wanted: _Wanted) -> Floats:
+    return np.concatenate([wanted.residuals(numbers), (numbers - prior.mean) / prior.deviation])
+
+
+def _slopes(numbers: Floats, prior: Prior, wanted: _Wanted, residuals: Floats) -> Floats:
+    slopes = np.empty((len(residuals), len(numbers)))
+    for at in range(len(numbers)):
+        moved = numbers.copy()
+        moved[at] += 1e-4
+        slopes[:, at] = (_all(moved, prior, wanted) - residuals) / 1e-4
+    return slopes

@@ -1,0 +1,496 @@
+"""Which point is tried next, which is the best so far, and how long training stands still for a change. Pure, with
+numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ext.config.keys import TuningSection
+from elastic_ext.records.metrics import JobFacts
+
+from .costs import Budget
+from .measurements import LEAST_GAIN, PROBE_STEPS, Measured, together
+from .memory import Memory
+from .model import Fitted, Floats, Prior, columns_of, fit, prior_of
+from .space import KEYS, Point, micro_batches_of, space_of
+
+__all__ = ["Proposal", "Search", "Switching", "cost_of_probes"]
+
+
+# --- how long training stands still for a change from one point to another, and what a probe costs with that ---------
+# How long it stands still is guessed by what has to be moved, and corrected by how long it did.
+
+_LOADED, _LAID_OUT, _WRAPPED = slice(1, 4), slice(4, 7), slice(7, 10)
+"""Fields of a point: of the loader, of where the model lies, and of how it is wrapped there."""
+assert list(Point._fields)[_LOADED] == ["num_workers", "prefetch_factor", "pin_memory"]
+assert list(Point._fields)[_LAID_OUT] == ["strategy", "shard_degree", "unit"]
+assert list(Point._fields)[_WRAPPED] == ["activation_checkpoint", "prefetch", "bucket_cap_mb"]
+_SECONDS_TO_MOVE = 1.0
+_BYTES_PER_SECOND = 2e9
+_SECONDS_TO_WRAP = 0.1
+_SECONDS_TO_START = 0.4
+_BYTES_OF_A_PARAMETER = 12
+"""With its optimizer's state, where that is not known."""
+
+
+class Switching:
+    """Of one job."""
+
+    def __init__(self, facts: JobFacts) -> None:
+        memory = facts.memory
+        size = _BYTES_OF_A_PARAMETER * facts.num_parameters
+        if memory is not None:
+            size = memory.parameter_bytes + memory.optimizer_bytes
+        self._to_move = _SECONDS_TO_MOVE + size / facts.world_size / _BYTES_PER_SECOND
+        self._to_start = _SECONDS_TO_START
+
+    def see(self, old: Point, new: Point, seconds: float) -> None:
+        """A change was waited for so long."""
+        if old[_LAID_OUT] != new[_LAID_OUT]:
+            self._to_move = (self._to_move + seconds) / 2
+        elif old[_LOADED] != new[_LOADED] and old[_WRAPPED] == new[_WRAPPED]:
+            self._to_start = (self._to_start + seconds) / 2
+
+    def seconds(self, here: Point, points: Sequence[Point]) -> Floats:
+        """For a change from ``here`` to each of ``points``."""
+        laid_out, wrapped, loaded = here[_LAID_OUT], here[_WRAPPED], here[_LOADED]
+        found = [
+            (self._to_move if point[_LAID_OUT] != laid_out else _SECONDS_TO_WRAP if point[_WRAPPED] != wrapped else 0.0)
+            + (self._to_start if point[_LOADED] != loaded else 0.0)
+            for point in points
+        ]
+        return np.array(found)
+
+
+def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_steps: int, usual: float) -> Floats:
+    """What has to be saved for probes whose steps take so long, and the changes to them ``switching``.
+
+    A probe is as many steps as are measured and one more, or as long as it takes that as many are told of: short steps
+    are told of by the second. ``usual`` is a step's length where that of the user's own config is not known.
+    """
+    own = usual if budget.own_seconds is None else budget.own_seconds
+    num_reports = min(probe_steps, PROBE_STEPS) + 1
+    num_steps = np.maximum(probe_steps + 1, num_reports * budget.report_seconds / seconds)
+    return budget.least_pace * (num_steps * seconds + switching) - num_steps * own
+
+
+# --- which point is to be tried next, and which is the best so far ---------------------------------------------------
+# What a step takes at a point is what the model says, times what the model is wrong by; the logarithm of the latter is
+# taken for a Gaussian process, in which points that are alike are wrong alike. Of the points that fit into memory the
+# one is tried whose expected improvement is largest, once what it costs to change to it is taken off; where that is
+# less than one percent, the search is over.
+
+_LEAST_IMPROVEMENT = 0.01
+_AMPLITUDES = (0.02, 0.03, 0.045, 0.065, 0.09)
+"""How far the model may be wrong, as a logarithm: the most likely of these by what it was wrong by,"""
+_USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
+"""... and by what is usual, and how far, as a logarithm, it lies from that,"""
+_DISTANCE = 0.6
+"""... and how far points lie from each other that are wrong in ways of their own."""
+_ALMOST = 0.5
+"""Of the largest gain: points with so much of it are worth saving up for as well."""
+_NOT_WORTH_GOING_BACK = 0.007
+"""A point that is in force is the best where another one is better by less than this share."""
+_MOST_TIMES = 4.0
+"""A probe's steps are expected to take at most so many times as long as those at the best point."""
+_WAITED = 0.1
+"""Of a step: where more of it is waited for samples, points with other workers are tried that nothing speaks for,"""
+_TIMES_OF_A_NEIGHBOUR = 1.5
+"""... unless they are expected to take so many times as long."""
+_MAY_HAVE_CHANGED = 0.5
+"""How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
+_NOISE = 0.025
+"""Of one measured point, and no less however often it is measured,"""
+_LEAST_NOISE = 0.01
+_BRIEF_NOISE = 0.06
+"""... and of one that was left early."""
+_SURELY, _CLOSE = 3.0, 0.1
+"""So many deviations of what was measured, and at least so far as a logarithm, is what noise may make of it."""
+_HORIZON_SECONDS = 600.0
+_HORIZON_STEPS = 1000
+"""Within these, a change has to pay for itself."""
+_MOST_POINTS = 40
+"""Measured points that are learnt from, the newest and the best of them."""
+_SURE = 0.5
+"""Deviations by which a probe may be slower than expected, when it is asked whether it can be paid for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A point to be tried."""
+
+    point: Point
+    seconds: float
+    """What a step is expected to take,"""
+    least_seconds: float
+    """... what it takes if all goes well,"""
+    most_seconds: float
+    """... and at most, as far as can be told."""
+    cost: float = 0.0
+    """What has to be saved before it can be tried, in seconds,"""
+    is_affordable: bool = True
+    """... and whether that has been."""
+
+
+class Search:
+    """One search over the points of one job."""
+
+    def __init__(
+        self, facts: JobFacts, tuning: TuningSection, *, before: Search | None = None, is_again: bool = False
+    ) -> None:
+        """``before`` has learnt what steps of the same job take; ``is_again``: little gains are not worth another."""
+        self._tuning = tuning
+        self._prior: Prior | None = before.learnt if before is not None else None
+        self._switching: Switching = before._switching if before is not None else Switching(facts)
+        self._least_gain = LEAST_GAIN if is_again else _LEAST_IMPROVEMENT
+        self._measured: dict[Point, Measured] = {}
+        self._refused: dict[Point, None] = {}
+        self._last: Point | None = None
+        self._expected: _Expected | None = None
+        self._best: Measured | None = None
+        self._take(facts, before)
+
+    def _take(self, facts: JobFacts, before: Search | None) -> None:
+        self._facts = facts
+        self._space = space_of(facts, self._tuning)
+        self._columns = columns_of(self._space.points, facts)
+        self._places = {point: at for at, point in enumerate(self._space.points)}
+        is_alike = before is not None and before._facts.world_size == facts.world_size
+        memory = before._memory if before is not None and is_alike else None
+        self._memory: Memory = Memory(facts, self._tuning.headroom, memory, limit_bytes=self._tuning.memory_bytes)
+
+    # ---- what is learnt ----
+
+    @property
+    def best(self) -> Measured | None:
+        """The measured point that is expected to be the fastest, and what its steps are expected to take."""
+        if self._best is None:
+            possible = [each for point, each in self._measured.items() if point not in self._refused]
+            if not possible:
+                return None
+            expected = self._expectation()
+            found = min(possible, key=lambda each: self._log_seconds(expected, each))
+            if self._last in self._measured and self._last not in self._refused:
+                last = self._measured[self._last]
+                if self._log_seconds(expected, last) < self._log_seconds(expected, found) + _NOT_WORTH_GOING_BACK:
+                    found = last
+            self._best = replace(found, seconds=math.exp(self._log_seconds(expected, found)))
+        return self._best
+
+    @property
+    def best_measured(self) -> Measured | None:
+        """The same point, with what its steps took."""
+        best = self.best
+        return None if best is None else self._measured[best.point]
+
+    def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
+        """Of a measured point: what is expected of it, no further from what was measured than noise can be."""
+        far, seen = max(_SURELY * _noise(measured), _CLOSE), math.log(measured.seconds)
+        return min(max(float(expected.log_seconds[self._places[measured.point]]), seen - far), seen + far)
+
+    @property
+    def learnt(self) -> Prior | None:
+        """What another search of this job may begin with."""
+        if not self._measured:
+            return self._prior
+        fitted = self._expectation().fitted
+        unsure = np.sqrt(np.diag(fitted.covariance) + _MAY_HAVE_CHANGED**2)
+        return Prior(mean=fitted.numbers, deviation=np.minimum(unsure, 1.5))
+
+    def tell(self, measured: Measured) -> None:
+        """What steps at a point take."""
+        point = measured.point
+        if point not in self._places:
+            self._space = replace(self._space, points=(*self._space.points, point))
+            self._columns = columns_of(self._space.points, self._facts)
+            self._places[point] = len(self._places)
+        if self._last is not None:
+            self._switching.see(self._last, point, measured.held_up_seconds)
+        self._last = point
+        self._measured[point] = together(self._measured[point], measured) if point in self._measured else measured
+        self._memory.see(point, measured.peak_bytes)
+        self._expected = self._best = None
+
+    def take_facts(self, facts: JobFacts) -> bool:
+        """More is known of the same job; gives whether other points may be tried for it."""
+        is_bound = facts.bound != self._facts.bound
+        is_other = _known(facts) != _known(self._facts)
+        self._facts = facts
+        limit = self._tuning.memory_bytes
+        self._memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=limit)
+        if is_other:
+            self._columns = columns_of(self._space.points, facts)
+            self._expected = self._best = None
+        return is_other or is_bound
+
+    def refuse(self, point: Point, why: str) -> None:
+        """``point`` was not put in force; where the reason names a key, nothing else is tried with its value."""
+        self._refused[point] = None
+        self._best = None
+        before = self._last
+        for name, key in KEYS.items():
+            value = getattr(point, name)
+            if key in why and before is not None and value != getattr(before, name):
+                self._refused.update((each, None) for each in self._space.points if getattr(each, name) == value)
+
+    def begun_again(self) -> Search:
+        """Another search of the same job, which is not what it was, with what this one has learnt."""
+        found = Search(self._facts, self._tuning, before=self, is_again=True)
+        found.refuse_as(self)
+        return found
+
+    def resized(self, facts: JobFacts) -> Search:
+        """Another search of the same job, whose steps have as many samples as ``facts`` say, with what this one has
+        learnt."""
+        found = Search(facts, self._tuning, before=self, is_again=True)
+        found.refuse_as(self)
+        return found
+
+    def refuse_as(self, other: Search) -> None:
+        """What was refused there is not tried here."""
+        self._refused.update(other._refused)
+
+    # ---- what is expected ----
+
+    def seconds_at(self, point: Point) -> float | None:
+        """What a step is expected to take; None where nothing was measured, or there is no such point."""
+        if not self._measured or point not in self._places:
+            return None
+        return math.exp(self._expectation().log_seconds[self._places[point]])
+
+    def unsure_at(self, point: Point) -> float:
+        """How far steps may lie from that, as a logarithm."""
+        return float(self._expectation().deviations[self._places[point]]) if point in self._places else math.inf
+
+    def measured_at(self, point: Point) -> Measured | None:
+        """What was measured there, None where nothing was."""
+        return self._measured.get(point)
+
+    def bytes_at(self, point: Point) -> int | None:
+        """The peak of memory that is expected; None where nothing is known of it, or it is no concern."""
+        return self._memory.expected_bytes(point)
+
+    def propose(self, here: Point, budget: Budget, probe_steps: int) -> Proposal | None:
+        """The point to be tried next, one that can be paid for if there is any; None where none is worth it."""
+        best = self.best
+        if best is None or not self._space.is_open:
+            return None
+        expected = self._expectation()
+        switching = self._switching.seconds(here, self._space.points)
+        most = np.exp(expected.log_seconds + _SURE * expected.deviations)
+        gains = np.where(most <= _MOST_TIMES * best.seconds, self._gains(expected, best, switching), 0.0)
+        cost = cost_of_probes(budget, most, switching, probe_steps, best.seconds)
+        if float(gains.max()) < self._least_gain:
+            gains = self._neighbours(best, most)
+        if float(gains.max()) < self._least_gain:
+            return None
+        self._least_gain = _LEAST_IMPROVEMENT  # once a search goes on, it goes on to the end
+        affordable = np.where(cost <= budget.saved, gains, 0.0)
+        is_affordable = float(affordable.max()) >= self._least_gain
+        place = int(np.argmax(affordable if is_affordable else gains))
+        worth = cost[gains >= _ALMOST * gains.max()]
+        return Proposal(
+            point=self._space.points[place],
+            seconds=math.exp(expected.log_seconds[place]),
+            least_seconds=math.exp(expected.log_seconds[place] - expected.deviations[place]),
+            most_seconds=float(most[place]),
+            cost=float(cost[place] if is_affordable else worth.min()),
+            is_affordable=is_affordable,
+        )
+
+    def advise(self, here: Point) -> Proposal | None:
+        """The point that is expected to be the fastest, where that is worth telling."""
+        best = self.best
+        if best is None:
+            return None
+        expected = self._expectation()
+        switching = self._switching.seconds(here, self._space.points)
+        log_seconds = np.where(self._allowed(), expected.log_seconds + switching / self._horizon(best), np.inf)
+        place = int(np.argmin(log_seconds))
+        if math.log(best.seconds) - float(log_seconds[place]) < LEAST_GAIN:
+            return None
+        seconds = math.exp(expected.log_seconds[place])
+        point = self._space.points[place]
+        return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds)
+
+    def expect_at(self, facts: JobFacts) -> Proposal | None:
+        """Where steps of the same job have as many samples as ``facts`` say: the point that is expected to be the
+        fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
+        best = self.best_measured
+        if best is None:
+            return None
+        points = [best.point._replace(batch_size=size) for size in micro_batches_of(facts, self._tuning)]
+        points = [point for point in points if point not in self._refused or point == best.point]
+        memory = self._memory_at(facts)
+        points = [point for point in points if not memory.why_not(self._at_most(point, facts))]
+        if not points:
+            return None
+        fitted = self._expectation().fitted
+        here = fitted.log_seconds(columns_of([best.point], self._facts), self._facts.share)
+        longer = fitted.log_seconds(columns_of(points, facts), facts.share) - here
+        log_seconds = math.log(best.seconds) + longer.mean(axis=0)
+        place = int(np.argmin(log_seconds))
+        unsure = float(longer.std(axis=0)[place])
+        return Proposal(
+            point=points[place],
+            seconds=math.exp(log_seconds[place]),
+            least_seconds=math.exp(log_seconds[place] - unsure),
+            most_seconds=math.exp(log_seconds[place] + _SURE * unsure),
+        )
+
+    def cost(self, seconds: float, budget: Budget, probe_steps: int) -> float:
+        """What has to be saved for steps that take so long, as many as are measured."""
+        usual = self.best.seconds if self.best else seconds
+        return float(cost_of_probes(budget, np.array([seconds]), np.zeros(1), probe_steps, usual)[0])
+
+    def fits_at(self, facts: JobFacts, point: Point) -> bool:
+        """Whether ``point`` fits into memory where steps have as many samples as ``facts`` say."""
+        return not self._memory_at(facts).why_not(self._at_most(point, facts))
+
+    def _memory_at(self, facts: JobFacts) -> Memory:
+        return Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
+
+    def _at_most(self, point: Point, facts: JobFacts) -> Point:
+        """What ``point`` takes most as: where nobody can choose it, a micro-batch that is a whole share may grow with
+        that."""
+        size = point.batch_size
+        is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < self._facts.share)
+        return point if is_chosen else point._replace(batch_size=facts.share)
+
+    def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
+        """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
+        measured = self._columns.same[[self._places[point] for point in self._measured]]
+        possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
+        deviations = expected.own_deviations[possible]
+        shorter = math.log(best.seconds) - expected.drawn[:, possible]
+        far = shorter / deviations
+        improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
+        gains = np.zeros(len(self._space.points))
+        gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
+        return gains
+
+    def _neighbours(self, best: Measured, most: Floats) -> Floats:
+        """Next to nothing for one worker less, or more, than where samples are waited for: how many there should be
+        is what a model knows least of."""
+        gains = np.zeros(len(self._space.points))
+        if best.waited_share < _WAITED or self._least_gain > _LEAST_IMPROVEMENT:  # unless it searches at all
+            return gains
+        numbers = [each for each in self._space.choices["num_workers"] if isinstance(each, int)]
+        now = best.point.num_workers
+        if not isinstance(now, int) or now not in numbers:
+            return gains
+        at = numbers.index(now)
+        allowed = self._allowed()
+        for number in numbers[max(at - 1, 0) : at] + numbers[at + 1 : at + 2]:
+            place = self._places.get(best.point._replace(num_workers=number))
+            if place is None or not number or not allowed[place] or self._space.points[place] in self._measured:
+                continue
+            if most[place] <= _TIMES_OF_A_NEIGHBOUR * best.seconds:
+                gains[place] = self._least_gain * best.seconds / most[place] * _TIMES_OF_A_NEIGHBOUR
+        return gains
+
+    def _horizon(self, best: Measured) -> float:
+        return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """Which points fit into memory, and were not refused."""
+        known: dict[tuple[object, ...], bool] = {}
+        found = np.empty(len(self._space.points), dtype=np.bool_)
+        for at, point in enumerate(self._space.points):
+            laid = (point.batch_size, *point[4:])
+            if laid not in known:
+                known[laid] = not self._memory.why_not(point)
+            found[at] = known[laid]
+        for point in self._refused:
+            if point in self._places:
+                found[self._places[point]] = False
+        return found
+
+    def _expectation(self) -> _Expected:
+        if self._expected is None:
+            self._expected = self._learn()
+        return self._expected
+
+    def _learn(self) -> _Expected:
+        measured = list(self._measured.values())[-_MOST_POINTS:]
+        places = np.array([self._places[each.point] for each in measured])
+        columns, share = self._columns.at(places), self._facts.share
+        if self._prior is None:
+            self._prior = prior_of(self._facts, measured[0], columns)
+        fitted = fit(self._prior, measured, columns, share)
+        drawn = fitted.log_seconds(self._columns, share)
+        wrong = np.log([each.seconds for each in measured]) - drawn[:, places]
+        noise = np.array([_noise(each) for each in measured])
+        by, deviations = _process(self._columns.features, places, wrong, noise)
+        drawn = drawn + by
+        return _Expected(fitted, drawn, deviations, drawn.mean(axis=0), np.hypot(drawn.std(axis=0), deviations))
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Of all points, what steps take, as logarithms."""
+
+    fitted: Fitted
+    drawn: Floats
+    """(draws, points): by numbers of the model that may all be so;"""
+    own_deviations: Floats
+    """... beside which each point has something of its own."""
+
+    log_seconds: Floats
+    deviations: Floats
+    """Of all draws together, and with that."""
+
+
+def _known(facts: JobFacts) -> tuple[object, ...]:
+    """What of the facts says which points there are to be tried, but for what steps tell by themselves."""
+    memory = facts.memory
+    if memory is None:
+        return (facts.num_blocks,)
+    return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
+
+
+def _noise(measured: Measured) -> float:
+    """Of a measured point, as a logarithm."""
+    if measured.is_brief:
+        return _BRIEF_NOISE
+    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_reports), _LEAST_NOISE, measured.unsure)
+
+
+def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """At all points what each draw of the model is wrong by, by what it was wrong by at some; and the deviations of
+    that, which are those of any draw."""
+    known = features[places]
+    alike = _alike(known, known)
+    amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong[0], noise))
+    inverse = np.linalg.inv(alike + np.diag((noise / amplitude) ** 2))
+    to_known = _alike(features, known)
+    left = 1 - ((to_known @ inverse) * to_known).sum(axis=1)
+    return (to_known @ (inverse @ wrong.T)).T, amplitude * np.sqrt(np.maximum(left, 1e-9))
+
+
+def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -> float:
+    """Of an amplitude, by what the model was wrong by and by what is usual; a logarithm."""
+    among = amplitude**2 * alike + np.diag(noise**2)
+    _, volume = np.linalg.slogdet(among)
+    fits = float(wrong @ np.linalg.solve(among, wrong))
+    return -0.5 * (fits + float(volume) + (math.log(amplitude / _USUAL_AMPLITUDE) / _UNUSUAL) ** 2)
+
+
+def _alike(these: Floats, those: Floats) -> Floats:
+    squares = (these**2).sum(axis=1)[:, None] + (those**2).sum(axis=1)[None, :] - 2 * these @ those.T
+    return np.asarray(np.exp(-np.maximum(squares, 0.0) / (2 * _DISTANCE**2)))
+
+
+def _normal_below(value: Floats) -> Floats:
+    """The normal distribution, by a formula that is right to a ten-millionth (Abramowitz and Stegun, 7.1.26)."""
+    size = np.abs(value) / math.sqrt(2)
+    t = 1 / (1 + 0.3275911 * size)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    above = 0.5 * series * np.exp(-size * size)
+    return np.where(value > 0, 1 - above, above)

@@ -1,0 +1,331 @@
+"""The knobs of a job, what each may be, and what a point of them makes of a step. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+from elastic_ext.config.keys import TORCH, KnobBounds, TuningSection
+from elastic_ext.records.metrics import JobFacts
+
+__all__ = [
+    "KEYS",
+    "MOST_POINTS",
+    "Point",
+    "Shape",
+    "Space",
+    "Value",
+    "micro_batches_of",
+    "point_of",
+    "shape_of",
+    "space_of",
+    "values_of",
+]
+
+
+# --- what a strategy chooses from: the knobs of one job, what each may be, and the points that these make ------------
+# A point says what every knob is. A knob that the job cannot change, or that a person has left no choice in, has one
+# choice, so that all points agree on it. Knobs that make no difference beside others have one choice there: workers'
+# batches ahead without workers, units of a model that is not sharded.
+
+Value: TypeAlias = int | float | str | bool | None
+"""Of a knob; None is torch's or the library's own way."""
+Choices: TypeAlias = Mapping[str, Sequence[Value]]
+
+MOST_POINTS = 20_000
+
+
+class Point(NamedTuple):
+    """One way to train."""
+
+    batch_size: Value = None
+    num_workers: Value = None
+    prefetch_factor: Value = None
+    pin_memory: Value = None
+    strategy: Value = None
+    shard_degree: Value = None
+    unit: Value = None
+    activation_checkpoint: Value = None
+    prefetch: Value = None
+    bucket_cap_mb: Value = None
+
+
+KEYS: Mapping[str, str] = {
+    "batch_size": "dataloader.batch_size",
+    "num_workers": "dataloader.num_workers",
+    "prefetch_factor": "dataloader.prefetch_factor",
+    "pin_memory": "dataloader.pin_memory",
+    "strategy": "parallelism.strategy",
+    "shard_degree": "parallelism.shard_degree",
+    "unit": "parallelism.unit",
+    "activation_checkpoint": "parallelism.activation_checkpoint",
+    "prefetch": "parallelism.prefetch",
+    "bucket_cap_mb": "communication.bucket_cap_mb",
+}
+"""What each field of a point is called in a config."""
+assert tuple(KEYS) == Point._fields
+_NAMES = {key: name for name, key in KEYS.items()}
+
+_SHARDED_ONLY = ("unit", "prefetch")
+_UNSHARDED_ONLY = ("bucket_cap_mb",)
+_BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
+_PREFETCH_FACTORS = (2, 4, 8)
+_UNITS = (1, 2, 4)
+_UNITS_AHEAD = (1, 2)
+_LEAST_BLOCKS = 3
+"""With fewer there is next to nothing to be gathered ahead."""
+_RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_BY_ITSELF: Mapping[str, Value] = {"prefetch_factor": 2, "unit": 1, "prefetch": 1, "bucket_cap_mb": 25.0}
+"""What these are where nothing says what they are."""
+_WORTH: Mapping[str, float] = {
+    "batch_size": 4,
+    "strategy": 4,
+    "num_workers": 3,
+    "shard_degree": 3,
+    "activation_checkpoint": 2,
+    "prefetch": 0.2,
+}
+"""How many choices of these are worth one of the others, where there are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The points, each once, in an order that the same facts give again; the present one is among them."""
+
+    present: Point
+    points: tuple[Point, ...]
+    choices: Mapping[str, tuple[Value, ...]]
+    """By field of a point, all that it is in any of them, the least first."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to choose."""
+        return len(self.points) > 1
+
+
+def space_of(facts: JobFacts, tuning: TuningSection) -> Space:
+    """What there is to choose in this job, within what ``tuning`` allows."""
+    present = point_of(facts.values)
+    bounds = dict(tuning.knobs or {})
+    choices = {name: _choices(name, getattr(present, name), facts, bounds.get(key)) for name, key in KEYS.items()}
+    while _num_points(choices, present) > MOST_POINTS:
+        _thin(choices, present)
+    points = list(dict.fromkeys(_points(choices, present)))
+    if present not in points:
+        points.insert(0, present)
+    return Space(present=present, points=tuple(points), choices=choices)
+
+
+def micro_batches_of(facts: JobFacts, tuning: TuningSection) -> tuple[Value, ...]:
+    """What micro-batches may be, the present size among them."""
+    name = "batch_size"
+    return _choices(name, point_of(facts.values).batch_size, facts, dict(tuning.knobs or {}).get(KEYS[name]))
+
+
+def point_of(values: Mapping[str, Any]) -> Point:
+    """The point that these values of keys are."""
+    return Point(*(values.get(key) for key in KEYS.values()))
+
+
+def values_of(point: Point, before: Point) -> dict[str, Value]:
+    """By key, what has to be set to come from ``before`` to ``point``; None for what is to be left out."""
+    return {KEYS[name]: new for name, new, old in zip(Point._fields, point, before, strict=True) if new != old}
+
+
+# ---- what a knob may be ----
+
+
+def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | None) -> tuple[Value, ...]:
+    key = KEYS[name]
+    if key not in facts.choices:
+        return (present,)
+    possible = tuple(facts.choices[key] or _usual(name, present, facts))
+    if present in (None, TORCH) and not facts.choices[key]:
+        possible = tuple(each for each in possible if each != _BY_ITSELF.get(name, present))
+    if bounds is not None:
+        possible = _within(bounds, possible)
+    found = list(dict.fromkeys(_in_order((*possible, present))))
+    return tuple(found)
+
+
+def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
+    """What a knob is worth trying at, where the job itself sets no limit."""
+    match name:
+        case "batch_size":
+            return sorted({-(-facts.share // parts) for parts in _round_numbers(facts.share)})
+        case "num_workers":
+            return (0, *_round_numbers(max(2 * facts.num_processors, 8)))
+        case "prefetch_factor":
+            return _PREFETCH_FACTORS
+        case "pin_memory":
+            return (False, True) if facts.device != "cpu" else (present,)
+        case "shard_degree":
+            return [each for each in range(2, facts.world_size) if facts.world_size % each == 0]
+        case "unit":
+            return [each for each in _UNITS if each <= max(facts.num_blocks, 1)]
+        case "prefetch":
+            return _UNITS_AHEAD if facts.num_blocks >= _LEAST_BLOCKS else (present,)
+        case "activation_checkpoint":
+            return _RATIOS if facts.num_blocks > 0 else (present,)
+        case "bucket_cap_mb":
+            return _BUCKETS_MB
+        case _:
+            return (present,)
+
+
+def _round_numbers(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... up to ``most``, and that."""
+    powers = itertools.takewhile(lambda each: each <= most, (2**exponent for exponent in itertools.count()))
+    found = {each for power in powers for each in (power, 3 * power // 2) if each <= most}
+    return sorted({*found, most})
+
+
+def _within(bounds: KnobBounds, possible: Sequence[Value]) -> tuple[Value, ...]:
+    """What a person leaves of it: two numbers are a range, anything else the choices themselves."""
+    if not _is_range(bounds):
+        return tuple(each for each in bounds if not isinstance(each, tuple))
+    low, high = (each for each in bounds if _is_number(each))
+    inside = [each for each in possible if _is_number(each) and low <= each <= high]
+    return (low, *inside, high)
+
+
+def _is_range(bounds: KnobBounds) -> bool:
+    return len(bounds) == 2 and all(_is_number(each) for each in bounds)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _in_order(values: Iterable[Value]) -> list[Value]:
+    """Numbers by size, and before them what is none, as it came."""
+    found = list(values)
+    numbers = sorted((each for each in found if _is_number(each)), key=float)
+    return [each for each in found if not _is_number(each)] + numbers
+
+
+# ---- points ----
+
+
+def _points(choices: Choices, present: Point) -> Iterator[Point]:
+    for regime in _regimes(choices, present):
+        yield from (Point(*values) for values in itertools.product(*regime.values()))
+
+
+def _num_points(choices: Choices, present: Point) -> int:
+    """At most: some may be there twice."""
+    return sum(math.prod(map(len, regime.values())) for regime in _regimes(choices, present))
+
+
+def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Value]]]:
+    """Choices that go together, knobs that make no difference beside the others being as they are at present."""
+    for strategy, has_workers in itertools.product(choices["strategy"], (False, True)):
+        workers = [each for each in choices["num_workers"] if bool(each) is has_workers]
+        if not workers:
+            continue
+        is_sharded = strategy not in (None, "no_shard")
+        idle = _UNSHARDED_ONLY if is_sharded else _SHARDED_ONLY
+        regime = {**choices, **{name: (getattr(present, name),) for name in idle}}
+        regime.update(strategy=(strategy,), num_workers=workers)
+        if not has_workers:
+            regime["prefetch_factor"] = (present.prefetch_factor,)
+        if strategy != "hybrid_shard":
+            regime["shard_degree"] = (present.shard_degree if strategy == present.strategy else None,)
+        elif present.strategy != "hybrid_shard":
+            regime["shard_degree"] = [each for each in choices["shard_degree"] if each is not None]
+        yield regime
+
+
+def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
+    """Leave every other choice out of the knob that has most for its worth, but not its ends, nor the present one."""
+    several = [each for each in choices if len(choices[each]) > 1]
+    name = max(several, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
+    values = choices[name]
+    now, last = getattr(present, name), len(values) - 1
+    kept = [each for at, each in enumerate(values) if at % 2 == 0 or at == last or each == now]
+    choices[name] = tuple(kept) if len(kept) < len(values) else (now,)
+
+
+# --- a point as numbers: what it makes of a step, and of where the model lies ----------------------------------------
+# What a point leaves to torch or to the library is here what these do by themselves.
+
+_BUCKET_MB = 25.0
+_PREFETCH_FACTOR = 2
+_GATHERED_AHEAD = 1
+
+
+class Shape(NamedTuple):
+    """Of a step on the rank that has most samples."""
+
+    micro_batch: int
+    num_micro_steps: int
+    num_workers: int
+    prefetch_factor: int
+    """Batches that a worker loads ahead; 0 without workers."""
+    is_pinned: bool
+    strategy: str
+    shard_degree: int
+    """Ranks that share a copy of the model; 1 where each has a whole one."""
+    unit: int
+    """Blocks that are gathered at once; 0 where nothing is."""
+    activation_checkpoint: float
+    ahead: int
+    """Units that are gathered ahead."""
+    bucket_bytes: int
+    """Of DDP; 0 where the model is sharded."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are gathered before they are used, be it from one rank."""
+        return self.unit > 0
+
+
+def shape_of(point: Point, facts: JobFacts) -> Shape:
+    """What ``point`` is in this job."""
+    micro_batch = min(max(_count(point.batch_size, facts.share), 1), facts.share)
+    unit = _unit(point.unit, facts.num_blocks)
+    num_workers = _count(point.num_workers, 0)
+    strategy = str(point.strategy or "no_shard")
+    is_sharded = strategy != "no_shard"
+    return Shape(
+        micro_batch=micro_batch,
+        num_micro_steps=math.ceil(facts.share / micro_batch),
+        num_workers=num_workers,
+        prefetch_factor=_count(point.prefetch_factor, _PREFETCH_FACTOR) if num_workers else 0,
+        is_pinned=bool(point.pin_memory),
+        strategy=strategy,
+        shard_degree=_degree(strategy, point, facts),
+        unit=unit if is_sharded else 0,
+        activation_checkpoint=_number(point.activation_checkpoint, 0.0),
+        ahead=_ahead(point.prefetch, unit, facts.num_blocks) if is_sharded else 0,
+        bucket_bytes=0 if is_sharded else int(_number(point.bucket_cap_mb, _BUCKET_MB) * 2**20),
+    )
+
+
+def _degree(strategy: str, point: Point, facts: JobFacts) -> int:
+    if strategy == "no_shard":
+        return 1
+    if strategy == "hybrid_shard":
+        return _count(point.shard_degree, min(facts.num_local, facts.world_size))
+    return facts.world_size
+
+
+def _unit(unit: Value, num_blocks: int) -> int:
+    whole = max(num_blocks, 1)
+    return min(_count(unit, whole if unit == "whole" else 1), whole)
+
+
+def _ahead(prefetch: Value, unit: int, num_blocks: int) -> int:
+    """No more than there are other units."""
+    return min(_count(prefetch, _GATHERED_AHEAD), max(math.ceil(num_blocks / max(unit, 1)), _GATHERED_AHEAD))
+
+
+def _count(value: Value, otherwise: int) -> int:
+    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else otherwise
+
+
+def _number(value: Value, otherwise: float) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else otherwise

@@ -1,0 +1,371 @@
+"""Course: one search as it goes on in a job: points are put in force, measured, kept or taken back. Pure.
+
+Words: *here* is the point in force, or the one that was asked for; the *best* is the one that measured best so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from elastic_ext.config.keys import TuningSection
+from elastic_ext.profile.stragglers import PaceChange
+from elastic_ext.records.metrics import JobFacts
+
+from .costs import Advice, Budget
+from .decisions import Book, Decision, Kind
+from .explain import change_in_words, rate_in_words, why_try
+from .measurements import PROBE_STEPS, Doubt, Measured, PaceWatch, Seen, Trial, changed_facts
+from .space import KEYS, Point, Value, point_of, values_of
+
+if TYPE_CHECKING:
+    from .search import Proposal, Search
+
+__all__ = ["Course", "Stage"]
+
+Stage = Literal["probing", "saving", "settled"]
+"""Measuring; at the best point until probes can be paid for; at the best point, with nothing more to be tried."""
+
+_PATIENCE = 50
+"""Windows under an older version that are waited for."""
+
+
+class _Base(NamedTuple):
+    """A config, and what it makes of the job."""
+
+    point: Point
+    version: int
+    revision: int
+
+
+class Course:
+    """For one job as it is; another one begins where the job becomes another."""
+
+    def __init__(self, facts: JobFacts, tuning: TuningSection, book: Book, search: Search, budget: Budget) -> None:
+        self._facts = facts
+        self._tuning = tuning
+        self._book = book
+        self._budget = budget
+        self.search = search
+        self.stage: Stage = "probing"
+        self._base = self._before = _Base(point_of(facts.values), facts.config_version, facts.config_revision)
+        self._asked: tuple[int, Point] | None = None
+        self._trial: Trial | None = self._trial_of(self._base)
+        self._watch = PaceWatch()
+        self._last: Measured | None = None
+        self._wanted = 0.0
+        self._must_look = False
+        self._num_elsewhere = self._num_scattered = 0
+        self._advice = Advice()
+        self._doubt = Doubt()
+        self._supposed: Measured | None = None  # what a change of pace makes of the best point, until it is measured
+
+    # ---- what others ask ----
+
+    @property
+    def here(self) -> Point:
+        return self._asked[1] if self._asked else self._base.point
+
+    @property
+    def in_force(self) -> Point:
+        return self._base.point
+
+    @property
+    def version(self) -> int:
+        """Of the config that is in force, or was written for that."""
+        return self._base.version
+
+    @property
+    def best(self) -> Measured | None:
+        return self.search.best
+
+    @property
+    def num_samples(self) -> int:
+        """Of a step."""
+        return self._facts.global_batch
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is at the best point, of which facts are known, nothing else is to be tried, and more is asked."""
+        base, facts, best = self._base, self._facts, self.search.best
+        is_known = (base.version, base.revision) == (facts.config_version, facts.config_revision)
+        is_here = self.stage == "settled" and self._asked is None and self._trial is None
+        return is_here and is_known and best is not None and best.point == base.point and not self._is_enough(best)
+
+    def can_pay_for(self, seconds: float, probe_steps: int) -> bool:
+        """Whether a try of so many steps may take so long for each."""
+        return self.search.cost(seconds, self._budget, probe_steps) <= self._budget.saved
+
+    def is_of(self, facts: JobFacts) -> bool:
+        """Whether what was found is of the job as ``facts`` say it is."""
+        return not changed_facts(self._facts, facts)
+
+    def begun_again(self, facts: JobFacts) -> Course:
+        """Another one that goes on with what was found, once the same is in force again."""
+        self.search.take_facts(facts)
+        return Course(facts, self._tuning, self._book, self.search, self._budget)
+
+    @property
+    def is_changed_inside(self) -> bool:
+        """Whether the job itself has put something else in force, of which facts are to come."""
+        return self._num_elsewhere < 0
+
+    def rate(self, seconds: float) -> float:
+        """Samples per second of all ranks."""
+        return self._facts.global_batch / seconds
+
+    def take_facts(self, facts: JobFacts) -> None:
+        """More is known of the same job."""
+        self._facts = facts
+        self._must_look = self.search.take_facts(facts) or self._must_look
+
+    # ---- what happens ----
+
+    def see(self, now: float, seen: Seen, *, writes: bool) -> list[Decision]:
+        """Steps that can be trusted; ``writes`` where configs may be written."""
+        self._budget.see(seen)
+        if (seen.version, seen.revision) != (self._base.version, self._base.revision) or self._asked:
+            return self._see_elsewhere(now, seen)
+        self._num_elsewhere = 0
+        if self._trial is not None:
+            self._trial.add(seen)
+            return self._look(now, self._trial, writes=writes)
+        change = self._watch.see(seen)
+        if change is not None:
+            return self._reopen(now, change)
+        is_saved = self.stage == "saving" and writes and self._budget.saved >= self._wanted
+        if is_saved or self._must_look:
+            return self.go_on(now, writes=writes)
+        return []
+
+    def written(self, number: int, version: int) -> None:
+        """The config of a decision has this version."""
+        if self._asked and self._asked[0] == number:
+            self._before, self._base = self._base, _Base(self._asked[1], version, 0)
+            self._asked, self._trial = None, self._trial_of(self._base)
+
+    def refused(self, now: float, number: int, why: str, *, writes: bool) -> list[Decision]:
+        """The config of a decision is not put in force; the one before it is."""
+        open_ = self._book.open
+        if open_ is None or open_.number != number:
+            return []
+        self.search.refuse(self.here, why)
+        if self._asked is None:
+            self._base = self._before
+        self._asked = self._trial = None
+        closed = self._book.close(number, "refused", reason=f"it was refused: {why}")
+        return [*_some(closed), *(self.go_on(now, writes=writes) if writes else [])]
+
+    def leave(self, now: float, why: str) -> list[Decision]:
+        """A point that is being measured is not left in force: back to the best one."""
+        open_, best = self._book.open, self.search.best
+        if open_ is None or open_.kind != "probe":
+            return []
+        closed = self._book.close(open_.number, "undone")
+        target = best.point if best is not None else self._before.point
+        return [*_some(closed), *self.to(now, target, why)]
+
+    def to(self, now: float, target: Point, why: str) -> list[Decision]:
+        """Back to a point that was in force before; what was asked for is not written any more."""
+        if self._asked is not None:
+            self._asked, self._trial = None, self._trial_of(self._base)
+        return [] if target == self.here else self._write(now, "undo", target, why)
+
+    def go_on(self, now: float, *, writes: bool) -> list[Decision]:
+        """What is next, with all that was measured."""
+        best, self._must_look = self.search.best, False
+        if best is None:
+            self._trial = self._trial_of(self._base)  # what there was is refused
+            return []
+        if not writes:
+            self._rest()
+            return self._advise(now, best)
+        if self._is_enough(best):
+            return self._settle(now, best, "as fast as is asked for")
+        proposal = self.search.propose(self.here, self._budget, self._probe_steps)
+        if proposal is None:
+            return self._settle(now, best, "nothing else is expected to be faster")
+        if not proposal.is_affordable:
+            return self._save(now, best, proposal)
+        self.stage = "probing"
+        return self._write(now, "probe", proposal.point, self._why(proposal, best), proposal.seconds)
+
+    # ---- steps are measured ----
+
+    def _look(self, now: float, trial: Trial, *, writes: bool) -> list[Decision]:
+        best = self.search.best
+        if not trial.is_done(best.seconds if best else None):
+            return []
+        if trial.why_nothing:
+            return self._measure_anew(now, trial.why_nothing)
+        self._num_scattered = 0
+        measured = trial.measured(best.seconds if best else None)
+        self._trial, self._last = None, measured
+        supposed, self._supposed = self._supposed, None
+        if supposed is not None and supposed.point == measured.point:  # some slow steps may have looked like a change
+            self._budget.change_pace(self._doubt.other_pace(measured, supposed) or 1.0)
+        told = self._doubted(now, measured) if writes else []
+        if self._asked:
+            return told
+        self.search.tell(measured)
+        if not self._budget.is_known:
+            self._budget.take_own(measured.seconds)
+        return [*told, *self._close(measured), *self.go_on(now, writes=writes)]
+
+    def _doubted(self, now: float, measured: Measured) -> list[Decision]:
+        """Where steps are nothing like what was expected: another pace is another search."""
+        before, best, aside = self.search.measured_at(measured.point), self.search.best, self._doubt.taken()
+        ratio = self._doubt.other_pace(measured, before)
+        if ratio is not None:
+            self._budget.change_pace(ratio)
+            self.search = self.search.begun_again()
+            times = f"steps take {ratio:.2f} times as long as when the same was measured before"
+            return self._say(now, "reopen", f"the search begins again: {times}")
+        if aside is not None:
+            self.search.tell(aside)
+        elif best is not None and before is None and best.point != measured.point:
+            expected, unsure = self.search.seconds_at(measured.point), self.search.unsure_at(measured.point)
+            if self._doubt.is_doubtful(measured, expected, unsure):
+                return [*self._close(measured), *self._back(now, best, "has the pace of the job changed?")]
+        return []
+
+    def _measure_anew(self, now: float, why: str) -> list[Decision]:
+        """Steps that say nothing, told once; what is tried is taken back where they say nothing again."""
+        self._num_scattered += 1
+        self._trial = self._trial_of(self._base)
+        if self._num_scattered == 1:
+            return self._say(now, "hold", f"nothing is decided: {why}")
+        return self.leave(now, f"what was tried cannot be measured: {why}")
+
+    def _close(self, measured: Measured) -> list[Decision]:
+        open_ = self._book.open
+        if open_ is None or open_.version != self._base.version:
+            return []
+        best = self.search.best
+        is_kept = open_.kind != "probe" or (best is not None and best.point == measured.point)
+        return _some(self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds)))
+
+    def _see_elsewhere(self, now: float, seen: Seen) -> list[Decision]:
+        """Steps under another config than the one that is to be measured."""
+        if seen.version == self._base.version and seen.revision > self._base.revision:
+            return self._changed_inside(seen) if not self.is_changed_inside else []
+        self._num_elsewhere += 1
+        if self._num_elsewhere != _PATIENCE:
+            return []
+        written = f"version {self._base.version} was written {_PATIENCE} reports ago"
+        return self._say(
+            now, "hold", f"nothing is decided: steps are taken under version {seen.version}, and {written}"
+        )
+
+    def _changed_inside(self, seen: Seen) -> list[Decision]:
+        open_, self._num_elsewhere = self._book.open, -1
+        self.search.refuse(self.here, "the job itself changed it")
+        if open_ is None:
+            return []
+        why = f"the job itself put revision {seen.revision} of version {seen.version} in force instead"
+        return _some(self._book.close(open_.number, "refused", reason=why))
+
+    # ---- what is decided ----
+
+    def _is_enough(self, best: Measured) -> bool:
+        return self._tuning.goal is not None and self.rate(best.seconds) >= self._tuning.goal
+
+    def _settle(self, now: float, best: Measured, why: str) -> list[Decision]:
+        if best.point != self.here:
+            return self._back(now, best, why)
+        was_told = self.stage == "settled"
+        self._rest()
+        if was_told or (self._last is not None and self._is_told(best)):
+            return []
+        return self._say(now, "settle", f"stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
+
+    def _is_told(self, best: Measured) -> bool:
+        """Whether the newest decision already is to settle here."""
+        last = self._book.last
+        return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
+
+    def _save(self, now: float, best: Measured, proposal: Proposal) -> list[Decision]:
+        self._wanted = proposal.cost
+        if best.point != self.here:
+            return self._back(now, best, "steps at the best point so far have to pay for what is to be tried next")
+        self._rest("saving")
+        return []
+
+    def _rest(self, stage: Stage = "settled") -> None:
+        self.stage = stage
+        self._watch = PaceWatch()
+
+    def _back(self, now: float, best: Measured, why: str) -> list[Decision]:
+        last = self._last
+        rate = rate_in_words(self.rate(best.seconds))
+        change = change_in_words(best.point, self.here)
+        if last is not None and last.point == self.here:
+            measured = rate_in_words(self.rate(last.seconds))
+            return self._write(now, "undo", best.point, f"{change}: back to {rate}, from {measured} now; {why}")
+        return self._write(now, "settle", best.point, f"{change}: {rate} were measured so; {why}")
+
+    def _advise(self, now: float, best: Measured) -> list[Decision]:
+        found = self.search.advise(self.here)
+        if found is None or not self._advice.is_news(found.point, self.rate(found.seconds)):
+            return []
+        told = self._decide(now, "advise", found.point, self._why(found, best), found.seconds)
+        return [told]
+
+    def _reopen(self, now: float, change: PaceChange) -> list[Decision]:
+        self._budget.change_pace(change.ratio)
+        before = self.search.best_measured
+        self._supposed = None if before is None else replace(before, seconds=before.seconds * change.ratio)
+        self.search = self.search.begun_again()
+        self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
+        self._doubt = Doubt()
+        return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
+
+    def _why(self, proposal: Proposal, best: Measured) -> str:
+        return why_try(proposal, best, self.here, self._facts.global_batch)
+
+    def _write(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None = None) -> list[Decision]:
+        """A decision that a config is to be written for."""
+        made = self._decide(now, kind, point, reason, self.search.seconds_at(point) if seconds is None else seconds)
+        self._asked, self._trial = (made.number, point), None
+        return [made]
+
+    def _decide(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None) -> Decision:
+        best = self.search.best
+        return self._book.add(
+            time=now,
+            kind=kind,
+            reason=reason,
+            base=self._base.version,
+            changes=self._changes(point),
+            instead=values_of(self._base.point, point),
+            before=self.rate(best.seconds) if best else None,
+            predicted=None if seconds is None else self.rate(seconds),
+            predicted_bytes=self.search.bytes_at(point),
+        )
+
+    # ---- small parts ----
+
+    def _changes(self, point: Point) -> dict[str, Value]:
+        """What is to be set; all that can be, where the job itself has changed what the config says."""
+        found = values_of(point, self._base.point)
+        if self._base.revision > 0:
+            there = {KEYS[name]: value for name, value in zip(point._fields, point, strict=True)}
+            found = {key: there[key] for key in there if key in found or key in self._facts.choices}
+        return found
+
+    def _trial_of(self, base: _Base) -> Trial:
+        return Trial(base.point, version=base.version, revision=base.revision, probe_steps=self._probe_steps)
+
+    def _say(self, now: float, kind: Kind, reason: str) -> list[Decision]:
+        """A decision that nothing is written for."""
+        best = self.search.best
+        before = self.rate(best.seconds) if best else None
+        return [self._book.add(time=now, kind=kind, reason=reason, base=self._base.version, before=before)]
+
+    @property
+    def _probe_steps(self) -> int:
+        return self._tuning.probe_steps or PROBE_STEPS
+
+
+def _some(decision: Decision | None) -> list[Decision]:
+    return [] if decision is None else [decision]
