@@ -25,8 +25,8 @@ from pathlib import Path
 
 from benchmarks.harness import Result, shortened
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.client import MasterClient
-from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2
 from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 

@@ -22,8 +22,8 @@ import grpc
 
 from benchmarks.master_beats import made_workers
 from elastic_ext.doctor.hardware import look
-from elastic_ext.doctor.hardware_records import NodeHardware
-from elastic_ext.master.tokens import read_token
+from elastic_ext.doctor.records import NodeHardware
+from elastic_ext.master.credentials import read_token
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 

@@ -20,7 +20,7 @@ from benchmarks.tuning_ours import Ours
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Author
-from elastic_ext.master.tuning_words import Mode
+from elastic_ext.master.tuning import Mode
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.decisions import Decision, Standing
 from elastic_ext.tuner.measurements import Seen

@@ -29,8 +29,8 @@ import torch
 from benchmarks.differences import DifferenceTable, compare_differences
 from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare, shortened, shown_value
 from benchmarks.trainer_ranks import Task, make_loop
-from elastic_ext.agent.hanging import HangLimits
-from elastic_ext.agent.monitor import Monitor, Watched
+from elastic_ext.agent.workers.hangs import HangLimits
+from elastic_ext.agent.workers.monitor import Monitor, Watched
 from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
 from elastic_ext.ranks.processes import process_of
 

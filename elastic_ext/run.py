@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from .agent.arguments import parse
+from .agent.arguments import Refused, parse
 from .agent.launcher import launch
-from .agent.refusals import Refused
 
 __all__ = ["main"]
 

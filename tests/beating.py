@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_ext.agent.monitor import Watched
+from elastic_ext.agent.workers.monitor import Watched
 from elastic_ext.ranks.heartbeat import Activity, PulseReading, begin_pulse, pulse_file, read_pulse
 from elastic_ext.ranks.processes import process_of
 

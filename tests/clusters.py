@@ -8,8 +8,8 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from elastic_ext.doctor.matching import matching
-from elastic_ext.doctor.pair_report import CheckedNode, CheckedPair, PairReport
+from elastic_ext.doctor.pairs import matching
+from elastic_ext.doctor.report import CheckedNode, CheckedPair, PairReport
 from tests.machines import GOOD_MACHINE
 
 __all__ = ["FAR", "FAST", "NARROW", "NEAR", "machine_of", "pair_report"]

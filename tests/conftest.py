@@ -149,8 +149,8 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 LIBRARY = Path(__file__).resolve().parent.parent / "elastic_ext"
-LONG_FILE = 400  # lines
-LONG_CLASS = 250  # lines
+LONG_FILE = 900  # lines
+LONG_CLASS = 500  # lines
 NUM_SHOWN = 5
 
 

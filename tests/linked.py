@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from elastic_ext.agent.config_writer import ConfigTuner
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.master_link import GivenMaster, MasterFinder, MasterLink
-from elastic_ext.agent.node_identity import NodeSelf
-from elastic_ext.agent.tuner import ConfigTuner
+from elastic_ext.agent.master.identity import NodeSelf
+from elastic_ext.agent.master.link import GivenMaster, MasterFinder, MasterLink
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.master.places import MasterPlace
+from elastic_ext.master.address import MasterPlace
 from elastic_ext.records.agent import EVENTS_FILE
 
 __all__ = ["LinkedNode", "config", "in_file", "linked"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_ext.doctor.gpus import DriverAbsent, Unanswered
-from elastic_ext.doctor.hardware_records import (
+from elastic_ext.doctor.records import (
     Cpu,
     Gpu,
     Gpus,

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from elastic_ext.master.arguments import parse
-from elastic_ext.master.asking import Made
 from elastic_ext.master.process import serve
+from elastic_ext.master.tuning import Made
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 

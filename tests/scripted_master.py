@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from elastic_ext.master.places import Address, MasterPlace
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.master.wire.master_pb2_grpc import MasterServicer, add_MasterServicer_to_server
 

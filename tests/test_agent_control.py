@@ -22,17 +22,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.agent.asking import (
+from elastic_ext.agent.control import (
     MOST_ANSWER_BYTES,
     MOST_REQUEST_BYTES,
     AgentAbsent,
     AgentFailed,
     AgentRefused,
     AgentSilent,
+    Control,
     ControlError,
     ask,
 )
-from elastic_ext.agent.control import Control
 from elastic_ext.errors import ElasticError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -394,7 +394,7 @@ def test_an_agent_that_does_not_answer_is_waited_for_so_long_and_no_longer(tmp_p
 
 def test_asking_imports_nothing_heavy() -> None:
     script = (
-        "import sys, elastic_ext.agent.asking, elastic_ext.agent.control, elastic_ext.agent.tuner\n"
+        "import sys, elastic_ext.agent.control, elastic_ext.agent.control, elastic_ext.agent.config_writer\n"
         "heavy = {'torch', 'numpy', 'grpc', 'watchdog', 'psutil'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

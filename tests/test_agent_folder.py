@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.folder import STAGING, NodeFolders, NodeTaken
-from elastic_ext.agent.warden import Warden
+from elastic_ext.agent.orphan_guard import Warden
 from elastic_ext.ranks.processes import Process, end_groups, is_alive, process_of, this_process
 from tests.nodes import until
 
@@ -122,7 +122,7 @@ import os, signal, sys
 from pathlib import Path
 from elastic_ext.agent.folder import NodeFolders
 from elastic_ext.ranks.processes import process_of
-from elastic_ext.agent.warden import Warden
+from elastic_ext.agent.orphan_guard import Warden
 folders = NodeFolders.make(Path({str(tmp_path / "run")!r}), is_given=True)
 warden = Warden(folders.memory, folders.memory_lock, patience_seconds=0.5)
 warden.watch([process_of(int(pid)) for pid in sys.argv[1:]])

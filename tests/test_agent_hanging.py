@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.agent.hanging import (
+from elastic_ext.agent.workers.hangs import (
     HangLimits,
     Judge,
     Standing,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.losses import Begun, Ended, begun_in, cost_in_words, left_in
+from elastic_ext.agent.node_tasks import Begun, Ended, begun_in, cost_in_words, left_in
 
 BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
 

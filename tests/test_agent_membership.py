@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from elastic_ext.agent.membership import NodeWords, settle
+from elastic_ext.agent.rendezvous import NodeWords, settle
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.records.agent import MembershipPlan
 

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from elastic_ext.agent.hanging import HangLimits
-from elastic_ext.agent.monitor import Monitor, Seen, Watched
-from elastic_ext.agent.sampling import GpuUse, NvidiaGpus, ProcessTable
+from elastic_ext.agent.workers.hangs import HangLimits
+from elastic_ext.agent.workers.monitor import GpuUse, Monitor, NvidiaGpus, ProcessTable, Seen, Watched
 from elastic_ext.ranks.heartbeat import pulse_file
 from elastic_ext.ranks.processes import Process, process_of
 from elastic_ext.records.agent import WorkersRecord

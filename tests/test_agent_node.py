@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_ext.agent.status import NodeStatus, status_of
-from elastic_ext.agent.status_files import read_run_directory
-from elastic_ext.doctor.hardware_records import NodeHardware
-from elastic_ext.doctor.machine import check_node
+from elastic_ext.agent.status.files import read_run_directory
+from elastic_ext.agent.status.status import NodeStatus, status_of
+from elastic_ext.doctor.findings import check_node
+from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.fsdp.checkpoint.folder.commit import read_commit
 from elastic_ext.ranks.processes import is_alive
 from tests.elastic_job import NUM_SAMPLES

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.arguments import parse
-from elastic_ext.agent.refusals import check_options
+from elastic_ext.agent.arguments import check_options, parse
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

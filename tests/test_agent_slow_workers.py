@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.agent.slow_workers import NodeRound, Rounds, SlowNews, SlowWorkers
+from elastic_ext.agent.workers.stragglers import NodeRound, Rounds, SlowNews, SlowWorkers
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.stragglers import LocalTime
 from elastic_ext.records.run_dir import RunDirectory

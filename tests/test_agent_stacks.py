@@ -18,10 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_ext.agent.hanging import HangLimits
-from elastic_ext.agent.monitor import Monitor, Watched
-from elastic_ext.agent.stacks import Captured, capture
-from elastic_ext.agent.traces import Frame, Thread, Where, parse_stacks, told_apart, where_of
+from elastic_ext.agent.workers.hangs import HangLimits
+from elastic_ext.agent.workers.monitor import Monitor, Watched
+from elastic_ext.agent.workers.stacks import Captured, Frame, Thread, Where, capture, parse_stacks, told_apart, where_of
 from elastic_ext.ranks.heartbeat import pulse_file, read_pulse, stacks_file
 from elastic_ext.ranks.processes import process_of
 from tests.beating import Worker, state_of, until, worker

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.environment import AT_START, Place, devices_of, environment_of, with_start
+from elastic_ext.agent.arguments import AT_START, Place, devices_of, environment_of, with_start
 
 SCRIPT = """
 import os, subprocess, sys

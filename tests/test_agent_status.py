@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.agent.folder import NodeFolders
-from elastic_ext.agent.status import NodeStatus, status_of
-from elastic_ext.agent.status_files import EventSeen, RunFiles, read_run_directory
-from elastic_ext.agent.status_words import line_of, words
+from elastic_ext.agent.status.files import EventSeen, RunFiles, read_run_directory
+from elastic_ext.agent.status.status import NodeStatus, status_of
+from elastic_ext.agent.status.text import line_of, words
 from elastic_ext.cli import main
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.ranks.processes import Process, process_of, this_process

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.agent.status import NodeStatus, status_of
-from elastic_ext.agent.status_files import read_run_directory
-from elastic_ext.agent.status_words import words
+from elastic_ext.agent.status.files import read_run_directory
+from elastic_ext.agent.status.status import NodeStatus, status_of
+from elastic_ext.agent.status.text import words
 from elastic_ext.cli import main
 from elastic_ext.profile.phases import Phase
 from elastic_ext.ranks.processes import this_process

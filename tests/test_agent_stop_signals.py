@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent.stop_signals import StopSignals
+from elastic_ext.agent.workers.workers import StopSignals
 
 NAMES = "SIGUSR1, SIGUSR2,SIGNONE"
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.agent.tuner import ConfigTuner, ForeignWrite, config_requests
+from elastic_ext.agent.config_writer import ConfigTuner, ForeignWrite, config_requests
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive, stamp_of
@@ -390,7 +390,7 @@ FULL = """
 import logging, sys
 from pathlib import Path
 import resource
-from elastic_ext.agent.tuner import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigTuner
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 path, other = Path(sys.argv[1]), sys.argv[2]
 told = []

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_ext.agent.environment import AT_START
-from elastic_ext.agent.failures import FailedNode, Failure, first_of, hung, is_consequence, told
-from elastic_ext.agent.verdicts import Counted, count, judge
+from elastic_ext.agent.arguments import AT_START
+from elastic_ext.agent.journal import FailedNode, Failure, first_of, hung, is_consequence, told
+from elastic_ext.agent.rendezvous import Counted, count, judge
 
 FAILURE = Failure(
     rank=3,

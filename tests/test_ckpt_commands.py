@@ -19,9 +19,8 @@ import torch
 import xxhash
 from torch import nn
 
-from elastic_ext.ckpt.commands import COMMANDS
-from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.cli import main
+from elastic_ext.cli.ckpt import COMMANDS, Terminal
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, meta_file, shard_file
 from elastic_ext.fsdp.checkpoint.folder.claim import Reading, read_holder

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.cli import main
+from elastic_ext.cli.config import parse_assignment
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import ConfigHistory
-from elastic_ext.config_command import parse_assignment
 from elastic_ext.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parent.parent

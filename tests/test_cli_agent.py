@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.agent.asking import ask
-from elastic_ext.agent.control import Control
+from elastic_ext.agent.config_writer import ConfigTuner, ForeignWrite, config_requests
+from elastic_ext.agent.control import Control, ask
 from elastic_ext.agent.folder import NodeFolders
-from elastic_ext.agent.tuner import ConfigTuner, ForeignWrite, config_requests
 from elastic_ext.cli import main
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.ranks.processes import process_of, this_process
@@ -223,7 +222,7 @@ from pathlib import Path
 from elastic_ext.agent.control import Control
 from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import AGENT_FILE, AgentRecord
-from elastic_ext.agent.tuner import ConfigTuner, config_requests
+from elastic_ext.agent.config_writer import ConfigTuner, config_requests
 run_dir = Path(sys.argv[1])
 tuner = ConfigTuner(run_dir / "config.json", on_foreign=lambda write: print("foreign", write.version, flush=True))
 me = this_process()

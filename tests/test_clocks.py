@@ -24,9 +24,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from elastic_ext.agent.node_report import NodeReport
+from elastic_ext.agent.master.report import NodeReport
 from elastic_ext.agent.rendezvous import loopback_store
-from elastic_ext.master.places import MOST_BEAT_BYTES
+from elastic_ext.master.address import MOST_BEAT_BYTES
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, MembershipPlan, Since, WorkerSeen, WorkersRecord
 from elastic_ext.torch_private.agent import judge_silence_here, participants, serve_workers_by

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.cli import main
-from elastic_ext.doctor.finding import SEVERITIES, Finding, sorted_findings
-from elastic_ext.doctor.hardware_records import NodeHardware
-from elastic_ext.doctor.machine import check_node, findings
+from elastic_ext.doctor.findings import SEVERITIES, Finding, check_node, findings, sorted_findings
+from elastic_ext.doctor.records import NodeHardware
 from tests.machines import GIB, SHARED_MEMORY, gpu, gpus, machine, storage
 
 GOOD = machine()

@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from elastic_ext.ckpt.taking import size_of
 from elastic_ext.cli import main
+from elastic_ext.cli.ckpt import size_of
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.export.safetensors import INDEX, Renaming, export_checkpoint, is_weights_file

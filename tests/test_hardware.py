@@ -16,18 +16,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.cgroups import GroupLimits, group_folders, group_limits, parse_quota_v1, parse_quota_v2
 from elastic_ext.doctor.gpus import QUESTIONS, gpus_of
 from elastic_ext.doctor.hardware import (
+    GroupLimits,
+    Mount,
     count_gpus_on_bus,
     cuda_of_torch,
+    group_folders,
+    group_limits,
+    is_memory,
+    is_network,
     look,
     model_name,
+    mount_of,
+    parse_mounts,
+    parse_quota_v1,
+    parse_quota_v2,
     parse_ranges,
     sizes_of_memory,
+    storage_of,
 )
-from elastic_ext.doctor.hardware_records import NodeHardware
-from elastic_ext.doctor.mounts import Mount, is_memory, is_network, mount_of, parse_mounts, storage_of
+from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 from tests.machines import ANSWERS, GIB, PlantedDriver, gpu, gpus, machine
 

@@ -24,687 +24,127 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "elastic_ext"
 FRONT = "__init__"  # the package's own file: it may name anything, and imports nothing until asked
 
-LAYERS: Mapping[str, int] = {
-    # 0: the standard library and layer 0
-    "config": 0,
-    "errors": 0,
-    "fsdp.checkpoint": 0,
-    "fsdp.checkpoint.dtypes": 0,
-    "fsdp.checkpoint.jsontext": 0,
-    "fsdp.checkpoint.strided": 0,
-    "fsdp.checkpoint.formats": 0,
-    "fsdp.checkpoint.views": 0,
-    "given": 0,
-    "keys": 0,
-    "job_facts": 0,
-    "metrics": 0,
-    "record_json": 0,
-    "rules": 0,
-    "sections": 0,
-    "settings": 0,
-    "version": 0,
-    "strict_json": 0,
-    "wording": 0,
-    # 1: one job each
-    "accelerator": 1,
-    "agent": 1,
-    "agent.arguments": 1,
-    "agent.asking": 1,
-    "agent.at_start": 1,
-    "agent.at_start.sitecustomize": 1,
-    "agent.board": 1,
-    "doctor.cgroups": 1,
-    "agent.contact": 1,
-    "agent.control": 1,
-    "doctor.machine": 1,
-    "doctor.machine_gpus": 1,
-    "doctor.finding": 1,
-    "agent.folder": 1,
-    "doctor.gpus": 1,
-    "agent.hanging": 1,
-    "doctor.hardware": 1,
-    "doctor.hardware_records": 1,
-    "doctor.matching": 1,
-    "agent.duties": 1,
-    "agent.environment": 1,
-    "agent.failures": 1,
-    "agent.internals": 1,
-    "agent.journal": 1,
-    "agent.losses": 1,
-    "agent.membership": 1,
-    "agent.monitor": 1,
-    "agent.places": 1,
-    "agent.refusals": 1,
-    "agent.rendezvous": 1,
-    "agent.slow_workers": 1,
-    "agent.starting": 1,
-    "agent.stop_signals": 1,
-    "agent.backoff": 1,
-    "agent.config_watch": 1,
-    "agent.event_files": 1,
-    "agent.events_command": 3,
-    "agent.held_config": 1,
-    "agent.link_words": 1,
-    "agent.master_choice": 1,
-    "agent.master_link": 1,
-    "agent.master_session": 1,
-    "agent.node_identity": 1,
-    "agent.node_report": 1,
-    "agent.outbox": 1,
-    "agent.own_master": 1,
-    "agent.verdicts": 1,
-    "agent.workers": 1,
-    "doctor.mounts": 1,
-    "doctor.pair_meeting": 1,
-    "doctor.pair_probe": 1,
-    "doctor.pair_report": 1,
-    "doctor.pairs": 1,
-    "doctor.patience": 1,
-    "agent.processes": 1,
-    "agent.records": 1,
-    "agent.sampling": 1,
-    "agent.stacks": 1,
-    "agent.status": 1,
-    "agent.status_files": 1,
-    "agent.status_profile": 1,
-    "agent.status_words": 1,
-    "doctor.stragglers": 1,
-    "agent.traces": 1,
-    "agent.tuner": 1,
-    "agree": 1,
-    "appliers": 1,
-    "control_word": 1,
-    "decide": 1,
-    "doctor": 1,
-    "exchange": 1,
-    "files": 1,
-    "folder_events": 1,
-    "forks": 1,
-    "fixed_sharding": 1,
-    "follow": 1,
-    "history": 1,
-    "knobs": 1,
-    "engine": 1,
-    "outputs": 1,
-    "pacing": 1,
-    "profile": 1,
-    "profile.asking": 1,
-    "profile.bottleneck": 1,
-    "profile.cause_words": 1,
-    "profile.causes": 1,
-    "profile.changing": 1,
-    "profile.device_timeline": 1,
-    "profile.pace": 1,
-    "profile.line": 1,
-    "profile.memory_lines": 1,
-    "profile.origins": 1,
-    "profile.phases": 1,
-    "profile.questions": 1,
-    "profile.reading": 1,
-    "profile.showing": 1,
-    "profile.sinks": 1,
-    "profile.spans": 1,
-    "profile.straggling": 1,
-    "profile.summary": 1,
-    "profile.tally": 1,
-    "profile.timeline": 1,
-    "profile.weighed": 1,
-    "profile.windows": 1,
-    "own_stacks": 1,
-    "peers": 1,
-    "leaving": 1,
-    "master": 1,
-    "master.__main__": 3,
-    "master.admission": 1,
-    "master.allowances": 1,
-    "master.amounts": 1,
-    "master.arguments": 1,
-    "master.asking": 1,
-    "config_command": 3,
-    "master.client": 1,
-    "master.cluster": 1,
-    "master.collector": 1,
-    "master.commands": 3,
-    "master.configs_of_master": 1,
-    "master.job_words": 1,
-    "master.named": 1,
-    "master.configs": 1,
-    "master.event_log": 1,
-    "master.facts_told": 1,
-    "master.fleet": 1,
-    "master.freed": 1,
-    "master.guard": 1,
-    "master.health": 1,
-    "master.job": 1,
-    "master.links": 1,
-    "master.memory_command": 3,
-    "master.memory_table": 1,
-    "master.memory_words": 1,
-    "master.metrics_server": 1,
-    "master.prometheus": 1,
-    "master.machines": 1,
-    "master.nodes": 1,
-    "master.places": 1,
-    "master.planning": 1,
-    "master.plans": 1,
-    "master.points": 1,
-    "master.process": 3,
-    "master.records": 1,
-    "master.reported": 1,
-    "master.service": 1,
-    "master.seeing": 1,
-    "master.shown": 1,
-    "master.slow_ranks": 1,
-    "master.status": 1,
-    "master.store": 1,
-    "master.strategy": 1,
-    "master.strategy.advice": 1,
-    "master.strategy.book": 1,
-    "master.strategy.budget": 1,
-    "master.strategy.change": 1,
-    "master.strategy.columns": 1,
-    "master.strategy.controller": 1,
-    "master.strategy.course": 1,
-    "master.strategy.decisions": 1,
-    "master.strategy.doubt": 1,
-    "master.strategy.growth": 1,
-    "master.strategy.limits": 1,
-    "master.strategy.measuring": 1,
-    "master.strategy.memory": 1,
-    "master.strategy.model": 1,
-    "master.strategy.resizing": 1,
-    "master.strategy.search": 1,
-    "master.strategy.seen": 1,
-    "master.strategy.shape": 1,
-    "master.strategy.size_tries": 1,
-    "master.strategy.sizes": 1,
-    "master.strategy.space": 1,
-    "master.strategy.standing": 1,
-    "master.strategy.switching": 1,
-    "master.strategy.telling": 1,
-    "master.tokens": 1,
-    "master.topology": 1,
-    "master.tuning": 1,
-    "master.tuning_command": 3,
-    "master.tuning_words": 1,
-    "master.unsaved": 1,
-    "master.watchers": 1,
-    "master.wire": 1,
-    "master.wire.master_pb2": 1,
-    "master.wire.master_pb2_grpc": 1,
-    "master.wire.plain": 1,
-    "launch_size": 1,
-    "loader_workers": 1,
-    "ranks": 1,
-    "rounds": 1,
-    "pulse": 1,
-    "rates": 1,
-    "remarks": 1,
-    "reports": 1,
-    "rundir": 1,
-    "profile.history_of_run": 1,
-    "profile.ledger": 1,
-    "report": 1,
-    "report.bins": 1,
-    "report.columns": 1,
-    "report.effects": 1,
-    "report.entries": 1,
-    "report.frame": 1,
-    "report.gathering": 1,
-    "report.judging": 1,
-    "report.known": 1,
-    "report.happenings": 1,
-    "report.heat_chart": 1,
-    "report.lanes": 1,
-    "report.line_charts": 1,
-    "report.lines": 1,
-    "report.markup": 1,
-    "report.numbers": 1,
-    "report.opening": 1,
-    "report.page": 1,
-    "report.places": 1,
-    "report.ranks": 1,
-    "report.record": 1,
-    "report.scales": 1,
-    "report.script": 1,
-    "report.stack_chart": 1,
-    "report.speeds": 1,
-    "report.style": 1,
-    "report.tables": 1,
-    "watch": 1,
-    "weighing": 1,
-    "accumulate": 1,
-    "averaging": 1,
-    "batches": 1,
-    "clipping": 1,
-    "counts": 1,
-    "device_memory": 1,
-    "interval": 1,
-    "progress": 1,
-    "tampering": 1,
-    "loop_checks": 3,
-    "loss_graph": 1,
-    "finite_gradients": 1,
-    "gradient_pairs": 1,
-    "hooks": 1,
-    "internals": 1,
-    "learning": 1,
-    "noise_scale": 1,
-    "out_of_memory": 1,
-    "pipelines": 1,
-    "positions": 1,
-    "same_loading": 1,
-    "samplers": 1,
-    "scaling": 1,
-    "schedule_lengths": 1,
-    "sharing": 1,
-    "sharing_ways": 1,
-    "sources": 1,
-    "step_state": 1,
-    "trained_parameters": 1,
-    "fsdp.layout": 1,
-    "fsdp.freight": 1,
-    "fsdp.hook_order": 1,
-    "fsdp.moves": 1,
-    "fsdp.packed": 1,
-    "fsdp.placements": 1,
-    "fsdp.plan": 1,
-    "fsdp.regions": 1,
-    "fsdp.transition": 1,
-    "fsdp.checkpoint.background": 1,
-    "fsdp.checkpoint.hostmemory": 1,
-    "fsdp.checkpoint.launched": 1,
-    "fsdp.checkpoint.blocksums": 1,
-    "fsdp.checkpoint.casting": 1,
-    "fsdp.checkpoint.claim": 1,
-    "fsdp.checkpoint.clearing": 1,
-    "fsdp.checkpoint.commit": 1,
-    "fsdp.checkpoint.inventory": 1,
-    "fsdp.checkpoint.jobfolder": 1,
-    "fsdp.checkpoint.jobname": 1,
-    "fsdp.checkpoint.letters": 1,
-    "fsdp.checkpoint.lineage": 1,
-    "data": 1,
-    "data.cursor": 1,
-    "data.order": 1,
-    "data.place": 1,
-    "data.late": 1,
-    "data.copied": 1,
-    "data.stream": 1,
-    "data.turns": 1,
-    "fsdp.checkpoint.listing": 1,
-    "fsdp.checkpoint.meta": 1,
-    "fsdp.checkpoint.parts": 1,
-    "fsdp.checkpoint.pickled": 1,
-    "fsdp.checkpoint.reading": 1,
-    "fsdp.checkpoint.removing": 1,
-    "fsdp.checkpoint.retain": 1,
-    "fsdp.checkpoint.shardfile": 1,
-    "fsdp.checkpoint.shardreader": 1,
-    "fsdp.checkpoint.shardstream": 1,
-    "fsdp.checkpoint.shardwriter": 1,
-    "fsdp.checkpoint.storage": 1,
-    "fsdp.checkpoint.together": 1,
-    "fsdp.checkpoint.visiting": 1,
-    "fsdp.checkpoint.windows": 1,
-    # 2: parts of training, which know nothing of one another
-    "amp": 2,
-    "arguments": 2,
-    "data.ahead": 2,
-    "data.choosing": 2,
-    "data.epochs": 2,
-    "data.following": 2,
-    "data.indexed": 2,
-    "data.pinning": 2,
-    "data.seeding": 2,
-    "data.streamed": 2,
-    "data.streams": 2,
-    "data.loader": 2,
-    "data.making": 2,
-    "data.recut": 2,
-    "data.refusing": 2,
-    "data.sampler": 2,
-    "data.child": 2,
-    "data.crew": 2,
-    "data.dealing": 2,
-    "data.forking": 2,
-    "data.frames": 2,
-    "data.internals": 2,
-    "data.nursery": 2,
-    "data.pool": 2,
-    "data.process": 2,
-    "data.spawner": 2,
-    "data.tasks": 2,
-    "data.worker": 2,
-    "gradients": 2,
-    "growing": 2,
-    "model_report": 2,
-    "profile.analyzing": 2,
-    "profile.block_watch": 2,
-    "profile.calibrating": 2,
-    "profile.census": 2,
-    "profile.fake": 2,
-    "profile.held": 2,
-    "profile.likeness": 2,
-    "profile.live_bytes": 2,
-    "profile.memory_samples": 2,
-    "profile.model_sizes": 2,
-    "profile.probe": 2,
-    "profile.questioning": 2,
-    "profile.recorder": 2,
-    "profile.recording": 2,
-    "profile.surveying": 2,
-    "profile.tracing": 2,
-    "guarding": 2,
-    "optimizer": 2,
-    "optimizer_state": 2,
-    "scheduler": 2,
-    "overlap": 2,
-    "snapshot": 2,
-    "fsdp": 2,
-    "fsdp.blocks": 2,
-    "fsdp.cargo": 2,
-    "fsdp.carrier": 2,
-    "fsdp.companions": 2,
-    "fsdp.dtypes": 2,
-    "fsdp.fsdp2": 2,
-    "fsdp.holders": 2,
-    "fsdp.internals": 2,
-    "fsdp.live": 2,
-    "fsdp.names": 2,
-    "fsdp.optim_groups": 2,
-    "fsdp.optim_state": 2,
-    "fsdp.plain": 2,
-    "fsdp.random_state": 2,
-    "fsdp.recognise": 2,
-    "fsdp.refusals": 2,
-    "fsdp.replica": 2,
-    "fsdp.rewire": 2,
-    "fsdp.spread": 2,
-    "fsdp.state": 2,
-    "fsdp.trained": 2,
-    "fsdp.units": 2,
-    "fsdp.checkpoint.checkpointer": 2,
-    "fsdp.checkpoint.collecting": 2,
-    "fsdp.checkpoint.complete": 2,
-    "fsdp.checkpoint.comparing": 2,
-    "fsdp.checkpoint.differing": 2,
-    "fsdp.checkpoint.contents": 2,
-    "fsdp.checkpoint.convert": 2,
-    "fsdp.checkpoint.dcpforeign": 2,
-    "fsdp.checkpoint.dcpincoming": 2,
-    "fsdp.checkpoint.dcpplan": 2,
-    "fsdp.checkpoint.dcpreader": 2,
-    "fsdp.checkpoint.dcprecord": 2,
-    "fsdp.checkpoint.savedvalues": 2,
-    "fsdp.checkpoint.dcpwriter": 2,
-    "fsdp.checkpoint.described": 2,
-    "fsdp.checkpoint.export": 2,
-    "fsdp.checkpoint.exportfolder": 2,
-    "fsdp.checkpoint.exportplan": 2,
-    "fsdp.checkpoint.jobcheckpoints": 2,
-    "fsdp.checkpoint.livesaver": 2,
-    "fsdp.checkpoint.loader": 2,
-    "fsdp.checkpoint.memory": 2,
-    "fsdp.checkpoint.opened": 2,
-    "fsdp.checkpoint.restorer": 2,
-    "fsdp.checkpoint.run": 2,
-    "fsdp.checkpoint.copying": 2,
-    "fsdp.checkpoint.meeting": 2,
-    "fsdp.checkpoint.samples": 2,
-    "fsdp.checkpoint.saver": 2,
-    "fsdp.checkpoint.shelf": 2,
-    "fsdp.checkpoint.shelved": 2,
-    "fsdp.checkpoint.versions": 2,
-    "fsdp.checkpoint.staging": 2,
-    "fsdp.checkpoint.writing": 2,
-    "fsdp.checkpoint.streamed": 2,
-    "fsdp.checkpoint.todcp": 2,
-    "fsdp.checkpoint.verifying": 2,
-    # 3: what joins them
-    "agent.status_command": 3,
-    "report.command": 3,
-    "doctor.command": 3,
-    "agent.elastic_agent": 3,
-    "agent.launcher": 3,
-    "agent.persisting": 3,
-    "agent.warden": 3,
-    "doctor.pair_command": 3,
-    "checkpoints": 3,
-    "ckpt": 3,
-    "ckpt.commands": 3,
-    "ckpt.convert": 3,
-    "ckpt.export": 3,
-    "ckpt.ls": 3,
-    "ckpt.places": 3,
-    "ckpt.taking": 3,
-    "ckpt.prune": 3,
-    "ckpt.show": 3,
-    "ckpt.summary": 3,
-    "ckpt.terminal": 3,
-    "ckpt.verify": 3,
-    "attempts": 3,
-    "parallelism": 3,
-    "preparing": 3,
-    "profile.analysis": 3,
-    "profile.analysis_process": 3,
-    "pulsing": 3,
-    "registered": 3,
-    "resuming": 3,
-    "saves": 3,
-    "held_copies": 3,
-    "saving": 3,
-    "training_state": 3,
-    "session": 3,
-    "speed": 3,
-    "contexts": 3,
-    "facts": 3,
-    "run": 3,
-    "steps": 3,
-    "own_positions": 3,
-    "taking_part": 3,
-    "trainer": 3,
-    "undoing": 3,
-    # 4: the entry points
-    "cli": 4,
+FLOORS: Mapping[str, int] = {
+    # what lies at the root of the package, from the lowest floor up: a folder or a file imports from lower floors alone
+    "errors": 1,
+    "version": 1,
+    "records": 2,
+    "torch_private": 2,
+    "ranks": 3,
+    "config": 4,
+    "doctor": 4,
+    "fsdp": 4,
+    "profile": 5,
+    "data": 6,
+    "report": 6,
+    "tuner": 6,
+    "master": 7,
+    "training": 7,
+    "agent": 8,
+    "cli": 9,
+    "run": 9,
 }
-SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle; in 2 within a folder
+STANDARD_LIBRARY_ALONE = 1  # the floor whose files import nothing else
 
-USES_TORCH = frozenset(
+TORCH_FOLDERS = frozenset({"data", "fsdp", "profile", "torch_private", "training"})
+"""Folders whose files may use torch, but for those of WITHOUT_TORCH. A folder's own ``__init__`` never does."""
+WITHOUT_TORCH = frozenset(
     {
-        "doctor.pair_command",
-        "doctor.pair_meeting",
-        "doctor.pair_probe",
-        "doctor.pairs",
-        "agent.arguments",
-        "agent.board",
-        "agent.duties",
-        "agent.elastic_agent",
-        "agent.internals",
-        "agent.launcher",
-        "agent.persisting",
-        "agent.places",
-        "agent.refusals",
-        "agent.rendezvous",
-        "agent.starting",
-        "agent.stop_signals",
-        "agent.workers",
-        "amp",
-        "arguments",
-        "attempts",
-        "averaging",
-        "checkpoints",
-        "ckpt.convert",
-        "clipping",
-        "data.choosing",
-        "data.dealing",
-        "data.order",
-        "data.child",
-        "data.crew",
-        "data.forking",
-        "data.internals",
-        "data.nursery",
-        "data.pool",
-        "data.process",
-        "data.ahead",
-        "data.epochs",
-        "data.following",
-        "data.indexed",
-        "data.loader",
-        "data.making",
-        "data.recut",
-        "data.refusing",
-        "data.sampler",
-        "data.seeding",
-        "data.spawner",
-        "data.streamed",
-        "data.tasks",
-        "data.worker",
-        "device_memory",
-        "engine",
-        "facts",
-        "sharing_ways",
-        "tampering",
-        "loop_checks",
-        "loss_graph",
-        "guarding",
-        "out_of_memory",
-        "steps",
-        "internals",
-        "follow",
-        "fsdp.checkpoint.checkpointer",
-        "fsdp.checkpoint.collecting",
-        "fsdp.checkpoint.comparing",
-        "fsdp.checkpoint.differing",
-        "fsdp.checkpoint.convert",
-        "fsdp.checkpoint.dcpforeign",
-        "fsdp.checkpoint.dcpincoming",
-        "fsdp.checkpoint.dcpreader",
-        "fsdp.checkpoint.dcpwriter",
-        "fsdp.checkpoint.jobcheckpoints",
-        "fsdp.checkpoint.livesaver",
-        "fsdp.checkpoint.loader",
-        "fsdp.checkpoint.memory",
-        "fsdp.checkpoint.opened",
-        "fsdp.checkpoint.restorer",
-        "fsdp.checkpoint.run",
-        "fsdp.checkpoint.savedvalues",
-        "fsdp.checkpoint.copying",
-        "fsdp.checkpoint.meeting",
-        "fsdp.checkpoint.samples",
-        "fsdp.checkpoint.saver",
-        "fsdp.checkpoint.staging",
-        "fsdp.checkpoint.storage",
-        "fsdp.checkpoint.todcp",
-        "fsdp.checkpoint.together",
-        "fsdp.checkpoint.versions",
-        "fsdp.blocks",
-        "fsdp.cargo",
-        "fsdp.carrier",
-        "fsdp.companions",
-        "fsdp.dtypes",
-        "fsdp.fsdp2",
-        "fsdp.holders",
-        "fsdp.internals",
-        "fsdp.live",
-        "fsdp.names",
-        "fsdp.optim_state",
-        "fsdp.optim_groups",
-        "fsdp.plain",
-        "fsdp.random_state",
-        "fsdp.recognise",
-        "fsdp.refusals",
-        "fsdp.replica",
-        "fsdp.rewire",
-        "fsdp.spread",
-        "fsdp.state",
-        "fsdp.trained",
-        "fsdp.units",
-        "finite_gradients",
-        "gradient_pairs",
-        "gradients",
-        "learning",
-        "optimizer",
-        "optimizer_state",
-        "outputs",
-        "ranks",
-        "rates",
-        "master.strategy.columns",
-        "master.strategy.model",
-        "master.strategy.search",
-        "master.strategy.switching",
-        "model_report",
-        "overlap",
-        "own_positions",
-        "parallelism",
-        "preparing",
-        "profile.analysis",
-        "profile.analysis_process",
-        "profile.analyzing",
-        "profile.block_watch",
-        "profile.calibrating",
-        "profile.census",
-        "profile.fake",
-        "profile.held",
-        "profile.likeness",
-        "profile.live_bytes",
-        "profile.memory_samples",
-        "profile.model_sizes",
-        "profile.probe",
-        "profile.questioning",
-        "profile.recorder",
-        "profile.recording",
-        "profile.surveying",
-        "profile.tracing",
-        "pulsing",
-        "registered",
-        "resuming",
-        "run",
-        "held_copies",
-        "same_loading",
-        "samplers",
-        "saves",
-        "saving",
-        "session",
-        "sharing",
-        "snapshot",
-        "speed",
-        "taking_part",
-        "trained_parameters",
-        "trainer",
-        "training_state",
-        "weighing",
+        "data.batch_plan",
+        "data.sources",
+        "fsdp.checkpoint.contents",
+        "fsdp.checkpoint.export.dcp_plan",
+        "fsdp.checkpoint.export.safetensors",
+        "fsdp.checkpoint.folder.claim",
+        "fsdp.checkpoint.folder.cleanup",
+        "fsdp.checkpoint.folder.commit",
+        "fsdp.checkpoint.folder.job_folder",
+        "fsdp.checkpoint.folder.listing",
+        "fsdp.checkpoint.format.copy",
+        "fsdp.checkpoint.format.json_text",
+        "fsdp.checkpoint.format.metadata",
+        "fsdp.checkpoint.format.reader",
+        "fsdp.checkpoint.format.shardfile",
+        "fsdp.checkpoint.format.writer",
+        "fsdp.checkpoint.loading.description",
+        "fsdp.checkpoint.loading.verify",
+        "fsdp.checkpoint.saving.background",
+        "fsdp.checkpoint.saving.rank_files",
+        "fsdp.checkpoint.saving.rescue",
+        "fsdp.checkpoint.saving.shared_memory",
+        "fsdp.layout",
+        "fsdp.moves",
+        "fsdp.pickled_values",
+        "fsdp.plan",
+        "fsdp.reshard.buckets",
+        "fsdp.reshard.transition",
+        "profile.breakdown",
+        "profile.device_timeline",
+        "profile.ledger",
+        "profile.memory.lines",
+        "profile.memory.process",
+        "profile.memory.questions",
+        "profile.output",
+        "profile.phases",
+        "profile.reader",
+        "profile.stragglers",
+        "profile.summary",
+        "profile.verdict",
+        "torch_private.module_hooks",
+        "torch_private.pipelines",
+        "training.checkpoints.signals",
+        "training.counters",
+        "training.optimizers.accelerate",
+        "training.remarks",
+        "training.steps.state",
     }
 )
+WITH_TORCH = frozenset(
+    {
+        "agent.arguments",
+        "agent.elastic_agent",
+        "agent.launcher",
+        "agent.master.embedded",
+        "agent.node_tasks",
+        "agent.rendezvous",
+        "agent.workers.workers",
+        "cli.ckpt_convert",
+        "cli.doctor_pairs",
+        "config.follower",
+        "doctor.meeting",
+        "doctor.pairs",
+        "ranks.group",
+        "ranks.node_board",
+        "run",
+        "tuner.model",
+        "tuner.search",
+    }
+)
+"""Files of other folders that may use it too."""
 HEAVY = frozenset({"torch", "numpy", "accelerate"})  # accelerate imports torch
 USES_GRPC = frozenset(
     {
-        "doctor.pair_command",
-        "agent.config_watch",
-        "cli",
-        "master.commands",
-        "master.tuning_command",
-        "master.configs_of_master",
         "agent.launcher",
-        "agent.master_choice",
-        "agent.master_link",
-        "agent.master_session",
-        "agent.own_master",
-        "run",
+        "agent.master.embedded",
+        "agent.master.link",
+        "agent.master.session",
+        "cli",
+        "cli.__main__",
+        "cli.doctor_pairs",
+        "cli.master",
         "master.__main__",
         "master.client",
-        "master.guard",
-        "master.health",
         "master.process",
         "master.service",
         "master.wire.master_pb2_grpc",
+        "run",
     }
 )
 """What speaks with a master, or is one: a training process never does."""
 WHEN_CALLED: Mapping[str, str] = {
-    "fsdp.checkpoint.casting": "numpy",
-    "master.strategy.controller": "master.strategy.search",
-    "profile.sinks": "torch",
+    "fsdp.checkpoint.format.copy": "numpy",
+    "tuner.controller": "tuner.search",
+    "profile.output": "torch",
 }
 """What a light module imports in the functions that need it, which is not all that it is imported for: what is heavy,
 or a module of ours that is."""
@@ -747,75 +187,85 @@ PUBLIC_NAMES = [
 
 READS_ENVIRON = frozenset(
     {
-        "agent.at_start.sitecustomize",
+        "agent.workers.at_start.sitecustomize",
         "cli",
         "master.__main__",
         "run",
-        "follow",
+        "config.follower",
         "fsdp.checkpoint.checkpointer",
-        "profile.analysis_process",
-        "profile.tracing",
-        "settings",
-        "trainer",
+        "profile.memory.analysis_process",
+        "profile.step_costs",
+        "records.run_dir",
+        "training.trainer",
     }
 )
 WRITES_TO_THE_TERMINAL = frozenset(
-    {"agent.warden", "cli", "master.__main__", "run"}
+    {"agent.orphan_guard", "cli", "master.__main__", "run"}
 )  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
-    "agent.at_start.sitecustomize:_write_exceptions.write": "whatever cannot be written, the exception is printed",
+    "agent.workers.at_start.sitecustomize:_write_exceptions.write": (
+        "whatever cannot be written, the exception is printed"
+    ),
     "agent.launcher:_Node._run": "torch's event log hears of it, and raises again",
     "agent.rendezvous:_make_handler": "the top of a thread: kept for the one who waits, who raises it",
-    "agent.workers:Workers._start": "ends what it has started, and raises again",
+    "agent.workers.workers:Workers._start": "ends what it has started, and raises again",
     "agent.control:Control.start": "closes what it has opened, and raises again",
     "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
     "agent.control:Control._answer_to": "whatever answers: who asked is told, and the agent goes on",
-    "agent.config_watch:ConfigWatch._run": "the top of a thread: logged; configs come with answers as well",
-    "agent.master_link:MasterLink._try_once": "the top of a thread: logged, and tried again later",
-    "appliers:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
-    "appliers:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
+    "agent.master.session:ConfigWatch._run": "the top of a thread: logged; configs come with answers as well",
+    "agent.master.link:MasterLink._try_once": "the top of a thread: logged, and tried again later",
+    "config.apply:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
+    "config.apply:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "fsdp.blocks:_why_not_alike": "a block is the user's code: what it raises the second time is told as a refusal",
-    "doctor.patience:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",
-    "data.ahead:Ahead.__next__": "what cannot be made is passed before it is raised again",
-    "data.ahead:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
-    "data.ahead:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
-    "data.making:Making.take": "whatever the user's code raised, the batch is asked for no more; raised again",
-    "data.making:Making._made": "says of which samples it is what the user's code raised, and raises again",
-    "data.copied:Copied.of": "pickling runs the user's code: what cannot be pickled is copied otherwise",
-    "data.stream:Stream._go_to": "why a dataset cannot begin is raised in the place of each of its samples",
-    "data.stream:Stream._draw": "kept in the place of the sample, and raised where that is wanted",
-    "data.streams:Streams.__next__": "what cannot be made is passed before it is raised again",
-    "data.pool:_loaded": "unpickling runs the user's code: kept for who takes the batch, who raises it",
-    "data.process:Line._pickled": "pickling runs the user's code: what it raises is sent instead of the batch",
-    "data.spawner:Spawner._run": "the top of a thread: kept for the pool, who raises it",
-    "data.spawner:Spawner._start": "pickling runs the user's code: kept for the pool, who raises it",
-    "data.tasks:reraise": "adds to what torch raises which sample it was, and raises again",
-    "files:write_whole": "takes its temporary file away and raises again, whatever came",
-    "follow:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
-    "fsdp.checkpoint.background:BackgroundSave.start": "forgets a thread that did not start, and raises again",
-    "fsdp.checkpoint.background:BackgroundSave._run": "the top of a thread: kept for who asks, and told to the others",
-    "steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
-    "fsdp.checkpoint.livesaver:LiveSaver.save": "the others are to hear of it too, and raises again",
-    "fsdp.checkpoint.livesaver:LiveSaver._wait_for": "has the save's thread wait no longer, and raises again",
-    "fsdp.checkpoint.dcpreader:DcpFolder._loaded": "torch.load raises errors of pickle, which is not imported here",
-    "fsdp.checkpoint.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
-    "fsdp.checkpoint.together:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
+    "ranks.deadlines:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",
+    "data.prefetch:Ahead.__next__": "what cannot be made is passed before it is raised again",
+    "data.prefetch:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
+    "data.prefetch:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
+    "data.workers.producer:Making.take": (
+        "whatever the user's code raised, the batch is asked for no more; raised again"
+    ),
+    "data.workers.producer:Making._made": "says of which samples it is what the user's code raised, and raises again",
+    "data.seeding:Copied.of": "pickling runs the user's code: what cannot be pickled is copied otherwise",
+    "data.streams:Stream._go_to": "why a dataset cannot begin is raised in the place of each of its samples",
+    "data.streams:Stream._draw": "kept in the place of the sample, and raised where that is wanted",
+    "data.iterable:Streams.__next__": "what cannot be made is passed before it is raised again",
+    "data.workers.pool:_loaded": "unpickling runs the user's code: kept for who takes the batch, who raises it",
+    "data.workers.worker_process:Line._pickled": (
+        "pickling runs the user's code: what it raises is sent instead of the batch"
+    ),
+    "data.workers.worker:Spawner._run": "the top of a thread: kept for the pool, who raises it",
+    "data.workers.worker:Spawner._start": "pickling runs the user's code: kept for the pool, who raises it",
+    "data.workers.worker:reraise": "adds to what torch raises which sample it was, and raises again",
+    "records.files:write_whole": "takes its temporary file away and raises again, whatever came",
+    "config.follower:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
+    "fsdp.checkpoint.saving.background:BackgroundSave.start": "forgets a thread that did not start, and raises again",
+    "fsdp.checkpoint.saving.background:BackgroundSave._run": (
+        "the top of a thread: kept for who asks, and told to the others"
+    ),
+    "training.steps.steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
+    "fsdp.checkpoint.saving.async_saver:LiveSaver.save": "the others are to hear of it too, and raises again",
+    "fsdp.checkpoint.saving.async_saver:LiveSaver._wait_for": "has the save's thread wait no longer, and raises again",
+    "fsdp.checkpoint.export.dcp_folder:DcpFolder._loaded": (
+        "torch.load raises errors of pickle, which is not imported here"
+    ),
+    "fsdp.checkpoint.saving.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
+    "fsdp.checkpoint.coordination:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
     "fsdp.checkpoint.storage:Storage.within.run": "the top of a thread: kept for the one who waits, who raises it",
-    "master.asking:Asking._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
-    "fsdp.live:Change.run": "whatever it is, what was there has to come back; raised on all ranks",
-    "fsdp.live:Change._move": "there is not enough memory, as a rule; raised on all ranks",
-    "fsdp.live:Change._agree_or_go_back": "puts back what was there, and raises again",
-    "parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
-    "steps:Steps._share_at_end": "takes the step back, and raises again",
-    "profile.analysis:analyse": "a factory is the user's code: what it raises is told to who has asked",
-    "profile.analysis:_tell_passes": "a model and a loss are the user's code: told in the same way",
-    "profile.analysis_process:main": "a script is imported, which is the user's code: told in the same way",
-    "profile.sinks:Sinks.write": "a sink is the user's code: told once, and dropped",
-    "profile.sinks:Sinks.close": "a sink is the user's code: the others are to be closed too",
-    "session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
-    "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
-    "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
+    "master.tuning:Asking._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
+    "fsdp.reshard.change:Change.run": "whatever it is, what was there has to come back; raised on all ranks",
+    "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
+    "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
+    "training.parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
+    "training.steps.steps:Steps._share_at_end": "takes the step back, and raises again",
+    "profile.memory.analysis:analyse": "a factory is the user's code: what it raises is told to who has asked",
+    "profile.memory.analysis:_tell_passes": "a model and a loss are the user's code: told in the same way",
+    "profile.memory.analysis_process:main": "a script is imported, which is the user's code: told in the same way",
+    "profile.output:Sinks.write": "a sink is the user's code: told once, and dropped",
+    "profile.output:Sinks.close": "a sink is the user's code: the others are to be closed too",
+    "training.session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
+    "config.watcher:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
+    "config.watcher:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
 }
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 
@@ -914,66 +364,68 @@ def _graph(sources: Mapping[str, str]) -> dict[str, Sequence[Import]]:
     return {name: imports_of(name, source, is_package=name in packages) for name, source in sources.items()}
 
 
-def layer_faults(sources: Mapping[str, str], layers: Mapping[str, int]) -> list[str]:
-    """Where imports go upward, go sideways where they must not, or go in a circle; and modules without a layer."""
+def floor_faults(sources: Mapping[str, str], floors: Mapping[str, int]) -> list[str]:
+    """Where imports do not go to a lower floor, or files import one another in a circle; and what has no floor."""
+    tops = {_top(name) for name in sources if name != FRONT}
     faults = [
-        f"{PACKAGE}/{name.replace('.', '/')}.py has no layer: add {name!r} to LAYERS in tests/test_house.py, on the "
-        "lowest layer that is above all it imports, and to the picture in docs/architecture.md"
-        for name in sources
-        if name != FRONT and name not in layers
+        f"{PACKAGE}/{top} has no floor: add {top!r} to FLOORS in tests/test_house.py, on the lowest floor that is "
+        "above all it imports, and to the picture in docs/architecture.md"
+        for top in sorted(tops - set(floors))
     ]
     faults += [
-        f"LAYERS has {name!r}, and {PACKAGE} has no such module: take the line out, here and in docs/architecture.md"
-        for name in layers
-        if name not in sources
+        f"FLOORS has {top!r}, and {PACKAGE} has no such folder or file: take the line out, here and in "
+        "docs/architecture.md"
+        for top in floors
+        if top not in tops
     ]
-    sideways: dict[str, set[str]] = {}
+    edges: dict[str, set[str]] = {}
     for name, imports in _graph(sources).items():
-        if name == FRONT or name not in layers:
+        if name == FRONT or _top(name) not in floors:
             continue
         for seen in imports:
-            fault = _direction_fault(name, seen, layers)
+            fault = _direction_fault(name, seen, sources, floors)
             if fault:
                 faults.append(fault)
-            reached = inner(seen.target, layers)
-            if (
-                reached
-                and reached in layers
-                and reached != name
-                and layers[reached] == layers[name]
-                and not seen.types_only
-            ):
-                sideways.setdefault(name, set()).add(reached)
-    return faults + circles(sideways)
+            reached = inner(seen.target, sources)
+            if reached and reached not in (name, FRONT) and not seen.types_only:
+                edges.setdefault(name, set()).add(reached)
+    return faults + circles(edges)
 
 
-def _direction_fault(name: str, seen: Import, layers: Mapping[str, int]) -> str | None:
+def _direction_fault(name: str, seen: Import, sources: Mapping[str, str], floors: Mapping[str, int]) -> str | None:
     """Why one import may not be, None where it may."""
     where = f"{PACKAGE}.{name}, line {seen.line}: {seen.target}"
-    reached = inner(seen.target, layers)
+    reached = inner(seen.target, sources)
+    mine = floors[_top(name)]
     if reached is None:
-        if layers[name] == 0 and seen.target.partition(".")[0] not in sys.stdlib_module_names:
-            return f"{where} is not in the standard library, and layer 0 imports nothing else"
+        if mine == STANDARD_LIBRARY_ALONE and seen.target.partition(".")[0] not in sys.stdlib_module_names:
+            return f"{where} is not in the standard library, and floor {mine} imports nothing else"
         return None
     if reached == FRONT:
         return f"{where} goes through the package itself; import the module that holds the name"
-    mine, its = layers[name], layers[reached]
+    if _top(reached) == _top(name) or _top(reached) not in floors:
+        return None
+    its = floors[_top(reached)]
     if its > mine:
-        return f"{where} is on layer {its}, above layer {mine}; imports go downward"
-    if (
-        its == mine
-        and reached != name
-        and mine not in SIDEWAYS
-        and not seen.types_only
-        and _room(name) != _room(reached)
-    ):
-        return f"{where} is on the same layer {mine}, where rooms do not import one another"
+        return f"{where} is on floor {its}, above floor {mine}; imports go downward"
+    if its == mine:
+        return f"{where} is on the same floor {mine}, whose folders do not import one another"
     return None
 
 
-def _room(name: str) -> str:
-    """The folder of the package that a module lies in; a module that lies in none is a room by itself."""
+def _top(name: str) -> str:
+    """What a module lies in at the root of the package: a folder, or itself."""
     return name.partition(".")[0]
+
+
+def torch_users(sources: Mapping[str, str]) -> frozenset[str]:
+    """The modules that may use torch, by the tables of folders and files."""
+    packages = {name.rpartition(".")[0] for name in sources}
+    return frozenset(
+        name
+        for name in sources
+        if name in WITH_TORCH or (_top(name) in TORCH_FOLDERS and name not in WITHOUT_TORCH and name not in packages)
+    )
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[str]:
@@ -1101,6 +553,7 @@ def stale_broad_excepts(sources: Mapping[str, str], allowed: Mapping[str, str]) 
 # --- the library keeps them -----------------------------------------------------------------------------------------
 
 SOURCES = sources_of(ROOT / PACKAGE)
+USES_TORCH = torch_users(SOURCES)
 LIGHT_MODULES = [PACKAGE, *(f"{PACKAGE}.{name}" for name in SOURCES if name != FRONT and name not in USES_TORCH)]
 
 _IMPORT_EACH = """
@@ -1139,8 +592,8 @@ def _no_faults(faults: list[str]) -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
-def test_imports_go_downward_and_every_module_has_a_layer() -> None:
-    _no_faults(layer_faults(SOURCES, LAYERS))
+def test_imports_go_downward_and_every_folder_has_a_floor() -> None:
+    _no_faults(floor_faults(SOURCES, FLOORS))
 
 
 def test_light_modules_reach_no_torch_in_the_syntax_trees() -> None:
@@ -1183,7 +636,7 @@ def test_list_of_broad_excepts_is_not_stale() -> None:
 
 
 def test_upward_import_is_a_fault_wherever_it_stands() -> None:
-    layers = {"low": 1, "high": 4}
+    floors = {"low": 2, "high": 4}
     for source in (
         "from elastic_ext.high import x",
         "from .high import x",
@@ -1194,32 +647,30 @@ def test_upward_import_is_a_fault_wherever_it_stands() -> None:
         "if TYPE_CHECKING:\n    from .high import X",
         "import importlib\nimportlib.import_module('.high', 'elastic_ext')",
     ):
-        (fault,) = layer_faults({"low": source, "high": ""}, layers)
+        (fault,) = floor_faults({"low": source, "high": ""}, floors)
         assert "elastic_ext.low" in fault, source
-        assert "above layer 1" in fault, source
+        assert "above floor 2" in fault, source
 
 
 def test_downward_import_is_no_fault() -> None:
-    assert (
-        layer_faults({"high": "from .low import x\nfrom elastic_ext.low import y", "low": ""}, {"high": 4, "low": 1})
-        == []
-    )
+    sources = {"high": "from .low import x\nfrom elastic_ext.low import y", "low": ""}
+    assert floor_faults(sources, {"high": 4, "low": 2}) == []
 
 
-def test_sideways_import_is_a_fault_on_upper_layers_alone_and_not_for_types() -> None:
-    plain = {"a": "from .b import x", "b": ""}
-    assert layer_faults(plain, {"a": 1, "b": 1}) == []
-    assert "same layer 2" in layer_faults(plain, {"a": 2, "b": 2})[0]
+def test_sideways_import_is_a_fault_between_folders_and_not_within_one() -> None:
+    apart = {"a": "from .b import x", "b": ""}
+    assert "same floor 2" in floor_faults(apart, {"a": 2, "b": 2})[0]
     for_types = {"a": "import typing\nif typing.TYPE_CHECKING:\n    from .b import x", "b": ""}
-    assert layer_faults(for_types, {"a": 2, "b": 2}) == []
+    assert "same floor 2" in floor_faults(for_types, {"a": 2, "b": 2})[0]
+    together = {"a.one": "from .two import x", "a.two": "from .inner.three import x", "a.inner.three": ""}
+    assert floor_faults(together, {"a": 2}) == []
 
 
 def test_circle_is_a_fault_even_through_functions_but_not_through_types() -> None:
-    layers = {"a": 1, "b": 1, "c": 1}
-    lazy = {"a": "from .b import x", "b": "from .c import x", "c": "def f() -> None:\n    from .a import x"}
-    assert layer_faults(lazy, layers) == ["imports in a circle: a -> b -> c -> a"]
-    types = {**lazy, "c": "if TYPE_CHECKING:\n    from .a import X"}
-    assert layer_faults(types, layers) == []
+    lazy = {"f.a": "from .b import x", "f.b": "from .c import x", "f.c": "def f() -> None:\n    from .a import x"}
+    assert floor_faults(lazy, {"f": 2}) == ["imports in a circle: f.a -> f.b -> f.c -> f.a"]
+    types = {**lazy, "f.c": "if TYPE_CHECKING:\n    from .a import X"}
+    assert floor_faults(types, {"f": 2}) == []
 
 
 def test_imports_after_type_checking_else_are_real() -> None:
@@ -1230,25 +681,31 @@ def test_imports_after_type_checking_else_are_real() -> None:
     ]
 
 
-def test_module_without_a_layer_is_told_what_to_do() -> None:
-    (fault,) = layer_faults({"fsdp.fresh": ""}, {})
-    assert "elastic_ext/fsdp/fresh.py has no layer" in fault
-    assert "LAYERS in tests/test_house.py" in fault
+def test_folder_without_a_floor_is_told_what_to_do() -> None:
+    (fault,) = floor_faults({"fresh.one": "", "fresh.two": ""}, {})
+    assert "elastic_ext/fresh has no floor" in fault
+    assert "FLOORS in tests/test_house.py" in fault
 
 
-def test_layer_of_a_module_that_is_gone_is_a_fault() -> None:
-    assert "no such module" in layer_faults({}, {"gone": 1})[0]
+def test_floor_of_a_folder_that_is_gone_is_a_fault() -> None:
+    assert "no such folder" in floor_faults({}, {"gone": 2})[0]
 
 
-def test_layer_zero_imports_the_standard_library_alone() -> None:
-    assert layer_faults({"low": "import json, os.path"}, {"low": 0}) == []
-    assert "not in the standard library" in layer_faults({"low": "import watchdog.events"}, {"low": 0})[0]
-    assert layer_faults({"one": "import watchdog.events"}, {"one": 1}) == []
+def test_tables_of_files_with_and_without_torch_name_files_that_exist() -> None:
+    assert set(WITHOUT_TORCH | WITH_TORCH | USES_GRPC) <= set(SOURCES)
+    assert {_top(name) for name in WITHOUT_TORCH} <= TORCH_FOLDERS
+    assert not {_top(name) for name in WITH_TORCH} & TORCH_FOLDERS
+
+
+def test_lowest_floor_imports_the_standard_library_alone() -> None:
+    assert floor_faults({"low": "import json, os.path"}, {"low": 1}) == []
+    assert "not in the standard library" in floor_faults({"low": "import watchdog.events"}, {"low": 1})[0]
+    assert floor_faults({"two": "import watchdog.events"}, {"two": 2}) == []
 
 
 def test_import_through_the_package_itself_is_a_fault() -> None:
-    assert "through the package itself" in layer_faults({"a": "from elastic_ext import ElasticConfig"}, {"a": 1})[0]
-    assert "through the package itself" in layer_faults({"a": "import elastic_ext"}, {"a": 1})[0]
+    assert "through the package itself" in floor_faults({"a": "from elastic_ext import ElasticConfig"}, {"a": 2})[0]
+    assert "through the package itself" in floor_faults({"a": "import elastic_ext"}, {"a": 2})[0]
 
 
 def test_relative_imports_of_subpackages_are_read_rightly() -> None:
@@ -1256,7 +713,7 @@ def test_relative_imports_of_subpackages_are_read_rightly() -> None:
     assert [one.target for one in imports_of("fsdp.live", source)] == [
         "elastic_ext.fsdp.moves",
         "elastic_ext.fsdp.layout.Box",
-        "elastic_ext.ranks.group.Ranks",
+        "elastic_ext.ranks.Ranks",
     ]
     assert [one.target for one in imports_of("fsdp", "from .layout import Box", is_package=True)] == [
         "elastic_ext.fsdp.layout.Box"
@@ -1324,14 +781,14 @@ def test_what_resembles_forbidden_writing_is_no_fault() -> None:
     source = 'class A:\n    def print(self) -> None: ...\n\ndef f(a: A) -> None:\n    """print(x)"""\n    a.print()\n'
     assert writing_faults("somewhere", source) == []
     assert writing_faults("somewhere", "try:\n    pass\nexcept (OSError, ValueError):\n    pass") == []
-    assert writing_faults("settings", "import os\nx = os.environ['A']") == []
+    assert writing_faults("records.run_dir", "import os\nx = os.environ['A']") == []
 
 
 def test_named_place_may_catch_everything_and_its_neighbour_may_not() -> None:
     body = "        try:\n            pass\n        except Exception:\n            pass\n"
     source = f"class ConfigWatcher:\n    def _run(self) -> None:\n{body}    def close(self) -> None:\n{body}"
-    (fault,) = writing_faults("watch", source)
-    assert "'watch:ConfigWatcher.close'" in fault
+    (fault,) = writing_faults("config.watcher", source)
+    assert "'config.watcher:ConfigWatcher.close'" in fault
 
 
 def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.own_master import OwnMaster
+from elastic_ext.agent.master.embedded import OwnMaster
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.client import MasterClient
-from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.ranks.deadlines import Backoff
 from elastic_ext.ranks.processes import process_of

@@ -15,9 +15,9 @@ import pytest
 
 from elastic_ext.agent.journal import Journal
 from elastic_ext.cli import main
+from elastic_ext.cli.master import event_words, is_healthy, status_words
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.master.job_words import event_words, is_healthy, status_words
-from elastic_ext.master.places import Address, MasterPlace
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 from elastic_ext.records.metrics import JobEvent

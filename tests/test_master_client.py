@@ -20,9 +20,9 @@ from elastic_ext.errors import (
     NodeFenced,
     NodeUnknown,
 )
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.client import MasterClient
-from elastic_ext.master.places import Address, MasterPlace
-from elastic_ext.master.tokens import make_token, read_token
+from elastic_ext.master.credentials import make_token, read_token
 from elastic_ext.master.wire import master_pb2 as pb
 from tests.certificates import Certificate, certificate_in
 from tests.ports import free_port

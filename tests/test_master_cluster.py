@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.pair_report import PairReport
+from elastic_ext.doctor.report import PairReport
 from elastic_ext.master.cluster import Cluster, Judged, cluster_of, judged
-from elastic_ext.master.links import measured_in
-from elastic_ext.master.machines import NodeFacts, facts_of, why_refused
+from elastic_ext.master.machines import NodeFacts, facts_of, measured_in, why_refused
 from elastic_ext.profile.stragglers import Straggler
 from tests.clusters import FAST, NEAR, machine_of, pair_report
 from tests.machines import GOOD_MACHINE, gpu, gpus

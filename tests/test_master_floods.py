@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.master.guard import Door, Ended, Guard, host_of
-from elastic_ext.master.shown import Shown
+from elastic_ext.master.service import Door, Ended, Guard, host_of
+from elastic_ext.master.status import Shown
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import TOKEN, MasterProcess, master_in_process
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elastic_ext.master.freed import Freed
+from elastic_ext.master.process import Freed
 from tests.masters import TOKEN, MasterProcess, join_request, master_in_process, until
 
 NUM_PEERS = 400

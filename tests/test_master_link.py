@@ -18,22 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.agent.event_files import EventFiles
-from elastic_ext.agent.link_words import LinkState, LinkStory
-from elastic_ext.agent.master_link import FoundMaster, GivenMaster
-from elastic_ext.agent.master_session import Due, beat_due
-from elastic_ext.agent.node_identity import (
-    INCARNATION_FILE,
-    PLACE_FILE,
-    Acquaintance,
-    next_incarnation,
-    node_id_of,
-)
-from elastic_ext.agent.node_report import NodeReport
-from elastic_ext.agent.outbox import Outbox
+from elastic_ext.agent.master.identity import INCARNATION_FILE, PLACE_FILE, Acquaintance, next_incarnation, node_id_of
+from elastic_ext.agent.master.link import FoundMaster, GivenMaster, LinkState, LinkStory
+from elastic_ext.agent.master.outbox import Outbox
+from elastic_ext.agent.master.report import EventFiles, NodeReport
+from elastic_ext.agent.master.session import Due, beat_due
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterAbsent
-from elastic_ext.master.places import MOST_BEAT_BYTES, Address, MasterPlace
+from elastic_ext.master.address import MOST_BEAT_BYTES, Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.ranks.deadlines import Backoff
 from elastic_ext.records.agent import (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.master.points import History, Point, mean_of
+from elastic_ext.master.collector import History, Point, mean_of
 
 BEGIN = 1_700_006_400.0  # a whole number of ten minutes
 HOUR, DAY, WEEK = 3600.0, 86400.0, 7 * 86400.0

@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elastic_ext.master.tokens import make_token
+from elastic_ext.master.credentials import make_token
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import ROOT, TOKEN, MasterProcess, join_request, master_in_process, until
 

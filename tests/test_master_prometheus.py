@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.master_beats import made_workers
-from elastic_ext.master.metrics_server import MetricsServer
-from elastic_ext.master.prometheus import exposition
+from elastic_ext.master.metrics import MetricsServer, exposition
 from elastic_ext.master.wire import master_pb2
 
 PINNED = Path(__file__).resolve().parent / "saved" / "metrics.json"

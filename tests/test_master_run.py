@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.arguments import parse
-from elastic_ext.agent.master_choice import master_choice
+from elastic_ext.agent.master.embedded import master_choice
 from elastic_ext.cli import main
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterRefused
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.client import MasterClient
-from elastic_ext.master.places import Address, MasterPlace
-from elastic_ext.master.tokens import make_token
+from elastic_ext.master.credentials import make_token
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.ranks.processes import is_alive, process_of
 from elastic_ext.records.agent import MASTER_FILE, MasterRecord

@@ -13,8 +13,8 @@ import pytest
 from elastic_ext.cli import main
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterError
+from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.client import MasterClient
-from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 from tests.certificates import certificate_in

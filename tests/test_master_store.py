@@ -13,7 +13,7 @@ import pytest
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import Entry
 from elastic_ext.master.configs import Page
-from elastic_ext.master.records import EventRecord, NodeRecord
+from elastic_ext.master.events import EventRecord, NodeRecord
 from elastic_ext.master.store import Store, StoreError, Superseded, network_in_words
 
 

@@ -15,7 +15,7 @@ import pytest
 from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
-from elastic_ext.master.wire.plain import window_message
+from elastic_ext.master.wire import window_message
 from elastic_ext.records.metrics import StepWindow
 from tests.clusters import machine_of, pair_report
 from tests.machines import machine

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic_ext.master.job import Job, JobSettings, Moment
-from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.unsaved import Unsaved
+from elastic_ext.master.store import Store, Stored, Unsaved
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import join_request
 

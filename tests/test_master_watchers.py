@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.master.watchers import Unacknowledged, Watcher, Watchers
+from elastic_ext.master.configs import Unacknowledged, Watcher, Watchers
 
 SECONDS = 0.05  # within which a version has to be held
 

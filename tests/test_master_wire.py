@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
+from elastic_ext.master.wire import as_dict, window_message, window_record
 from elastic_ext.master.wire import master_pb2 as wire
-from elastic_ext.master.wire.plain import as_dict, window_message, window_record
 from elastic_ext.records.metrics import StepWindow
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.matching import MOST_NODES_IN_FULL, MOST_ROUNDS, matching
+from elastic_ext.doctor.pairs import MOST_NODES_IN_FULL, MOST_ROUNDS, matching
 
 many = st.integers(min_value=2, max_value=2000)
 

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.cli import main
+from elastic_ext.cli.memory import Asked, limit_of, memory_record, memory_words, predicted
 from elastic_ext.config.keys import TuningSection
-from elastic_ext.master.memory_table import Asked, limit_of, predicted
-from elastic_ext.master.memory_words import memory_record, memory_words
 from elastic_ext.records.agent import AgentRecord
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.tuner.memory import Memory

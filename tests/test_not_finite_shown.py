@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.node_report import NodeReport
+from elastic_ext.agent.master.report import NodeReport
 from elastic_ext.cli import main
-from elastic_ext.master.amounts import fitting_worker
-from elastic_ext.master.job_words import status_words
-from elastic_ext.master.places import MOST_BEAT_BYTES
-from elastic_ext.master.prometheus import exposition
+from elastic_ext.cli.master import status_words
+from elastic_ext.master.address import MOST_BEAT_BYTES
+from elastic_ext.master.metrics import exposition
+from elastic_ext.master.node_metrics import fitting_worker
 from elastic_ext.master.wire import master_pb2
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.records.text import not_finite_in_words
-from elastic_ext.report.gathering import gather
+from elastic_ext.report.load import find_places, gather
 from elastic_ext.report.page import page
-from elastic_ext.report.places import find_places
 from tests.test_finite_gradients import Run, at
 from tests.test_master_prometheus import parsed
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_ext.doctor.finding import Finding
-from elastic_ext.doctor.pair_meeting import Meeting, MeetingFailed, Rendezvous, holds_store
-from elastic_ext.doctor.pair_report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
+from elastic_ext.doctor.findings import Finding
+from elastic_ext.doctor.meeting import Meeting, MeetingFailed, Rendezvous, holds_store
+from elastic_ext.doctor.report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.machines import GOOD_MACHINE as GOOD
 from tests.masters import master_on_thread
 from tests.ports import free_port
@@ -153,7 +153,7 @@ def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store() -> None:
         listening.listen()
         assert holds_store(here)
         assert not holds_store(dataclasses.replace(here, endpoint="/a/file"))
-        child = "import sys; from elastic_ext.doctor.pair_meeting import Rendezvous, holds_store;"
+        child = "import sys; from elastic_ext.doctor.meeting import Rendezvous, holds_store;"
         child += "sys.exit(holds_store(Rendezvous(endpoint=sys.argv[1], run_id='none', min_nodes=2, max_nodes=2)))"
         subprocess.run([sys.executable, "-c", child, here.endpoint], check=True, timeout=DEADLINE_SECONDS)
 
@@ -325,7 +325,7 @@ def test_a_pair_meets_after_one_of_them_has_failed_to_meet_another(tmp_path: Pat
     code = """
 import sys
 import torch.distributed as dist
-from elastic_ext.doctor.pair_probe import exchange
+from elastic_ext.doctor.pairs import exchange
 rank, path = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(path, 2)
 if rank == 1:

@@ -24,16 +24,12 @@ from elastic_ext.cli import main
 from elastic_ext.profile.ledger import ENTRIES, Entry
 from elastic_ext.records.metrics import Measures, RankMetrics
 from elastic_ext.records.run_dir import RunDirectory
-from elastic_ext.report.bins import Bins
-from elastic_ext.report.effects import Period, Spread
-from elastic_ext.report.gathering import gather
-from elastic_ext.report.lines import Broken, events_in, windows_in
-from elastic_ext.report.markup import number, tag, text
-from elastic_ext.report.numbers import amount, elapsed_in_words, percent, seconds_in_words
+from elastic_ext.report.axes import AmountScale, TimeScale, nice_top
+from elastic_ext.report.events import Period, Spread
+from elastic_ext.report.load import Broken, events_in, find_places, gather, windows_in
+from elastic_ext.report.markup import amount, elapsed_in_words, number, percent, seconds_in_words, tag, text
 from elastic_ext.report.page import MARK, page
-from elastic_ext.report.places import find_places
-from elastic_ext.report.record import Remark, RunRecord
-from elastic_ext.report.scales import AmountScale, TimeScale, nice_top
+from elastic_ext.report.record import Bins, Remark, RunRecord
 from tests.profiles import calibration, census
 
 from .run_profiles import START, agent_event, event, first_window, life, window, write_events, write_job, write_windows

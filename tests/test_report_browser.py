@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.report.gathering import gather
+from elastic_ext.report.load import find_places, gather
 from elastic_ext.report.page import page
-from elastic_ext.report.places import find_places
 
 from .run_profiles import START, write_job
 

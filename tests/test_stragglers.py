@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.stragglers import stragglers
+from elastic_ext.doctor.report import stragglers
 
 SHARE = 0.15
 speeds = st.floats(min_value=1e-6, max_value=1e12)

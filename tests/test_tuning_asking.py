@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.master.admission import Refused
-from elastic_ext.master.asking import MOST_WAITING, Asking, at_once
 from elastic_ext.master.configs import Late
 from elastic_ext.master.job import Job, JobSettings, Moment
-from elastic_ext.master.planning import PlanningThread
+from elastic_ext.master.nodes import Refused
+from elastic_ext.master.process import PlanningThread
 from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.tuning import Tuning
+from elastic_ext.master.tuning import MOST_WAITING, Asking, Tuning, at_once
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.tuner.decisions import Decision
 from tests.job_facts import made_facts

@@ -11,12 +11,11 @@ import pytest
 
 from elastic_ext.agent.arguments import parse
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.master_choice import master_choice, tuning_mode
-from elastic_ext.agent.own_master import OwnMaster
+from elastic_ext.agent.master.embedded import OwnMaster, master_choice, tuning_mode
 from elastic_ext.cli import main
-from elastic_ext.master.tokens import make_token
-from elastic_ext.master.tuning_command import decision_words
-from elastic_ext.master.tuning_words import event_text
+from elastic_ext.cli.master import decision_words
+from elastic_ext.master.credentials import make_token
+from elastic_ext.master.tuning import event_text
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.ranks.deadlines import Backoff
 from tests.job_facts import made_facts

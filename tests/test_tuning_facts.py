@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.agent.node_report import NodeReport
+from elastic_ext.agent.master.report import NodeReport
 from elastic_ext.config.keys import TUNABLE, TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.master.facts_told import facts_told
-from elastic_ext.master.places import MOST_BEAT_BYTES
+from elastic_ext.master.address import MOST_BEAT_BYTES
+from elastic_ext.master.observations import facts_told
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.records.metrics import FILE, JobFacts

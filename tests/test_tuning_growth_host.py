@@ -11,7 +11,7 @@ from elastic_ext.master.configs import Late
 from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
-from elastic_ext.master.wire.plain import window_message
+from elastic_ext.master.wire import window_message
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.tuner.decisions import Decision

@@ -17,14 +17,14 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.master.admission import Refused
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Late
 from elastic_ext.master.job import Job, JobSettings, Moment
-from elastic_ext.master.prometheus import exposition
+from elastic_ext.master.metrics import exposition
+from elastic_ext.master.nodes import Refused
 from elastic_ext.master.status import job_status
 from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.tuning_words import Mode
+from elastic_ext.master.tuning import Mode
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.metrics import JobFacts, LearningFacts
 from elastic_ext.tuner.decisions import Decision, Kind

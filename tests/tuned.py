@@ -8,9 +8,9 @@ from typing import Any
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.configs import Author
-from elastic_ext.master.tuning_words import Mode
+from elastic_ext.master.tuning import Mode
 from elastic_ext.master.wire import master_pb2 as wire
-from elastic_ext.master.wire.plain import window_message
+from elastic_ext.master.wire import window_message
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.decisions import Decision

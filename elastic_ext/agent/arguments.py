@@ -1,17 +1,44 @@
-"""The command line of elastic-run: torchrun's own, with what is said besides; and what came of it, in words."""
+"""The command line of elastic-run: its options, the combinations that are refused before anything starts, and the
+environment that workers get.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import os
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.argparse_util import check_env, env
-from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+from torch.distributed.elastic.events.handlers import get_logging_handler
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
-__all__ = ["parse", "parser", "settings_in_words", "shutdown_seconds", "with_rendezvous"]
+__all__ = [
+    "OF_AGENT",
+    "Place",
+    "Refused",
+    "check_launch",
+    "check_options",
+    "devices_of",
+    "environment_of",
+    "parse",
+    "parser",
+    "seconds_in",
+    "settings_in_words",
+    "shutdown_seconds",
+    "with_rendezvous",
+    "with_start",
+    "without_outer",
+]
+
+
+# --- the command line of elastic-run: torchrun's own, with what is said besides; and what came of it, in words -------
 
 _PREFIX = "PET_"  # torchrun's, of the environment
 _DEFAULT_PORT = 29500
@@ -162,3 +189,180 @@ def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -
         elif value != plain.get_default(name):
             words.append(f"{name}={value}")
     return words
+
+
+# --- what a worker's environment says: torchrun's words, which scripts know, and those of this library ---------------
+
+OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS")
+"""What an agent tells its workers of where its things lie, each with ELASTIC_EXT_ before it."""
+AT_START = Path(__file__).with_name("workers") / "at_start"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where one worker stands among all of its job."""
+
+    rank: int
+    local_rank: int
+    role_rank: int
+    group_rank: int
+    """Of its node."""
+    world_size: int
+    local_world_size: int
+    role_world_size: int
+    group_world_size: int
+    role: str
+    master_addr: str
+    master_port: int
+    restart_count: int
+    max_restarts: int
+    run_id: str
+    use_agent_store: bool
+
+
+def environment_of(place: Place) -> dict[str, str]:
+    """What torchrun tells a worker of its place."""
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "ROLE_RANK": str(place.role_rank),
+        "ROLE_NAME": place.role,
+        "GROUP_RANK": str(place.group_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.use_agent_store),
+    }
+
+
+def devices_of(local_rank: int, *, visible: str | None, is_virtual: bool) -> dict[str, str]:
+    """Which devices a worker sees: all, or where local ranks are virtual its own one alone, as the first.
+
+    ``visible`` is CUDA_VISIBLE_DEVICES as the agent has it. ValueError where there is none left for this worker.
+    """
+    if not is_virtual:
+        return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if visible is None:
+        return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": str(local_rank)}
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES is {visible!r}, and --virtual-local-rank needs one device for each worker: local "
+            f"rank {local_rank} has none. Start fewer with --nproc-per-node, or make more devices visible"
+        )
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank].strip()}
+
+
+def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agent that a worker of another agent has started, without what is that one's."""
+    outer = {"TORCHELASTIC_RUN_ID", *(f"ELASTIC_EXT_{name}" for name in OF_AGENT)}
+    return {name: value for name, value in environ.items() if name not in outer}
+
+
+def with_start(environment: Mapping[str, str], path: str | None, agent_pid: int) -> dict[str, str]:
+    """``environment`` with what has Python run ``at_start`` first; ``path`` is PYTHONPATH as the agent has it."""
+    return {
+        **environment,
+        "ELASTIC_EXT_AGENT_PID": str(agent_pid),
+        "PYTHONPATH": str(AT_START) if not path else f"{AT_START}{os.pathsep}{path}",
+    }
+
+
+# --- what a command line can ask for and cannot be, said before anything is started ----------------------------------
+# Torch checks some of it with assertions, some only once nodes have met, and some never.
+
+
+class Refused(Exception):
+    """This cannot be started as asked; it says why."""
+
+
+def check_options(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """ValueError for options that no job can have. What torch refuses in good words is left to it."""
+    _check_nodes(options)
+    _check_workers(options.nproc_per_node)
+    if options.max_restarts < 0:
+        raise ValueError(f"--max-restarts is {options.max_restarts}; allowed: an integer >= 0")
+    if not 0 < options.monitor_interval < math.inf:
+        raise ValueError(f"--monitor-interval is {options.monitor_interval}; allowed: seconds, a number > 0")
+    if options.config_file is not None and options.config_file.is_dir():
+        raise ValueError(
+            f"--config-file is {str(options.config_file)!r}, which is a folder; allowed: a file, such as config.json"
+        )
+    try:
+        get_logging_handler(options.event_log_handler)
+    except KeyError:
+        raise ValueError(
+            f"--event-log-handler is {options.event_log_handler!r}, which nobody has registered; allowed: null, console"
+        ) from None
+    _check_script(options, environ)
+
+
+def check_launch(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
+    """ValueError for devices and times that cannot be, once torch has made out what was given."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    devices_of(launch.nproc_per_node - 1, visible=visible, is_virtual=getattr(launch, "virtual_local_rank", False))
+    for name in ("read_timeout", "keep_alive_interval", "keep_alive_max_attempt"):
+        seconds_in(launch, name, 1)
+
+
+def seconds_in(launch: LaunchConfig, name: str, default: float) -> float:
+    """A number of --rdzv-conf."""
+    given = launch.rdzv_configs.get(name, default)
+    try:
+        return float(int(given))
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name} in --rdzv-conf is {given!r}; allowed: an integer") from None
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    try:
+        least, most = parse_min_max_nnodes(options.nnodes)
+    except (ValueError, RuntimeError):
+        least = most = 0
+    if not 1 <= least <= most:
+        raise ValueError(f"--nnodes is {options.nnodes!r}; allowed: N, or MIN:MAX, integers >= 1, such as 2 or 1:4")
+    if options.standalone and least > 1:
+        raise ValueError(
+            f"--standalone is given and --nnodes is {options.nnodes}: no other node can find this one, and it would "
+            "wait for ever. Take --standalone out, and say where nodes meet: --rdzv-backend=c10d "
+            "--rdzv-endpoint=HOST:PORT"
+        )
+    is_static = options.rdzv_backend == "static" and not options.standalone
+    if is_static and (options.rdzv_endpoint or options.master_port) and not 0 <= options.node_rank < most:
+        raise ValueError(
+            f"--node-rank is {options.node_rank} of {most} nodes; allowed: an integer from 0 to {most - 1}"
+        )
+
+
+def _check_workers(given: str) -> None:
+    why = ""
+    try:
+        number = determine_local_world_size(given)
+    except ValueError as error:
+        number, why = 0, f" ({error})"
+    if number < 1:
+        raise ValueError(
+            f"--nproc-per-node is {given!r}{why}; allowed: an integer >= 1, auto, cpu, or gpu where there are some"
+        )
+
+
+def _check_script(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """That there is one, as far as can be told from here."""
+    script = options.training_script
+    if not script:
+        raise ValueError("the script is '', as where a variable is not set; allowed: a file, or a module with -m")
+    if options.no_python and not options.module and not options.run_path:
+        if shutil.which(script) is None:
+            raise ValueError(f"{script!r} is no program that can be run; allowed: an executable file, or one in PATH")
+    elif not options.module or options.run_path:
+        is_told_elsewhere = "PYTHON_EXEC" in environ or "$" in script or script.startswith("-")
+        if not is_told_elsewhere and not os.path.exists(script):
+            raise ValueError(
+                f"the script {script!r} does not exist in {os.getcwd()}; allowed: a file, or a module with -m"
+            )

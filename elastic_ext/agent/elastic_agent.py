@@ -30,20 +30,14 @@ from elastic_ext.records.files import write_whole
 from elastic_ext.records.text import counted
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
-from .duties import Duties
-from .failures import FailedNode, Failure, failure_of, first_of, hung, told
 from .folder import NodeFolders
-from .hanging import Hang
-from .journal import Journal
-from .membership import NodeWords, settle
-from .monitor import Watched
-from .persisting import persist
-from .rendezvous import Meeting
-from .starting import Launch, environments, workers_of
-from .stop_signals import StopSignals
-from .verdicts import judge
-from .warden import Warden
-from .workers import Workers
+from .journal import FailedNode, Failure, Journal, failure_of, first_of, hung, told
+from .node_tasks import Duties
+from .orphan_guard import Warden
+from .rendezvous import Meeting, NodeWords, judge, persist, settle
+from .workers.hangs import Hang
+from .workers.monitor import Watched
+from .workers.workers import Launch, StopSignals, Workers, environments, workers_of
 
 __all__ = ["ElasticAgent"]
 

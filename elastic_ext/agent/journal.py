@@ -1,19 +1,38 @@
-"""Journal: what the agent saw and did, a line each: in the log, and in the run directory for those who come later."""
+"""The agent's journal of what it saw and did, and the sentences that say how a worker failed."""
 
 from __future__ import annotations
 
 import logging
+import re
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from elastic_ext.records.agent import EVENTS_FILE
 from elastic_ext.records.files import append_line
 from elastic_ext.records.metrics import JobEvent
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
-__all__ = ["OF_AGENT", "Journal"]
+__all__ = [
+    "OF_AGENT",
+    "FailedNode",
+    "Failure",
+    "Journal",
+    "ProcessEnd",
+    "failure_of",
+    "first_of",
+    "hung",
+    "is_consequence",
+    "told",
+]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- what the agent saw and did, a line each: in the log, and in the run directory for those who come later ----------
 
 OF_AGENT = -1
 """The rank of events that are the agent's own."""
@@ -61,3 +80,155 @@ class Journal:
             if not self._has_warned:
                 self._has_warned = True
                 _logger.warning("%s cannot be written (%s): what happens stands in this log alone", self._file, error)
+
+
+# --- how a worker failed, in words -----------------------------------------------------------------------------------
+# How a worker failed, in words, and whether that is what came of another's failure: pure, but for the clock.
+
+_MOST_LINES = 60
+_OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at the other end is gone
+    r"Connection (closed|reset)|connection was (closed|reset)|Broken pipe|Connection refused|PeerLostError"
+    r"|remote process (has )?(exited|terminated)|socket (closed|error)|Socket Timeout|NCCL.*(remote|system) error"
+    r"|DistNetworkError|RanksFailedError|recvBytes|sendBytes|Timed out waiting .*(recv|send|operation)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one worker failed."""
+
+    rank: int
+    local_rank: int
+    host: str
+    node_id: str
+    pid: int
+    exit_code: int
+    """Below zero, the signal that ended it."""
+    time: float
+    """When it was seen; seconds since 1970."""
+    message: str
+    """The exception in one line; empty where none was told of."""
+    traceback: str
+    """The worker's own; empty where none was told of."""
+    is_hung: bool = False
+    """It was ended because it did not get on."""
+
+    def to_row(self) -> dict[str, Any]:
+        """As JSON's values."""
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Failure:
+        """What ``to_row`` gave."""
+        return cls(**row)
+
+    @property
+    def ending(self) -> str:
+        """How the process ended."""
+        if self.is_hung:
+            return "hung"
+        if self.exit_code < 0:
+            return f"ended by {_name_of(-self.exit_code)}"
+        return f"exited with status {self.exit_code}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedNode:
+    """The node on which it was."""
+
+    host: str
+    node_id: str
+
+
+class ProcessEnd(Protocol):
+    """What torch tells of a process that failed."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any]
+
+
+def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
+    """What a worker's end comes to, with what it has written of its exception."""
+    said = end.error_file_data.get("message")
+    message, trace = "", ""
+    if isinstance(said, dict):
+        message = str(said.get("message", ""))
+        extra = said.get("extraInfo")
+        trace = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    elif isinstance(said, str) and Path(end.error_file).exists():  # else torch has put a text of its own there
+        message = said
+    return Failure(
+        rank=rank,
+        local_rank=end.local_rank,
+        host=node.host,
+        node_id=node.node_id,
+        pid=end.pid,
+        exit_code=end.exitcode,
+        time=time.time(),
+        message=message,
+        traceback=trace,
+    )
+
+
+def hung(rank: int, local_rank: int, pid: int, reason: str, *, node: FailedNode) -> Failure:
+    """A worker that is ended because it does not get on."""
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=node.host,
+        node_id=node.node_id,
+        pid=pid,
+        exit_code=0,
+        time=time.time(),
+        message=reason,
+        traceback="",
+        is_hung=True,
+    )
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether it says itself that another process was gone: the cause is with that one."""
+    if failure.exit_code < 0:
+        return False
+    return _OF_OTHERS.search(failure.message) is not None
+
+
+def first_of(failures: Sequence[Failure]) -> Failure:
+    """The one that is the cause, as far as can be told: not a consequence, and then the first that was seen."""
+    return min(failures, key=lambda each: (is_consequence(each), each.exit_code == EXIT_STATUS, each.time, each.rank))
+
+
+def told(failure: Failure) -> str:
+    """What happened, where, and the worker's own words."""
+    words = (
+        f"rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid}) on {failure.host} {failure.ending}"
+    )
+    if failure.message:
+        words += f": {failure.message}"
+    if failure.traceback:
+        lines = failure.traceback.rstrip().splitlines()
+        shown = lines if len(lines) <= _MOST_LINES else ["...", *lines[-_MOST_LINES:]]
+        words += "\n" + "\n".join(f"    {line}" for line in shown)
+    elif hint := _hint(failure.exit_code):
+        words += f"; {hint}"
+    return words
+
+
+def _hint(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "the system does so where memory has run out (`dmesg` says), and a person may have"
+    if exit_code == -signal.SIGBUS:
+        return "as where /dev/shm or another file system in memory is full: `df -h /dev/shm`"
+    if exit_code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
+        return "in native code: what it printed last may say where"
+    return ""
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

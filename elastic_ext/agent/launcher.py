@@ -1,4 +1,6 @@
-"""One node of a job, from its start to its end: what elastic-run does."""
+"""One node's part of a job from start to end: where its files lie, how its agent is put together, and what exit status
+it ends with.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import config_from_args
 
+from elastic_ext.doctor.findings import check_node
 from elastic_ext.doctor.hardware import look as look_at_machine
 from elastic_ext.doctor.hardware import version_of
-from elastic_ext.doctor.hardware_records import NodeHardware
-from elastic_ext.doctor.machine import check_node
+from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.errors import in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
@@ -34,38 +36,85 @@ from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.run_dir import Settings
-from elastic_ext.records.text import counted, on_one_line
+from elastic_ext.records.text import counted, expanded, on_one_line
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
-from .arguments import settings_in_words, shutdown_seconds, with_rendezvous
+from .arguments import (
+    Refused,
+    check_launch,
+    check_options,
+    seconds_in,
+    settings_in_words,
+    shutdown_seconds,
+    with_rendezvous,
+    without_outer,
+)
+from .config_writer import ConfigTuner, ForeignWrite, config_requests
 from .control import Control
-from .duties import Duties
 from .elastic_agent import ElasticAgent
-from .environment import without_outer
-from .failures import Failure, first_of, told
-from .folder import NodeFolders, keep_newest
-from .hanging import HangLimits
-from .journal import Journal
-from .master_choice import link_with, master_choice, tuning_mode
-from .master_link import MasterLink
-from .monitor import Monitor
-from .persisting import persist
-from .places import folders_of, is_in_worker, settings_of
-from .refusals import Refused, check_launch, check_options, seconds_in
-from .rendezvous import Meeting, handler_for, on_loopback
-from .sampling import NvidiaGpus
-from .slow_workers import SlowWorkers
-from .starting import Launch
-from .status import status_of
-from .status_files import read_run_directory
-from .stop_signals import StopSignals
-from .tuner import ConfigTuner, ForeignWrite, config_requests
-from .warden import Warden
-from .workers import NotStarted
+from .folder import NODES, NodeFolders, NodeTaken, is_held, keep_newest, with_cache
+from .journal import Failure, Journal, first_of, told
+from .master.embedded import link_with, master_choice, tuning_mode
+from .master.link import MasterLink
+from .node_tasks import Duties
+from .orphan_guard import Warden
+from .rendezvous import Meeting, handler_for, on_loopback, persist
+from .status.files import read_run_directory
+from .status.status import status_of
+from .workers.hangs import HangLimits
+from .workers.monitor import Monitor, NvidiaGpus
+from .workers.stragglers import SlowWorkers
+from .workers.workers import Launch, NotStarted, StopSignals
 
-__all__ = ["launch"]
+__all__ = ["folders_of", "is_in_worker", "launch", "settings_of"]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- where a node's part of a job has its things: which job it is, and the run directory that is its own -------------
+
+_NO_RUN = ("", "none")
+
+
+def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """What a command line and its environment say of the job; ValueError for what cannot be."""
+    given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
+    return Settings.resolve(
+        with_cache(environ),
+        script=_script_of(options),
+        job=options.job or environ.get("ELASTIC_EXT_JOB") or given_run_id,
+        config_file=options.config_file,
+    )
+
+
+def folders_of(settings: Settings, host: str, *, is_given: bool) -> NodeFolders:
+    """The node's own, which no other agent has; ``is_given`` where somebody has said which. Else Refused."""
+    try:
+        return NodeFolders.make(settings.run_dir if is_given else settings.run_dir / NODES / host, is_given=is_given)
+    except NodeTaken as error:
+        raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(
+            f"the run directory cannot be made: {in_words(error)}; give another one: ELASTIC_EXT_RUN_DIR"
+        ) from error
+
+
+def is_in_worker(environ: Mapping[str, str]) -> bool:
+    """Whether the run directory in ``environ`` is that of the agent whose worker has started this one."""
+    run_dir = environ.get("ELASTIC_EXT_RUN_DIR")
+    try:
+        return "ELASTIC_EXT_STAGING_DIR" in environ and bool(run_dir) and is_held(expanded(run_dir or ""))
+    except (OSError, ValueError):  # which is refused where it is used
+        return False
+
+
+def _script_of(options: argparse.Namespace) -> str:
+    """The file that is run, as far as its name tells."""
+    name: str = options.training_script
+    return f"{name.replace('.', '/')}.py" if options.module else name
+
+
+# --- one node of a job, from its start to its end: what elastic-run does ---------------------------------------------
 
 _KEPT_LOGS = 10
 _SOCKET = "socket"

@@ -1,10 +1,5 @@
-"""Meeting: how nodes meet, through a rendezvous of torch's: what is different here.
-
-The workers of every round have a store of their own, on the first node of that round, so that nodes which join find
-it and nothing of an earlier round is in it. A node that leaves or falls silent is noticed as one that joins is.
-
-torch's stores listen on all of a machine's addresses, and the rendezvous unpickles what lies in its store. Where all
-nodes are on one machine, because they meet at its loopback address, all stores listen there alone.
+"""How nodes meet before each round of workers: torch's rendezvous as it is used here, what nodes agree on, what the end
+of a round means, and how staged checkpoints are completed in between.
 """
 
 from __future__ import annotations
@@ -15,9 +10,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -32,15 +28,42 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from elastic_ext.errors import in_words
+from elastic_ext.errors import ElasticError, in_words
+from elastic_ext.fsdp.checkpoint.saving.rescue import Choice, Completion, Outcome, choose, clear, complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import Row
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.records.agent import MembershipPlan, NodeShare
+from elastic_ext.records.text import counted
 from elastic_ext.torch_private.agent import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 
-from .refusals import Refused, seconds_in
+from .arguments import Refused, seconds_in
+from .journal import Failure, first_of, is_consequence
 
-__all__ = ["Loopback", "Meeting", "handler_for", "loopback_store", "on_loopback"]
+__all__ = [
+    "Counted",
+    "Loopback",
+    "Meeting",
+    "NodeWords",
+    "Settled",
+    "Verdict",
+    "count",
+    "handler_for",
+    "judge",
+    "loopback_store",
+    "on_loopback",
+    "persist",
+    "settle",
+]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- how nodes meet, through a rendezvous of torch's: what is different here -----------------------------------------
+# The workers of every round have a store of their own, on the first node of that round, so that nodes which join find
+# it and nothing of an earlier round is in it. A node that leaves or falls silent is noticed as one that joins is.
+#
+# torch's stores listen on all of a machine's addresses, and the rendezvous unpickles what lies in its store. Where all
+# nodes are on one machine, because they meet at its loopback address, all stores listen there alone.
 
 _STORE = "workers-store"
 _AGAIN = "meet-again"
@@ -345,3 +368,206 @@ def _why_no_answer(launch: LaunchConfig) -> str:
             f"--local-addr={host} there, or look at --rdzv-endpoint"
         )
     return "Something listens there that is no rendezvous: choose another port, or look at --rdzv-endpoint"
+
+
+# --- what the end of a round means: a failure, which the budget of restarts counts, or a change of membership --------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What to make of workers that have failed on this node."""
+
+    kind: Literal["failure", "membership", "wait"]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """What one node brings to the count of failures, as a round begins."""
+
+    num_failures: int
+    """Counted up to the round before."""
+    has_failed: bool
+    """Whether the round before has ended with a failure of its workers."""
+
+
+def judge(
+    failures: Sequence[Failure],
+    *,
+    departed: Collection[str],
+    num_nodes: int,
+    num_left: int,
+    waited_seconds: float,
+    silence_seconds: float,
+) -> Verdict:
+    """What the failures mean that this node's workers and others have told of in this round.
+
+    ``departed`` are nodes that left or fell silent, ``num_left`` how many restarts there are, and ``silence_seconds``
+    the time after which a node that is gone is known to be.
+    """
+    cause = first_of(failures)
+    if departed:
+        return Verdict(kind="membership", reason=f"the round ended as {_listed(departed)} left or fell silent")
+    if num_nodes == 1 or not is_consequence(cause):
+        return Verdict(kind="failure", reason=f"rank {cause.rank} {cause.ending}")
+    if num_left > 0:  # should it turn out that a node was lost, it is not counted
+        return Verdict(kind="failure", reason=f"rank {cause.rank} lost another rank, and {cause.ending}")
+    if waited_seconds < silence_seconds:
+        return Verdict(kind="wait", reason="whether a node is gone is not known yet")
+    return Verdict(kind="failure", reason=f"rank {cause.rank} lost another rank, and {cause.ending}; no node is gone")
+
+
+def count(rows: Sequence[Counted], *, num_lost: int) -> int:
+    """The number of failures up to now, the same on all nodes: a round that ended as a node was lost is none."""
+    has_failed = any(row.has_failed for row in rows) and num_lost == 0
+    return max(row.num_failures for row in rows) + has_failed
+
+
+def _listed(nodes: Collection[str]) -> str:
+    return f"{counted(len(nodes), 'node')} ({', '.join(sorted(nodes))})"
+
+
+# --- what the nodes that have met settle among them before workers start ---------------------------------------------
+# Every node says the same things of itself, hears all, and comes to the same.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeWords:
+    """What one node says of itself as it meets the others."""
+
+    node_id: str
+    host: str
+    num_workers: int
+    num_failures: int
+    """That it has counted so far."""
+    has_failed: bool
+    """Whether the round before has ended with a failure of its workers."""
+    is_finished: bool
+    """Whether all of its workers have come to their end, and well."""
+    version: int
+    """Of its membership plan; 0 before its first."""
+    nodes: tuple[str, ...]
+    """Those of that plan."""
+
+    def to_row(self) -> dict[str, Any]:
+        """As JSON's values."""
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> NodeWords:
+        """What ``to_row`` gave, and JSON has carried."""
+        return cls(**{**row, "nodes": tuple(row["nodes"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What follows, for all of them."""
+
+    plan: MembershipPlan
+    num_failures: int
+    is_finished: bool
+    """Whether all that is to be done was done as they met."""
+    is_old: bool
+    """Whether any of them has worked before: who has not, joins a job under way."""
+
+
+def settle(words: Sequence[NodeWords], *, max_restarts: int, time: float) -> Settled:
+    """What follows from what nodes say, in the order of their places."""
+    newest = max(words, key=lambda each: each.version)
+    now = [each.node_id for each in words]
+    lost = [node for node in newest.nodes if node not in now]
+    joined = [node for node in now if node not in newest.nodes]
+    has_failed = any(each.has_failed for each in words)
+    counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
+    is_old = newest.version > 0
+    return Settled(
+        plan=MembershipPlan(
+            version=newest.version + 1,
+            nodes=_shares(words),
+            reason=_why(joined, lost, has_failed) if is_old else "the job starts",
+            time=time,
+        ),
+        num_failures=min(count(counted, num_lost=len(lost)), max_restarts),
+        is_finished=is_old and all(each.is_finished for each in words if each.version > 0),
+        is_old=is_old,
+    )
+
+
+def _shares(words: Sequence[NodeWords]) -> tuple[NodeShare, ...]:
+    shares, first = [], 0
+    for each in words:
+        shares.append(NodeShare(node_id=each.node_id, host=each.host, first_rank=first, num_workers=each.num_workers))
+        first += each.num_workers
+    return tuple(shares)
+
+
+def _why(joined: Sequence[str], lost: Sequence[str], has_failed: bool) -> str:
+    reasons = [f"{name} joined" for name in joined] + [f"{name} left or was lost" for name in lost]
+    return ", ".join(reasons) or ("workers failed" if has_failed else "nodes met again")
+
+
+# --- staged copies made a checkpoint between two rounds --------------------------------------------------------------
+# What was staged on all nodes is made a checkpoint, when no worker of a round lives any more and before others start.
+#
+# Every agent of a round does the same: they say what is staged, choose alike, write, and one commits.
+
+_Exchange = Callable[[str, Any], list[Any]]
+"""What this node says of something, and then what all do."""
+
+
+def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_seconds: float) -> list[Outcome]:
+    """Make checkpoints of what workers have staged in ``folder`` and on the other nodes, and clear it; what came of it.
+
+    Without a board this node is on its own; ``name`` tells one such meeting of a round from another. Nothing is raised
+    that storage or another run has done. BoardGone where another node is lost: what is staged here stays.
+    """
+
+    def exchange(what: str, row: Any) -> list[Any]:
+        assert board is not None
+        return board.exchange(f"{name}/{what}", row, timeout_seconds=timeout_seconds)
+
+    is_alone = board is None or board.num_nodes == 1
+    outcomes = complete(folder) if is_alone else _persist_together(folder, exchange)
+    clear(folder)
+    return outcomes
+
+
+def _persist_together(folder: Path, exchange: _Exchange) -> list[Outcome]:
+    own = [asdict(row) for row in rows_in(folder)]
+    rows = [Row(**row) for each in exchange("staged", own) for row in each]
+    return [_completed(folder, exchange, choice) for choice in choose(rows)]
+
+
+def _completed(folder: Path, exchange: _Exchange, choice: Choice) -> Outcome:
+    """One run's newest save: each node writes its part, between two meetings of all."""
+    if choice.generation is None:
+        return Outcome(run_id=choice.run_id, path=None, why=choice.why)
+    run, path = choice.run_id, None
+    with Completion(folder, choice) as completion:
+        trouble, written = "", []
+        try:
+            if completion.has_first:
+                completion.begin()
+        except (ElasticError, OSError) as error:
+            trouble = str(error)
+        why = _first(exchange(f"begun/{run}", trouble))
+        if not why:
+            try:
+                written = completion.write()
+            except (ElasticError, OSError) as error:
+                trouble = str(error)
+            told = exchange(f"written/{run}", [trouble, written])
+            why = _first([each for each, _ in told])
+            if not why and completion.has_first:
+                try:
+                    path = completion.commit([one for _, ranks in told for one in ranks])
+                except (ElasticError, OSError) as error:
+                    why = str(error)
+            why = _first(exchange(f"committed/{run}", why))
+    if why:
+        return Outcome(run_id=run, path=None, why=f"what was staged is not completed: {why}")
+    return Outcome(run_id=run, path=path, why=f"{choice.why}, and was completed")
+
+
+def _first(troubles: list[str]) -> str:
+    return next((trouble for trouble in troubles if trouble), "")

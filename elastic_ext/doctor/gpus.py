@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pynvml
 
-from .hardware_records import Gpu, Gpus
+from .records import Gpu, Gpus
 
 __all__ = ["QUESTIONS", "Driver", "DriverAbsent", "NvidiaDriver", "Unanswered", "gpus_of"]
 

@@ -1,5 +1,5 @@
-"""look(): what this machine has, as one NodeHardware. It changes nothing and imports no torch; what cannot be told is
-None. The kernel's files are read under ``root``, so that texts of other machines can be read too.
+"""What this machine has, as one NodeHardware: read from the kernel's files, the limits of control groups, and mounted
+file systems.
 """
 
 from __future__ import annotations
@@ -14,38 +14,297 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import psutil
 
 from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 
-from .cgroups import group_limits
 from .gpus import Driver, NvidiaDriver, gpus_of
-from .hardware_records import (
-    Cpu,
-    Limits,
-    Memory,
-    Network,
-    NetworkInterface,
-    NodeHardware,
-    Storage,
-    StorageUse,
-    System,
-    Versions,
-)
-from .mounts import parse_mounts, storage_of
+from .records import Cpu, Limits, Memory, Network, NetworkInterface, NodeHardware, Storage, StorageUse, System, Versions
 
 __all__ = [
+    "GroupLimits",
+    "Mount",
     "NodeHardware",
     "count_gpus_on_bus",
     "cuda_of_torch",
+    "group_folders",
+    "group_limits",
+    "is_memory",
+    "is_network",
     "look",
     "model_name",
+    "mount_of",
+    "parse_mounts",
+    "parse_quota_v1",
+    "parse_quota_v2",
     "parse_ranges",
     "sizes_of_memory",
+    "storage_of",
     "version_of",
 ]
+
+
+# --- what the kernel's control groups, version 1 and 2, allow the process that asks: cores and memory ----------------
+# Texts are parsed by pure functions; a limit holds for a group and all below it, so every group up to the one that is
+# mounted is read.
+
+_NO_LIMIT_BYTES = 1 << 60
+"""Version 1 writes a number near 2**63 where there is none."""
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLimits:
+    """What a process may use; None for no limit."""
+
+    quota_cores: float | None = None
+    memory_bytes: int | None = None
+    memory_free_bytes: int | None = None
+
+
+def group_folders(controller: str, cgroup: str, mountinfo: str) -> Sequence[PurePosixPath]:
+    """Where the limits of ``controller`` (cpu, memory) stand, the process's own group first.
+
+    ``cgroup`` and ``mountinfo`` are texts of /proc/self. In a container the path in the first may lead to what is not
+    mounted there; then what is mounted is its group.
+    """
+    paths = _paths(cgroup)
+    folders: list[PurePosixPath] = []
+    for kind, root, point, options in _mounts(mountinfo):
+        if kind == "cgroup2":
+            path = paths.get("")
+        elif kind == "cgroup" and controller in options:
+            path = paths.get(controller)
+        else:
+            continue
+        folders += _from_own_to_mounted(path, root, point)
+    return folders
+
+
+def parse_quota_v2(text: str) -> float | None:
+    """Cores, of ``cpu.max``: a quota and a period, or ``max``."""
+    quota, _, period = text.strip().partition(" ")
+    return _quotient(quota, period or "100000")
+
+
+def parse_quota_v1(quota: str, period: str) -> float | None:
+    """Cores, of ``cpu.cfs_quota_us`` (-1 for no limit) and ``cpu.cfs_period_us``."""
+    return _quotient(quota.strip(), period.strip())
+
+
+def group_limits(root: Path = Path("/")) -> GroupLimits:
+    """What this process may use, of the control groups that are mounted under ``root``."""
+    cgroup, mountinfo = (_text_of_group(root / "proc/self" / name) for name in ("cgroup", "mountinfo"))
+    cores = [
+        found
+        for folder in _below(root, group_folders("cpu", cgroup, mountinfo))
+        for found in (
+            parse_quota_v2(_text_of_group(folder / "cpu.max")),
+            parse_quota_v1(_text_of_group(folder / "cpu.cfs_quota_us"), _text_of_group(folder / "cpu.cfs_period_us")),
+        )
+        if found is not None
+    ]
+    memory = [
+        found
+        for folder in _below(root, group_folders("memory", cgroup, mountinfo))
+        for found in (
+            _memory_of_group(folder, "memory.max", "memory.current", "inactive_file"),
+            _memory_of_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        )
+        if found is not None
+    ]
+    return GroupLimits(
+        quota_cores=min(cores, default=None),
+        memory_bytes=min((limit for limit, _ in memory), default=None),
+        memory_free_bytes=min((free for _, free in memory if free is not None), default=None),
+    )
+
+
+def _memory_of_group(folder: Path, limit_name: str, used_name: str, reclaimed: str) -> tuple[int, int | None] | None:
+    """A group's limit and what is left of it; None for no limit."""
+    limit = _number(_text_of_group(folder / limit_name))
+    if limit is None or limit >= _NO_LIMIT_BYTES:
+        return None
+    used = _number(_text_of_group(folder / used_name))
+    if used is None:
+        return limit, None
+    stat = dict(line.split(" ", 1) for line in _text_of_group(folder / "memory.stat").splitlines() if " " in line)
+    return limit, max(limit - used + (_number(stat.get(reclaimed, "0")) or 0), 0)
+
+
+def _paths(cgroup: str) -> dict[str, PurePosixPath]:
+    """The group of each controller of version 1, and under ``""`` that of version 2."""
+    paths: dict[str, PurePosixPath] = {}
+    for line in cgroup.splitlines():
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
+        for controller in controllers.split(","):
+            paths[controller] = PurePosixPath(path or "/")
+    return paths
+
+
+def _mounts(mountinfo: str) -> Iterable[tuple[str, PurePosixPath, PurePosixPath, Sequence[str]]]:
+    """Of each mount: its type, what of the file system it shows, where, and the options of the file system."""
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        mount, system = before.split(), after.split()
+        if separator and len(mount) >= 5 and len(system) >= 3:
+            yield system[0], PurePosixPath(_plain(mount[3])), PurePosixPath(_plain(mount[4])), system[2].split(",")
+
+
+def _plain(path: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), path)
+
+
+def _from_own_to_mounted(path: PurePosixPath | None, root: PurePosixPath, point: PurePosixPath) -> list[PurePosixPath]:
+    if path is None or ".." in path.parts or root not in (path, *path.parents):
+        return [point]
+    below = path.relative_to(root)
+    return [point / one for one in (below, *below.parents)] if below.parts else [point]
+
+
+def _below(root: Path, folders: Iterable[PurePosixPath]) -> list[Path]:
+    return [root / folder.relative_to("/") for folder in folders]
+
+
+def _quotient(quota: str, period: str) -> float | None:
+    above, below = _number(quota), _number(period)
+    return above / below if above and below and above > 0 else None
+
+
+def _number(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+
+
+def _text_of_group(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+# --- where paths lead to: which file system, how much is free there, and whether it is a network's or memory ---------
+
+_NETWORK = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "beegfs",
+        "gpfs",
+        "ceph",
+        "glusterfs",
+        "9p",
+        "afs",
+        "ncpfs",
+        "wekafs",
+        "panfs",
+        "pvfs2",
+        "orangefs",
+        "ocfs2",
+        "gfs2",
+        "vastnfs",
+        "quobyte",
+        "curvefs",
+        "juicefs",
+    }
+)
+_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_LOCAL_FUSE = frozenset(
+    {"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.ntfs", "fuse.portal", "fuse.bindfs", "fuse.mergerfs"}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """A file system, and where it is to be seen."""
+
+    point: str
+    file_system: str
+
+
+def parse_mounts(mountinfo: str) -> list[Mount]:
+    """The mounts of /proc/self/mountinfo, in the order in which they were made."""
+    mounts = []
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        mount, system = before.split(), after.split()
+        if separator and len(mount) >= 5 and system:
+            point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), mount[4])
+            mounts.append(Mount(point=point, file_system=system[0]))
+    return mounts
+
+
+def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
+    """The one that an absolute path without links lies on; the later of two at one place hides the other."""
+    found: Mount | None = None
+    for mount in mounts:
+        covers = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if covers and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def is_network(file_system: str) -> bool:
+    """Whether files lie on other machines; those of a program of its own (fuse) do, but for a few that are known."""
+    return file_system in _NETWORK or (file_system.startswith("fuse") and file_system not in _LOCAL_FUSE)
+
+
+def is_memory(file_system: str) -> bool:
+    """Whether files lie in this machine's memory, and are gone when it is switched off."""
+    return file_system in _MEMORY
+
+
+def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience_seconds: float) -> Storage:
+    """Where ``path`` leads to; of one that is not there yet, the nearest folder above it that is.
+
+    A file system that hangs, as those of a network do whose server is gone, holds this up no longer than so.
+    """
+    try:
+        return answer_within(patience_seconds, lambda: _looked_at(path, use, mounts))
+    except NoAnswer:
+        return Storage(path=str(path), use=use, is_there=False, answers=False)
+
+
+def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> Storage:
+    real = Path(os.path.realpath(path))
+    is_there = True
+    while True:
+        try:
+            numbers = os.statvfs(real)
+            break
+        except OSError:  # not there, or not to be seen by this user
+            if real == real.parent:
+                return Storage(path=str(path), use=use, is_there=False, answers=True)
+            is_there, real = False, real.parent
+    mount = mount_of(str(real), mounts)
+    can_hold = real.is_dir() or (is_there and use == "asked for")  # a file can be data, and no folder
+    return Storage(
+        path=str(path),
+        use=use,
+        is_there=is_there,
+        answers=True,
+        file_system=mount.file_system if mount else None,
+        mount_point=mount.point if mount else None,
+        total_bytes=numbers.f_blocks * numbers.f_frsize,
+        free_bytes=numbers.f_bavail * numbers.f_frsize,
+        free_files=numbers.f_favail if numbers.f_files else None,
+        is_network=is_network(mount.file_system) if mount else None,
+        is_memory=is_memory(mount.file_system) if mount else None,
+        is_writable=can_hold and os.access(real, os.W_OK) and not numbers.f_flag & os.ST_RDONLY,
+    )
+
+
+# --- look(): what this machine has, as one NodeHardware --------------------------------------------------------------
+# It changes nothing and imports no torch; what cannot be told is None. The kernel's files are read under ``root``, so
+# that texts of other machines can be read too.
 
 _ROOT = Path("/")
 _SHARED_MEMORY = Path("/dev/shm")

@@ -1,8 +1,5 @@
-"""Pairs of nodes check each other: one process of each node calls check_pairs, and each gets the whole report.
-
-1. All meet through torch's rendezvous, and each tells what its machine has and how fast it multiplies matrices.
-2. In rounds of disjoint pairs, two and two exchange words and data. A pair begins when both have come to it.
-3. Each waits until all have finished or have fallen silent, and reads what all have told.
+"""Nodes that check each other in pairs: which pairs in which round, what is measured, and the process of each node that
+takes part.
 """
 
 from __future__ import annotations
@@ -10,22 +7,193 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .hardware_records import NodeHardware
-from .matching import matching
-from .pair_meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
-from .pair_probe import devices, exchange, matmul
-from .pair_report import CheckedNode, CheckedPair, PairReport
+from .meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
+from .records import NodeHardware
+from .report import CheckedNode, CheckedPair, PairReport
 
-__all__ = ["SILENCE_SECONDS", "MeetingFailed", "Rendezvous", "check_pairs"]
+__all__ = [
+    "MOST_NODES_IN_FULL",
+    "MOST_ROUNDS",
+    "NUM_WINDOWS",
+    "SILENCE_SECONDS",
+    "MeetingFailed",
+    "Rendezvous",
+    "check_pairs",
+    "devices",
+    "exchange",
+    "matching",
+    "matmul",
+]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- rounds of disjoint pairs, so that in each round all nodes but at most one are busy at once ----------------------
+
+MOST_NODES_IN_FULL = 32
+"""Up to so many nodes every pair meets."""
+MOST_ROUNDS = 16
+"""Of more nodes each meets so many others."""
+
+
+def matching(num_nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Rounds of pairs (lower, higher): no node twice in a round, no pair in two rounds.
+
+    All pairs of up to 32 nodes, in N - 1 rounds, or N where N is odd. Of more nodes a sample of these rounds, the same
+    whoever asks. Seats are shuffled and rounds not equally far apart for it, or nodes would fall into parts that
+    never meet, as would those that stand beside each other.
+    """
+    if num_nodes < 2:
+        return ()
+    seats = num_nodes + num_nodes % 2  # whoever is paired with the seat that is empty has nothing to do in that round
+    turning = seats - 1
+    if num_nodes <= MOST_NODES_IN_FULL:
+        return tuple(
+            tuple(pair for pair in _round(number, turning) if pair[1] < num_nodes) for number in range(turning)
+        )
+    node_at = _shuffled(num_nodes)
+    spacing = turning // MOST_ROUNDS
+    found = []
+    for number in range(MOST_ROUNDS):
+        pairs = (pair for pair in _round(number * spacing + number * number % spacing, turning) if pair[1] < num_nodes)
+        nodes = ((node_at[one], node_at[other]) for one, other in pairs)
+        found.append(tuple(sorted((min(pair), max(pair)) for pair in nodes)))
+    return tuple(found)
+
+
+def _shuffled(num: int) -> list[int]:
+    """Numbers below ``num`` in an order without any; the same wherever it is asked for, by whichever Python."""
+    found, state = list(range(num)), 1
+    for place in range(num - 1, 0, -1):
+        state = (state * 1103515245 + 12345) % 2**31
+        other = (state >> 8) % (place + 1)
+        found[place], found[other] = found[other], found[place]
+    return found
+
+
+def _round(number: int, turning: int) -> list[tuple[int, int]]:
+    """One seat stays, the others go around it and are paired across the circle."""
+    pairs = [(number, turning)]
+    for step in range(1, (turning + 1) // 2):
+        one, other = (number + step) % turning, (number - step) % turning
+        pairs.append((min(one, other), max(one, other)))
+    return sorted(pairs)
+
+
+# --- how fast a node multiplies matrices, and how fast two nodes exchange words and data -----------------------------
+
+NUM_WINDOWS = 3
+_PING_PONGS = 200 // NUM_WINDOWS + 1
+_BLOCK_BYTES = 16 << 20
+_MATMULS = 5
+_CPU_SIZE, _GPU_SIZE = 768, 8192
+
+
+def devices() -> list[str]:
+    """What torch can compute on here: the CPU and each CUDA device."""
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
+
+
+def matmul(device: str) -> tuple[float, ...]:
+    """Floating-point operations a second, the best of each window of time."""
+    is_gpu = device.startswith("cuda")
+    size = _GPU_SIZE if is_gpu else _CPU_SIZE
+    left = torch.randn(size, size, dtype=torch.bfloat16 if is_gpu else torch.float32, device=device)
+    right = torch.randn_like(left)
+    out = torch.empty_like(left)
+
+    def once() -> None:
+        torch.mm(left, right, out=out)
+        _settle(device)
+
+    for _ in range(2):  # chooses the kernel, starts threads, wakes the clock
+        once()
+    return tuple(2 * size**3 / _least_seconds(once, _MATMULS) for _ in range(NUM_WINDOWS))
+
+
+def exchange(
+    store: Any, rank: int, *, backend: str, timeout_seconds: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Latency in seconds one way and bytes a second, each by windows, of two processes that call this at the same time.
+
+    A group of their own is made and taken away again. Only rank 0 has times; rank 1 gets nothing. RuntimeError if the
+    other one cannot be reached, or ends.
+    """
+    device = "cuda:0" if backend == "nccl" else "cpu"
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
+    except RuntimeError:
+        _forget_what_failed()
+        raise
+    try:
+        word = torch.zeros(1, dtype=torch.int64, device=device)
+        block = torch.zeros(_BLOCK_BYTES // 8, dtype=torch.int64, device=device)
+        _rally(rank, word, word, device)  # connects
+        latencies = tuple(
+            _least_seconds(lambda: _rally(rank, word, word, device), _PING_PONGS) / 2 for _ in range(NUM_WINDOWS)
+        )
+        rates = []
+        for _ in range(NUM_WINDOWS):  # a block there and a word back, a word there and a block back: the slower way
+            there = _least_seconds(lambda: _rally(rank, block, word, device), 1)
+            back = _least_seconds(lambda: _rally(rank, word, block, device), 1)
+            rates.append(_BLOCK_BYTES / max(there, back))
+    finally:
+        dist.destroy_process_group()
+    return (latencies, tuple(rates)) if rank == 0 else ((), ())
+
+
+def _forget_what_failed() -> None:
+    """Have torch number the next group as a process does that has had none.
+
+    The number of a group is part of its keys in the store, and one that could not be made is counted until another one
+    is taken away: two processes of which one had failed before would look for each other under unlike keys.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+def _rally(rank: int, there: torch.Tensor, back: torch.Tensor, device: str) -> None:
+    """``there`` from rank 0 to rank 1, and ``back`` the other way when it has come."""
+    if rank == 0:
+        dist.send(there, 1)
+        dist.recv(back, 1)
+    else:
+        dist.recv(there, 0)
+        dist.send(back, 0)
+    _settle(device)
+
+
+def _settle(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _least_seconds(once: Callable[[], None], times: int) -> float:
+    least = float("inf")
+    for _ in range(times):
+        begin = time.perf_counter()
+        once()
+        least = min(least, time.perf_counter() - begin)
+    return max(least, 1e-9)
+
+
+# --- the process of each node ----------------------------------------------------------------------------------------
+# Pairs of nodes check each other: one process of each node calls check_pairs, and each gets the whole report.
+#
+# 1. All meet through torch's rendezvous, and each tells what its machine has and how fast it multiplies matrices.
+# 2. In rounds of disjoint pairs, two and two exchange words and data. A pair begins when both have come to it.
+# 3. Each waits until all have finished or have fallen silent, and reads what all have told.
 
 SILENCE_SECONDS = 15.0
 """Without a beat for so long a node is taken for dead; two wait for each other's data as long."""

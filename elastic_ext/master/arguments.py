@@ -12,7 +12,7 @@ from typing import get_args
 
 from elastic_ext.records.text import expanded
 
-from .tuning_words import Mode
+from .tuning import Mode
 
 __all__ = ["MasterOptions", "is_loopback", "parse"]
 

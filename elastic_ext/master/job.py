@@ -16,20 +16,28 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 from elastic_ext.tuner.decisions import Decision
 
-from .admission import MOST_HARDWARE, MOST_NAME, PROTOCOL, Refused, check_job, check_join
-from .asking import Made, Run, at_once
+from .cluster import Fleet
 from .collector import Collector
 from .configs import ConfigBook, Page
-from .event_log import EventLog
-from .fleet import Fleet
+from .events import EventLog, EventRecord, NodeRecord, refusal_in
 from .machines import BadMachines
-from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
-from .plans import Plans
-from .records import EventRecord, NodeRecord, refusal_in
-from .store import Stored
-from .tuning import Tuning, check_decision, is_to_come
-from .tuning_words import Mode
-from .unsaved import Unsaved, UnsavedChanges
+from .nodes import (
+    MOST_HARDWARE,
+    MOST_NAME,
+    PROTOCOL,
+    Fenced,
+    Node,
+    NodeChange,
+    Nodes,
+    Plans,
+    Refused,
+    TooMany,
+    UnknownNode,
+    check_job,
+    check_join,
+)
+from .store import Stored, Unsaved, UnsavedChanges
+from .tuning import Made, Mode, Run, Tuning, at_once, check_decision, is_to_come
 from .wire import master_pb2 as wire
 
 __all__ = ["Job", "JobSettings", "Moment", "Unsaved"]

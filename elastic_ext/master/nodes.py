@@ -1,19 +1,42 @@
-"""The nodes of a job as its master knows them: who they are, and whether they are still heard of. Pure.
-
-A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest one
-is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node counts
-as live without being heard of; every word from it renews the lease. Times are the master's own, of a clock that goes
-on by itself: what clocks agents have makes no difference. Where the master itself was stopped for a while, nobody's
-lease has run meanwhile.
-"""
+"""The nodes of a job as its master knows them: who may join, who is live, and which nodes the job runs on. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Fenced", "Node", "NodeChange", "NodeState", "Nodes", "TooMany", "UnknownNode"]
+from elastic_ext.records.agent import MembershipPlan, NodeShare
+from elastic_ext.records.text import counted, on_one_line
+
+from .wire import master_pb2 as wire
+
+__all__ = [
+    "MOST_HARDWARE",
+    "MOST_NAME",
+    "PROTOCOL",
+    "Fenced",
+    "Node",
+    "NodeChange",
+    "NodeState",
+    "Nodes",
+    "Plans",
+    "RefusalKind",
+    "Refused",
+    "TooMany",
+    "UnknownNode",
+    "check_job",
+    "check_join",
+]
+
+
+# --- the nodes of a job as its master knows them: who they are, and whether they are still heard of ------------------
+# A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest
+# one is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node
+# counts as live without being heard of; every word from it renews the lease. Times are the master's own, of a clock
+# that goes on by itself: what clocks agents have makes no difference. Where the master itself was stopped for a while,
+# nobody's lease has run meanwhile.
 
 NodeState = Literal["live", "late", "lost", "left"]
 
@@ -215,3 +238,106 @@ def _fenced(node: Node) -> str:
         f"another agent (pid {node.pid} on {node.host}) has the place of node {node.node_id}, and is the later one; "
         "this one is not heard any more"
     )
+
+
+# --- which nodes a job runs on, as one version after another ---------------------------------------------------------
+# Agents count the plans of one start of a job; here they are counted on where a job is started again.
+
+_MOST_NAME = 256
+_MOST_REASON = 1_000
+_MOST_SHARES = 10_000
+
+
+class Plans:
+    """The newest plan; None before there is one."""
+
+    def __init__(self, stored: str) -> None:
+        """``stored`` is JSON, or empty."""
+        self.newest = MembershipPlan.from_json(stored) if stored else None
+        self._told_version = 0  # that the agents have given to it
+
+    def take(self, told: wire.Membership, time: float) -> str | None:
+        """What an agent tells of; where that is a new plan, what is to be said of it."""
+        nodes = tuple(
+            NodeShare(
+                node_id=each.node_id[:_MOST_NAME],
+                host=each.host[:_MOST_NAME],
+                first_rank=each.first_rank,
+                num_workers=each.num_workers,
+            )
+            for each in told.nodes[:_MOST_SHARES]
+        )
+        known = self.newest
+        if known is not None:
+            is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
+            if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
+                return None
+        self._told_version = told.version
+        version = 1 if known is None else known.version + 1
+        reason = on_one_line(told.reason[:_MOST_REASON])
+        self.newest = MembershipPlan(version=version, nodes=nodes, reason=reason, time=time)
+        size = f"{counted(len(nodes), 'node')}, {counted(self.newest.world_size, 'rank')}"
+        return f"membership {version}: {size}: {reason}"
+
+
+# --- who may join a job, by what an agent says of itself -------------------------------------------------------------
+
+PROTOCOL = 1
+"""What this version speaks; the only one so far."""
+MOST_NAME = 256
+MOST_HARDWARE = 256 << 10
+_MOST_AHEAD_SECONDS = 86400.0
+
+RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
+
+
+class Refused(Exception):
+    """What an agent or a person asked for cannot be, in a sentence."""
+
+    def __init__(self, kind: RefusalKind, words: str) -> None:
+        super().__init__(words)
+        self.kind = kind
+
+
+def check_join(
+    request: wire.JoinRequest, *, job: str, job_id: str, epoch: int, library: str, now_seconds: float
+) -> None:
+    """Refused where the agent cannot be one of this master's."""
+    node = request.node
+    if not request.oldest_protocol <= PROTOCOL <= request.protocol:
+        spoken = f"{request.oldest_protocol} to {request.protocol}"
+        raise Refused(
+            "other",
+            f"the agent (elastic_ext {node.library[:40]}) speaks protocol {spoken}, this master (elastic_ext "
+            f"{library}) speaks {PROTOCOL}: use the same version of the library",
+        )
+    for field, value in {"node_id": node.node_id, "host": node.host, "job": request.job}.items():
+        if not 0 < len(value) <= MOST_NAME or not value.isprintable():
+            raise Refused("invalid", f"{field} is {value[:60]!r}; allowed: 1 to {MOST_NAME} printable characters")
+    if len(request.hardware) > MOST_HARDWARE:
+        raise Refused("invalid", f"hardware has {len(request.hardware)} characters; allowed: {MOST_HARDWARE}")
+    if not math.isfinite(node.started_at):
+        raise Refused("invalid", f"started_at is {node.started_at}; allowed: seconds since 1970")
+    ahead_seconds = node.incarnation / 1e9 - now_seconds
+    if ahead_seconds > _MOST_AHEAD_SECONDS:  # no later start of this node could take its place
+        raise Refused(
+            "invalid",
+            f"incarnation is {node.incarnation} nanoseconds since 1970, {ahead_seconds / 86400:.0f} days ahead of the "
+            "master's clock; one day is allowed: set the clocks right, and remove the file `incarnation` in the "
+            "agent's run directory",
+        )
+    check_job(request.job, job)
+    if request.job_id and request.job_id != job_id:
+        raise Refused(
+            "other",
+            f"the agent has spoken to the master of job {job!r} with another memory (id {request.job_id[:40]!r}): this "
+            f"one (id {job_id!r}) listens in its place",
+        )
+    if request.epoch > epoch:
+        raise Refused("other", f"a later master (epoch {request.epoch}) is there; this one is of {epoch}")
+
+
+def check_job(named: str, job: str) -> None:
+    """Refused where another job is meant than this one."""
+    if named and job and named != job:
+        raise Refused("other", f"this master is of job {job!r}, not of {named[:MOST_NAME]!r}: look at --master")

@@ -1,14 +1,19 @@
-"""A master from its start to its end: what is put together, and what is due every second."""
+"""A master from start to end: what it is put together from, the thread on which its tuner plans, and freed memory given
+back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import ssl
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import grpc
 
@@ -16,26 +21,113 @@ from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.records.files import write_whole
 from elastic_ext.version import VERSION
 
+from .address import MOST_MESSAGE_BYTES
 from .arguments import MasterOptions
-from .asking import Made
-from .freed import Freed
-from .guard import Door, Guard
-from .health import SERVICE, Health
+from .credentials import read_token
 from .job import Job, JobSettings
-from .metrics_server import MetricsServer
-from .places import MOST_MESSAGE_BYTES
-from .planning import PlanningThread
-from .prometheus import MOST_RANKS, exposition
-from .service import MasterService, moment
+from .metrics import MOST_RANKS, MetricsServer, exposition
+from .service import SERVICE, Door, Guard, Health, MasterService, moment
 from .status import job_status
 from .store import Store, StoreError, Superseded
-from .tokens import read_token
+from .tuning import Made
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
-__all__ = ["NotStarted", "serve"]
+__all__ = ["Freed", "NotStarted", "PlanningThread", "serve"]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- the thread on which a master has its tuner plan, so that those who call meanwhile are answered ------------------
+# It does one thing after another; answers are heard on the event loop, as all else of a master.
+
+_Work = Callable[[], Callable[[], None]]
+_CLOSE_SECONDS = 2.0
+
+
+class PlanningThread:
+    """One master's; it begins with the first that is to be done. All its methods are for the thread of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._works: SimpleQueue[_Work | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self.answered = asyncio.Event()
+        """Set with each answer; who waits for it clears it."""
+
+    def run(self, work: _Work) -> None:
+        """Do ``work``, which raises nothing, and call what it gives on the loop; nothing once this is closed."""
+        if self._is_closed:
+            return
+        if self._thread is None:
+            # A daemon: a plan that never ends is no reason for its master not to.
+            self._thread = threading.Thread(target=self._work, name="elastic_ext tuner", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def end(self) -> None:
+        """No answer is heard any more, and nothing else is begun."""
+        self._is_closed = True
+        self._works.put(None)
+
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """Wait for what is under way, and leave it to itself if it takes longer."""
+        self.end()
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            _logger.warning("the tuner has planned for more than %g s, and the master ends without it", seconds)
+
+    def _work(self) -> None:
+        while (work := self._works.get()) is not None and not self._is_closed:
+            then = work()
+            if self._is_closed:
+                return
+            try:
+                self._loop.call_soon_threadsafe(self._hear, then)
+            except RuntimeError:  # the loop was closed meanwhile
+                return
+
+    def _hear(self, then: Callable[[], None]) -> None:
+        if not self._is_closed:
+            then()
+            self.answered.set()
+
+
+# --- memory that was freed, given back to the system: where thousands of connections come and go, C keeps it ---------
+
+_EVERY_SECONDS = 10.0
+_Trim = Callable[[int], int]
+
+
+class Freed:
+    """What one process has freed. ``give_back`` is called as often as one likes, and takes a few milliseconds."""
+
+    def __init__(self, *, every_seconds: float = _EVERY_SECONDS) -> None:
+        self._every_seconds = every_seconds
+        self._due_at = 0.0
+        self._trim = _trim_of_libc()
+
+    def give_back(self, now: float) -> None:
+        """Do so, where the last time is some seconds ago; nothing where the C library knows no way."""
+        if self._trim is not None and now >= self._due_at:
+            self._due_at = now + self._every_seconds
+            self._trim(0)
+
+
+def _trim_of_libc() -> _Trim | None:
+    """glibc's malloc_trim; None with another C library."""
+    try:
+        found = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_size_t], ctypes.c_int
+    return found
+
+
+# --- a master from its start to its end: what is put together, and what is due every second --------------------------
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0

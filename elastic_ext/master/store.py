@@ -1,8 +1,4 @@
-"""Store: what a master must know again after it was ended, in one sqlite file on a local disk.
-
-A process that opens it is the next *epoch* of the job's master. One that finds, as it writes, that a later epoch has
-begun has been replaced, and writes nothing more. Heartbeats and metrics as they come are not kept, they come again.
-"""
+"""What a master must know again after a restart, in one sqlite file, and what waits to be written there."""
 
 from __future__ import annotations
 
@@ -13,18 +9,28 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import Entry
-from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
+from elastic_ext.doctor.hardware import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
 from elastic_ext.records.files import lock_holders, try_lock
 from elastic_ext.tuner.decisions import Decision
 
+from .cluster import Fleet
+from .collector import Collector
 from .configs import Author, Page
-from .records import EventRecord, NodeRecord
+from .events import EventLog, EventRecord, NodeRecord
+from .nodes import Node, Nodes, Plans
+from .tuning import Tuning
 
-__all__ = ["Store", "StoreError", "Stored", "Superseded", "network_in_words"]
+__all__ = ["Store", "StoreError", "Stored", "Superseded", "Unsaved", "UnsavedChanges", "network_in_words"]
+
+
+# --- what a master must know again after it was ended, in one sqlite file on a local disk ----------------------------
+# A process that opens it is the next *epoch* of the job's master. One that finds, as it writes, that a later epoch has
+# begun has been replaced, and writes nothing more. Heartbeats and metrics as they come are not kept, they come again.
 
 _FILE = "master.db"
 _LOCK = "master.lock"
@@ -302,3 +308,112 @@ def _page(seconds: float, author: str, node_id: str, restores: int | None, text:
 
 
 _AUTHORS: Mapping[str, Author] = {"person": "person", "generated": "generated", "node": "node"}
+
+
+# --- what is to be stored and is not yet -----------------------------------------------------------------------------
+# What of a job is to be stored and is not yet: gathered as it changes, given once, and taken back where it could not
+# be written.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsaved:
+    """What has come since the store was given something last."""
+
+    events: Sequence[EventRecord]
+    nodes: Sequence[NodeRecord]
+    forgotten: Sequence[str]
+    """Nodes that have been gone for long."""
+    membership: str | None
+    job: str | None
+    """What it is called."""
+    pairs: str | None
+    points: Sequence[tuple[float, str]]
+    decisions: Sequence[Decision]
+    """Of the tuner."""
+
+
+class UnsavedChanges:
+    """What has changed in the parts of one job."""
+
+    def __init__(
+        self,
+        *,
+        nodes: Nodes,
+        fleet: Fleet,
+        plans: Plans,
+        log: EventLog,
+        collector: Collector,
+        tuning: Tuning,
+        saved_until: float,
+    ) -> None:
+        self._nodes = nodes
+        self._fleet = fleet
+        self._plans = plans
+        self._log = log
+        self._collector = collector
+        self._tuning = tuning
+        self._saved_until = saved_until  # of the history
+        self._changed_nodes: set[str] = set()
+        self._forgotten: list[str] = []
+        self._whole: set[Literal["membership", "job", "pairs"]] = set()
+
+    def note_node(self, node_id: str) -> None:
+        """Something of a node is other than it was."""
+        self._changed_nodes.add(node_id)
+
+    def note_forgotten(self, node_id: str) -> None:
+        """A node is gone for good."""
+        self._changed_nodes.discard(node_id)
+        self._forgotten.append(node_id)
+
+    def note(self, what: Literal["membership", "job", "pairs"]) -> None:
+        """There is a new one, to be stored as a whole."""
+        self._whole.add(what)
+
+    def take(self, job: str) -> Unsaved:
+        """What is to be stored; it is given once. ``job`` is what the job is called now."""
+        nodes = [self._record(node) for each in self._changed_nodes if (node := self._nodes.get(each)) is not None]
+        self._changed_nodes.clear()
+        forgotten = [each for each in self._forgotten if self._nodes.get(each) is None]  # others have come back since
+        self._forgotten.clear()
+        whole, self._whole = self._whole, set()
+        plan = self._plans.newest
+        points = self._collector.rows(self._saved_until)
+        self._saved_until = max([self._saved_until, *(time for time, _ in points)])
+        return Unsaved(
+            events=self._log.take_new(),
+            nodes=nodes,
+            forgotten=forgotten,
+            membership=plan.to_json() if plan is not None and "membership" in whole else None,
+            job=job if "job" in whole else None,
+            pairs=self._fleet.pairs if "pairs" in whole else None,
+            points=points,
+            decisions=self._tuning.take_unsaved(),
+        )
+
+    def give_back(self, unsaved: Unsaved) -> None:
+        """It could not be stored, and is given again."""
+        self._log.give_back(unsaved.events)
+        self._tuning.give_back(unsaved.decisions)
+        self._forgotten += unsaved.forgotten
+        self._changed_nodes.update(each.node_id for each in unsaved.nodes)
+        if unsaved.membership is not None:
+            self._whole.add("membership")
+        if unsaved.job is not None:
+            self._whole.add("job")
+        if unsaved.pairs is not None:
+            self._whole.add("pairs")
+        self._saved_until = min([self._saved_until, *(time - 1 for time, _ in unsaved.points)])
+
+    def _record(self, node: Node) -> NodeRecord:
+        return NodeRecord(
+            node_id=node.node_id,
+            incarnation=node.incarnation,
+            host=node.host,
+            pid=node.pid,
+            library=node.library,
+            started_at=node.started_at,
+            state=node.state,
+            hardware=self._fleet.hardware(node.node_id),
+            agent_id=node.agent_id,
+        )

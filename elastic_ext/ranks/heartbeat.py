@@ -121,7 +121,7 @@ def _stacks() -> str:
 
 # --- how far one rank has come and what it does, where its agent can see it at any time ------------------------------
 # A file of 128 bytes in a folder in memory, which the rank writes through a mapping in its training thread: that takes
-# about a microsecond, and waits for nobody. What a reader makes of it is in agent/hanging.py.
+# about a microsecond, and waits for nobody. What a reader makes of it is in agent/workers/hangs.py.
 #
 # Words: an *activity* is what a rank does now; ``micro_step`` counts those of the step under way that have ended.
 

@@ -1,12 +1,33 @@
-"""Elements of HTML and SVG as text: the one place that escapes. Pure."""
+"""HTML and SVG elements as text, and the words for numbers and ledger entries. Pure."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 
-__all__ = ["number", "path_of", "svg", "tag", "text"]
+from elastic_ext.profile.ledger import ENTRIES, Entry
+
+__all__ = [
+    "HATCHED",
+    "LABELS",
+    "MEANINGS",
+    "ORDER",
+    "amount",
+    "elapsed_in_words",
+    "moment",
+    "number",
+    "path_of",
+    "percent",
+    "seconds_in_words",
+    "svg",
+    "tag",
+    "text",
+]
+
+
+# --- elements of HTML and SVG as text: the one place that escapes ----------------------------------------------------
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML may not hold; and surrogates, which no encoding has."""
@@ -56,3 +77,107 @@ def path_of(points: Iterable[tuple[float, float]], *, is_closed: bool = False) -
     """The data of a path through these points."""
     data = "L".join(f"{number(x)} {number(y)}" for x, y in points)
     return f"M{data}{'Z' if is_closed else ''}" if data else ""
+
+
+# --- times and amounts in words, for the page ------------------------------------------------------------------------
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def seconds_in_words(seconds: float) -> str:
+    """A length of time with three digits or two units, such as ``49.9 ms``, ``12.3 s`` and ``2 h 5 min``."""
+    if seconds < 0.9995:
+        return f"{amount(seconds * 1e6)} µs" if 0 < seconds < 0.9995e-3 else f"{amount(seconds * 1e3)} ms"
+    if seconds < 59.95:
+        return f"{amount(seconds)} s"
+    return _in_units(round(seconds))
+
+
+def elapsed_in_words(seconds: float) -> str:
+    """As a mark on an axis: ``0``, ``30 s``, ``1 h 30 min``."""
+    if seconds <= 0:
+        return "0"
+    return seconds_in_words(seconds) if seconds < 1 else _in_units(round(seconds))
+
+
+def amount(value: float) -> str:
+    """Three digits, or all of those before the point, such as ``0.0123``, ``12.3`` and ``12,345``."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.2g}"
+
+
+def percent(share: float) -> str:
+    """Such as ``41.6%``; what is there, however little, is not 0."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    return f"{share:.1%}"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 as a date and time, which are Greenwich's."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # which no clock has shown
+        return "a time that cannot be"
+
+
+def _in_units(seconds: int) -> str:
+    for place, (unit, length) in enumerate(_UNITS):
+        if seconds >= length:
+            whole, rest = divmod(seconds, length)
+            if place + 1 < len(_UNITS):
+                lower, its_length = _UNITS[place + 1]
+                if rest // its_length:
+                    return f"{whole} {unit} {rest // its_length} {lower}"
+            return f"{whole} {unit}"
+    return "0 s"
+
+
+# --- what a report calls the ledger's entries, and in which order it shows them --------------------------------------
+
+ORDER = ENTRIES
+LABELS: Mapping[Entry, str] = {
+    Entry.FORWARD: "forward",
+    Entry.BACKWARD: "backward",
+    Entry.OPTIMIZER: "optimizer",
+    Entry.TRANSFER: "to the accelerator",
+    Entry.STEP: "steps, not looked at",
+    Entry.COMMUNICATION: "exposed communication",
+    Entry.OTHER: "the loop's own work",
+    Entry.DATA: "waiting for data",
+    Entry.AGREEMENT: "agreement",
+    Entry.CHECKPOINT: "checkpoints",
+    Entry.CHANGE: "changes",
+    Entry.ROLLED_BACK: "steps rolled back",
+    Entry.AGAIN: "steps taken again",
+    Entry.STARTUP: "startup",
+    Entry.RESTART: "restarts",
+    Entry.UNSEEN: "lost with a process",
+    Entry.OUTSIDE: "outside of epochs",
+    Entry.STOPPED: "nothing running",
+}
+MEANINGS: Mapping[Entry, str] = {
+    Entry.FORWARD: "the model's forward pass, and the loss",
+    Entry.BACKWARD: "the backward pass, as long as gradients are computed",
+    Entry.OPTIMIZER: "the optimizer's step",
+    Entry.TRANSFER: "batches on their way to the accelerator",
+    Entry.STEP: "steps of processes in which none was looked at closely",
+    Entry.COMMUNICATION: "waiting for gradients and for other ranks, with nothing left to compute",
+    Entry.OTHER: "what the loop does besides: logging, metrics, schedules",
+    Entry.DATA: "waiting for a batch",
+    Entry.AGREEMENT: "words with the other ranks between steps",
+    Entry.CHECKPOINT: "training waits for a checkpoint",
+    Entry.CHANGE: "configs coming into force",
+    Entry.ROLLED_BACK: "steps that a process took back, as when memory ran out",
+    Entry.AGAIN: "steps that came to nothing, as training went on from an earlier one",
+    Entry.STARTUP: "from the start of a process to its first step",
+    Entry.RESTART: "from a failure or the end of a process to the first step of the next",
+    Entry.UNSEEN: "what a process did after its last record, up to its failure",
+    Entry.OUTSIDE: "evaluation, and what else lies between epochs and after them",
+    Entry.STOPPED: "no process, and no launcher about to start one",
+}
+HATCHED = frozenset((Entry.AGAIN, Entry.RESTART, Entry.UNSEEN, Entry.STOPPED))
+"""Told apart by lines as well, for those to whom colours are alike."""

@@ -1,25 +1,311 @@
-"""The page: one HTML document that needs nothing else."""
+"""The report as one HTML document that needs nothing else: its opening, its tables, and the whole page."""
 
 from __future__ import annotations
 
-from elastic_ext.records.text import counted
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .columns import Columns, columns_of
-from .frame import LEFT, RIGHT
-from .heat_chart import busy_map, step_map
-from .lanes import event_key, lanes
-from .line_charts import arithmetic_chart, memory_chart, speed_chart, token_chart
-from .markup import tag, text
-from .numbers import elapsed_in_words, moment, percent
-from .opening import notes, summary, tiles
-from .record import RunRecord
-from .scales import TimeScale
-from .script import script
-from .stack_chart import HATCHES, ledger_bar, legend, stack_chart
-from .style import style
-from .tables import config_table, event_table, ledger_table, rank_table
+from elastic_ext.profile.ledger import USEFUL, Entry
+from elastic_ext.profile.summary import number_in_words
+from elastic_ext.records.text import counted, not_finite_in_words, size_in_words
 
-__all__ = ["MARK", "page"]
+from .axes import GROUP_NAMES, LEFT, RIGHT, Columns, TimeScale, columns_of, event_key, lanes
+from .charts import (
+    HATCHES,
+    arithmetic_chart,
+    busy_map,
+    ledger_bar,
+    legend,
+    memory_chart,
+    speed_chart,
+    stack_chart,
+    step_map,
+    swatch,
+    token_chart,
+)
+from .events import Spread
+from .markup import LABELS, MEANINGS, ORDER, amount, elapsed_in_words, moment, percent, seconds_in_words, tag, text
+from .record import RankRecord, RunRecord
+from .style import script, style
+
+__all__ = ["MARK", "config_table", "event_table", "ledger_table", "notes", "page", "rank_table", "summary", "tiles"]
+
+
+# --- what a page begins with: the numbers that matter, a sentence, and what was left out -----------------------------
+
+_MOST_LOSSES = 3
+_LEAST_SHARE = 0.005
+
+
+def tiles(record: RunRecord) -> str:
+    steps = record.last_step - record.first_step
+    again = f"{record.num_steps_again:,} taken again" if record.num_steps_again else "none taken again"
+    speed, step = record.samples_per_second, record.step_seconds
+    samples = f"{amount(speed.low)} to {amount(speed.high)} in steps" if speed else "not known"
+    spread = f"{seconds_in_words(step.low)} to {seconds_in_words(step.high)}" if step else "not known"
+    per_wall = record.num_samples / record.ledger.wall_seconds if record.ledger.wall_seconds > 0 else 0.0
+    failures = counted(record.num_failures, "failure") if record.num_failures else "no failure"
+    shown = (
+        ("Goodput", percent(record.ledger.goodput), "of the wall time was useful steps"),
+        (
+            "Wall time",
+            seconds_in_words(record.ledger.wall_seconds),
+            f"{seconds_in_words(record.ledger.useful_seconds)} useful",
+        ),
+        ("Steps", f"{steps:,}", f"to step {record.last_step:,}; {again}"),
+        ("Samples/s", amount(speed.middle) if speed else "?", samples),
+        ("Samples/s overall", amount(per_wall), f"{record.num_samples:,} samples by the wall clock"),
+        *_of_tokens(record),
+        *_of_arithmetic(record),
+        ("Step time", seconds_in_words(step.middle) if step else "?", spread),
+        ("Restarts", str(record.num_restarts), failures),
+        *_of_numbers(record),
+    )
+    return tag(
+        "dl",
+        *(
+            tag(
+                "div",
+                tag("dt", text(name)),
+                tag("dd", text(value), tag("span", text(small), class_="small")),
+                class_="first" if place == 0 else None,
+            )
+            for place, (name, value, small) in enumerate(shown)
+        ),
+        class_="tiles",
+    )
+
+
+def _of_tokens(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    tokens = record.tokens_per_second
+    if tokens is not None:
+        small = f"{number_in_words(tokens.low)} to {number_in_words(tokens.high)}, all ranks"
+        yield "Tokens/s", number_in_words(tokens.middle), small
+
+
+def _of_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    number, num_skipped = record.not_finite
+    if number:
+        yield "Not finite", counted(number, "step"), f"{num_skipped:,} left out, since the last start"
+
+
+def _of_arithmetic(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    mfu = record.mfu
+    if mfu is not None:
+        yield "MFU", percent(mfu.middle), f"{percent(mfu.low)} to {percent(mfu.high)} of the device's best"
+
+
+def summary(record: RunRecord) -> str:
+    """Where the time went, in a sentence."""
+    ledger = record.ledger
+    if ledger.wall_seconds <= 0:
+        return "No time is known of."
+    lost = sorted((each for each in ORDER if each not in USEFUL), key=lambda each: -ledger.seconds[each])
+    named = [
+        f"{LABELS[each]} ({percent(ledger.seconds[each] / ledger.wall_seconds)})"
+        for each in lost[:_MOST_LOSSES]
+        if ledger.seconds[each] / ledger.wall_seconds >= _LEAST_SHARE
+    ]
+    exposed = ledger.seconds[Entry.COMMUNICATION] / ledger.wall_seconds
+    text_of = f"Of {seconds_in_words(ledger.wall_seconds)}, {percent(ledger.goodput)} went into useful steps"
+    if exposed >= _LEAST_SHARE:
+        text_of += f", {percent(exposed)} of it all being exposed communication in them"
+    return f"{text_of}. " + (
+        f"The most went elsewhere for {_listed(named)}." if named else "Hardly any went elsewhere."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def notes(record: RunRecord) -> str:
+    if not record.notes:
+        return ""
+    return tag("ul", *(tag("li", text(each)) for each in record.notes), class_="plain soft", aria_label="notes")
+
+
+# --- what the drawings show, and what they leave out, in numbers and words -------------------------------------------
+
+_MOST_ROWS = 200
+_MOST_LENGTH = 600
+_MOST_RANKS = 64
+
+
+def ledger_table(record: RunRecord) -> str:
+    """Every entry that there is, with the sums of those that are useful and of the others."""
+    ledger = record.ledger
+    rows = [_ledger_row(entry, record) for entry in ORDER if entry in USEFUL and ledger.seconds[entry] > 0]
+    rows.append(_sum_row("useful", ledger.useful_seconds, record))
+    rows += [_ledger_row(entry, record) for entry in ORDER if entry not in USEFUL and ledger.seconds[entry] > 0]
+    rows.append(_sum_row("wall time", sum(ledger.seconds.values()), record))
+    head = ("", "what", "time", "share", "rank with the most", "what it is")
+    return _table("Goodput ledger", head, rows, class_="ledger")
+
+
+def config_table(record: RunRecord) -> str:
+    """Which config was in force when, and what it has brought; empty where only one was."""
+    rows = []
+    before = None
+    has_tokens = any(each.tokens_per_second for each in record.periods)
+    has_mfu = any(each.mfu for each in record.periods)
+    for period in record.periods:
+        rows.append(
+            _row(
+                f"v{period.name}",
+                elapsed_in_words(period.begin - record.begin),
+                f"{period.num_steps:,}",
+                _spread(period.samples_per_second),
+                _spread(period.step_seconds, seconds_in_words),
+                *([_spread(period.tokens_per_second, number_in_words)] if has_tokens else ()),
+                *([_spread(period.mfu, percent)] if has_mfu else ()),
+                period.compared_with(before),
+                period.text or "as training began",
+            )
+        )
+        before = period
+    head = (
+        *("config", "from", "steps", "samples/s in steps", "step time"),
+        *(("tokens/s",) if has_tokens else ()),
+        *(("MFU",) if has_mfu else ()),
+        *("against the one before", "what changed"),
+    )
+    return _table("Configs in force", head, _shortened(rows, len(head)), class_="wide")
+
+
+def event_table(record: RunRecord) -> str:
+    """What happened; empty where nothing did."""
+    rows = [
+        _row(
+            elapsed_in_words(each.time - record.begin),
+            moment(each.time),
+            GROUP_NAMES[each.group],
+            "" if each.step is None else f"{each.step:,}",
+            _ranks_in_words(each.ranks),
+            each.text[:_MOST_LENGTH],
+        )
+        for each in record.happenings
+    ]
+    head = ("after", "at (UTC)", "what", "step", "who", "in words")
+    return _table("Events", head, _shortened(rows, len(head)), class_="wide") if rows else ""
+
+
+def rank_table(record: RunRecord) -> str:
+    """Each rank, those that are the busiest first."""
+    ordered = sorted(
+        record.ranks, key=lambda each: each.busy_seconds.middle if each.busy_seconds else 0.0, reverse=True
+    )
+    has_not_finite = record.not_finite[0] > 0
+    rows = [_rank_row(each, has_not_finite=has_not_finite) for each in ordered[:_MOST_RANKS]]
+    head = (
+        "rank",
+        "busy for a step",
+        "step time",
+        "MFU",
+        "steps",
+        "waiting for data",
+        "exposed communication",
+        "processes",
+        *(("not finite",) if has_not_finite else ()),
+        "memory",
+        "on the accelerator",
+    )
+    if len(ordered) > _MOST_RANKS:
+        rows.append(
+            _whole_row(f"and {len(ordered) - _MOST_RANKS} ranks that are less busy: all are in --json", len(head))
+        )
+    return _table("Ranks", head, rows, class_="wide")
+
+
+def _ledger_row(entry: Entry, record: RunRecord) -> str:
+    spent = record.ledger.seconds[entry]
+    worst = max(record.ranks, key=lambda each: _share_of(each, entry))
+    most = f"rank {worst.rank}: {percent(_share_of(worst, entry))}" if len(record.ranks) > 1 else ""
+    cells = [text(seconds_in_words(spent)), text(percent(_part(spent, record))), text(most)]
+    return tag(
+        "tr",
+        tag("td", swatch(entry)),
+        tag("th", text(LABELS[entry]), scope="row"),
+        *(tag("td", each, class_="number") for each in cells),
+        tag("td", text(MEANINGS[entry]), class_="words"),
+    )
+
+
+def _sum_row(name: str, spent: float, record: RunRecord) -> str:
+    cells = [text(seconds_in_words(spent)), text(percent(_part(spent, record)))]
+    return tag(
+        "tr",
+        tag("td"),
+        tag("th", text(name), scope="row"),
+        *(tag("td", each, class_="number") for each in cells),
+        tag("td"),
+        tag("td"),
+        class_="sum",
+    )
+
+
+def _rank_row(rank: RankRecord, *, has_not_finite: bool) -> str:
+    number, num_skipped = rank.not_finite or (0, 0)
+    return _row(
+        str(rank.rank),
+        _spread(rank.busy_seconds, seconds_in_words),
+        _spread(rank.step_seconds, seconds_in_words),
+        "" if rank.mfu is None else percent(rank.mfu.middle),
+        f"{rank.num_steps:,}",
+        percent(_share_of(rank, Entry.DATA)),
+        percent(_share_of(rank, Entry.COMMUNICATION)),
+        str(rank.num_processes),
+        *((not_finite_in_words(number, num_skipped) if number else "",) if has_not_finite else ()),
+        "" if rank.most_host_bytes is None else size_in_words(rank.most_host_bytes),
+        "" if rank.most_accelerator_bytes is None else size_in_words(rank.most_accelerator_bytes),
+    )
+
+
+def _share_of(rank: RankRecord, entry: Entry) -> float:
+    return rank.ledger.seconds[entry] / rank.ledger.wall_seconds if rank.ledger.wall_seconds > 0 else 0.0
+
+
+def _part(spent: float, record: RunRecord) -> float:
+    return spent / record.ledger.wall_seconds if record.ledger.wall_seconds > 0 else 0.0
+
+
+def _spread(spread: Spread | None, words: Callable[[float], str] = amount) -> str:
+    if spread is None:
+        return ""
+    return f"{words(spread.middle)} ({words(spread.low)} to {words(spread.high)})"
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "agent"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+def _shortened(rows: list[str], num_columns: int) -> list[str]:
+    """The first and the last of too many."""
+    if len(rows) <= _MOST_ROWS:
+        return rows
+    half = _MOST_ROWS // 2
+    between = _whole_row(f"{len(rows) - 2 * half} more, which are in --json", num_columns)
+    return [*rows[:half], between, *rows[-half:]]
+
+
+def _whole_row(words: str, num_columns: int) -> str:
+    return tag("tr", tag("td", text(words), colspan=num_columns, class_="words"))
+
+
+def _row(first: str, *others: str) -> str:
+    last = others[-1]
+    cells = [tag("td", text(each)) for each in others[:-1]]
+    return tag("tr", tag("th", text(first), scope="row"), *cells, tag("td", text(last), class_="words"))
+
+
+def _table(caption: str, head: Sequence[str], rows: Iterable[str], *, class_: str) -> str:
+    heads = tag("tr", *(tag("th", text(each), scope="col") for each in head))
+    inside = tag("table", tag("caption", text(caption)), tag("thead", heads), tag("tbody", *rows), class_=class_)
+    return tag("div", inside, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+# --- one HTML document that needs nothing else -----------------------------------------------------------------------
 
 MARK = "<!-- elastic-ext report -->"
 """Stands near the beginning of every report, so that one can be told from other files."""

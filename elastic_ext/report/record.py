@@ -1,18 +1,95 @@
-"""RunRecord: all that a report shows of one training."""
+"""RunRecord: all that a report shows of one training, summed up in equal intervals. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import floor
 from typing import NamedTuple
 
-from elastic_ext.profile.ledger import Ledger
+from elastic_ext.profile.ledger import Ledger, Life, Slice, ledger_of_slices
+from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.summary import training_seconds
+from elastic_ext.records.metrics import StepWindow
 
-from .bins import Bins
-from .effects import Period, Spread
-from .happenings import Happening
+from .events import Happening, Period, Speeds, Spread, in_step_seconds, spread_of
 
-__all__ = ["RankRecord", "RankSums", "Remark", "RunRecord"]
+__all__ = ["MOST_BINS", "Bins", "RankRecord", "RankSums", "Remark", "RunRecord", "busy_seconds", "rank_record"]
+
+
+# --- sums over equal intervals, which grow longer as the time does, so that they are never too many ------------------
+
+_SHORTEST = 2.0**-5
+"""Seconds; intervals are this times a power of two, and begin at its multiples, so that two can be made one."""
+
+
+class Bins:
+    """Rows of sums, each row of an interval; ``most`` of them at most lie between the first and the last."""
+
+    def __init__(self, num_values: int, most: int) -> None:
+        self.width = _SHORTEST
+        self._num_values = num_values
+        self._most = most
+        self._rows: dict[int, array[float]] = {}
+        self._first = self._last = 0
+
+    def add(self, begin: float, end: float, values: Sequence[float]) -> None:
+        """Spread ``values`` evenly from ``begin`` to ``end``."""
+        first, last = floor(begin / self.width), max(floor(begin / self.width), -floor(-end / self.width) - 1)
+        first, last = self._make_room(first, last, begin, end)
+        length = end - begin
+        for index in range(first, last + 1):
+            share = 1.0
+            if length > 0 and first < last:
+                share = (min(end, (index + 1) * self.width) - max(begin, index * self.width)) / length
+            row = self._rows.get(index)
+            if row is None:
+                row = self._rows[index] = array("d", bytes(8 * self._num_values))
+            for place, value in enumerate(values):
+                if value:
+                    row[place] += value * share
+
+    def widen(self, width: float) -> None:
+        """Make the intervals at least this long."""
+        while self.width < width:
+            self._double()
+
+    def items(self) -> Iterator[tuple[float, array[float]]]:
+        """The beginning of each interval in which there is something, in order, and its sums."""
+        for index in sorted(self._rows):
+            yield index * self.width, self._rows[index]
+
+    def __len__(self) -> int:
+        """How many intervals lie between the first and the last."""
+        return self._last - self._first + 1 if self._rows else 0
+
+    def _make_room(self, first: int, last: int, begin: float, end: float) -> tuple[int, int]:
+        while True:
+            lowest = min(first, self._first) if self._rows else first
+            highest = max(last, self._last) if self._rows else last
+            if highest - lowest < self._most:
+                self._first, self._last = lowest, highest
+                return first, last
+            self._double()
+            first = floor(begin / self.width)
+            last = max(first, -floor(-end / self.width) - 1)
+
+    def _double(self) -> None:
+        self.width *= 2
+        rows: dict[int, array[float]] = {}
+        for index, row in self._rows.items():
+            kept = rows.get(index >> 1)
+            if kept is None:
+                rows[index >> 1] = row
+            else:
+                for place, value in enumerate(row):
+                    kept[place] += value
+        self._rows = rows
+        self._first, self._last = self._first >> 1, self._last >> 1
+
+
+# --- all that a report shows of one training -------------------------------------------------------------------------
 
 
 class RankSums(NamedTuple):
@@ -167,3 +244,78 @@ def _of_rank(rank: RankRecord) -> dict[str, object]:
         "steps_skipped": None if rank.not_finite is None else rank.not_finite[1],
         "ledger": rank.ledger.to_dict(),
     }
+
+
+# --- a RankRecord from a rank's lives --------------------------------------------------------------------------------
+
+MOST_BINS = 512
+_BUSY = frozenset(
+    phase.label for phase in (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
+)
+
+
+def busy_seconds(window: StepWindow) -> float | None:
+    """What a step would have taken if the rank had waited for no other; None where none was looked at."""
+    found = sum(spent for label, spent in window.typical.items() if label in _BUSY)
+    return found if found > 0 else None
+
+
+def rank_record(
+    rank: int,
+    lives: Sequence[Life],
+    slices: Sequence[Slice],
+    speeds: Speeds,
+    not_finite: tuple[int, int] | None = None,
+) -> RankRecord:
+    """What is shown of a rank, whose time ``slices`` are, and whose last process told of steps ``not_finite``."""
+    windows = [each.piece.window for each in slices if each.piece is not None]
+    bins = Bins(len(RankSums._fields), MOST_BINS)
+    steps: list[float] = []
+    busy: list[float] = []
+    for each in slices:
+        if each.piece is None:
+            continue
+        sums = _sums(each.piece.window, each.end - each.begin, speeds)
+        bins.add(each.begin, each.end, sums)
+        if sums.num_steps and sums.step_seconds > 0:
+            steps.append(sums.step_seconds / sums.num_steps)
+        if sums.num_looked_at > 0:
+            busy.append(sums.busy_seconds / sums.num_looked_at)
+    return RankRecord(
+        rank=rank,
+        begin=slices[0].begin,
+        end=slices[-1].end,
+        ledger=ledger_of_slices(slices),
+        num_processes=max(sum(each.is_whole for each in lives), 1),
+        num_steps=sum(each.num_steps for each in windows),
+        step_seconds=spread_of(steps),
+        busy_seconds=spread_of(busy),
+        mfu=spread_of(map(speeds.mfu, windows)),
+        most_host_bytes=_most(each.memory_bytes for each in windows),
+        most_accelerator_bytes=_most(each.accelerator_peak_bytes or each.accelerator_bytes for each in windows),
+        not_finite=not_finite,
+        bins=bins,
+    )
+
+
+def _sums(window: StepWindow, length: float, speeds: Speeds) -> RankSums:
+    busy = busy_seconds(window)
+    weight = float(window.num_steps) if busy is not None else 0.0
+    return RankSums(
+        num_steps=window.num_steps,
+        num_samples=window.num_samples,
+        step_seconds=in_step_seconds(window),
+        num_looked_at=weight,
+        busy_seconds=weight * (busy or 0.0),
+        num_tokens=speeds.num_tokens(window),
+        training_seconds=training_seconds(window),
+        ideal_seconds=speeds.ideal_seconds(window),
+        known_seconds=length,
+        host_byte_seconds=length * (window.memory_bytes or 0),
+        accelerator_byte_seconds=length * (window.accelerator_bytes or 0),
+        peak_byte_seconds=length * (window.accelerator_peak_bytes or 0),
+    )
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((each for each in values if each is not None), default=None)

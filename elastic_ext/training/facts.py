@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.config.keys import TUNABLE
-from elastic_ext.doctor.cgroups import group_limits
+from elastic_ext.doctor.hardware import group_limits
 from elastic_ext.errors import ConfigError
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
 from elastic_ext.fsdp.reshard.sharded_model import Spread

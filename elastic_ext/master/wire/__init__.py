@@ -2,4 +2,76 @@
 
 The stubs are made by `make stubs` with the oldest compiler whose code the oldest supported protobuf loads; newer ones
 load it too.
+
+Below, the messages as plain values.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from elastic_ext.records.json import record_of
+from elastic_ext.records.metrics import StepWindow
+
+from . import master_pb2
+
+__all__ = ["as_dict", "filled", "window_message", "window_record"]
+
+
+# --- messages as plain values, as JSON has them, and records of metrics.py as messages and back ----------------------
+
+_Filled = TypeVar("_Filled", bound=Message)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif _is_repeated(field):
+            found[field.name] = [as_dict(each) if isinstance(each, Message) else each for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            found[field.name] = None
+        else:
+            found[field.name] = as_dict(value) if isinstance(value, Message) else value
+    return found
+
+
+def filled(message: _Filled, record: object) -> _Filled:
+    """``message`` with what ``record``, a dataclass, has under the names of its fields; None is left absent."""
+    names = {each.name for each in fields(record)}  # type: ignore[arg-type]
+    for field in message.DESCRIPTOR.fields:
+        if field.name not in names:
+            continue
+        value = getattr(record, field.name)
+        if isinstance(value, Mapping):
+            getattr(message, field.name).update(value)
+        elif isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        elif value is not None:
+            setattr(message, field.name, value)
+    return message
+
+
+def window_message(window: StepWindow) -> master_pb2.StepWindow:
+    """``window`` for the wire."""
+    return filled(master_pb2.StepWindow(), window)
+
+
+def window_record(message: master_pb2.StepWindow) -> StepWindow:
+    """The window in ``message``; ValueError where it holds what is none."""
+    window = record_of(StepWindow, as_dict(message))
+    window.check_read()
+    return window
+
+
+def _is_repeated(field: Any) -> bool:
+    """Newer runtimes tell so in one way, older ones in another."""
+    found = getattr(field, "is_repeated", None)
+    return bool(found() if callable(found) else found) if found is not None else field.label == field.LABEL_REPEATED

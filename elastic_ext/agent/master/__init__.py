@@ -1,0 +1,1 @@
+"""What an agent exchanges with a master, and which master that is."""

@@ -1,0 +1,144 @@
+"""What waits to be exchanged with a master: events that are not delivered yet, and the config that the node holds or
+has to take. Needs no grpc.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.errors import ConfigError
+from elastic_ext.records.metrics import JobEvent
+
+__all__ = ["Held", "HeldConfig", "Outbox"]
+
+
+# --- events that a master is to hear of, kept until it has; as many as there is room for -----------------------------
+
+
+class Outbox:
+    """The newest events that nobody has confirmed yet, and how many older ones had to go. Any thread may call."""
+
+    def __init__(self, *, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._waiting: deque[JobEvent] = deque()
+        self._num_dropped = 0
+        self._num_lent = 0  # of those that wait, the first
+        self._num_dropped_lent = 0
+        self._num_passed = 0  # lent ones that had to go before it was known whether they arrived
+        self._num_gone = 0  # of all that have come
+        self.lent_from = 1
+        """The number of the first event that was lent last, of all that have come, from 1: whoever has it need not take
+        it again."""
+
+    def put(self, events: Iterable[JobEvent], *, num_dropped: int = 0) -> None:
+        """These have come; ``num_dropped`` others have, and were not kept."""
+        with self._lock:
+            self._waiting.extend(events)
+            self._num_dropped += num_dropped
+            while len(self._waiting) > self._most:
+                self._waiting.popleft()
+                self._num_gone += 1
+                self._num_dropped += 1
+                if self._num_lent:
+                    self._num_lent, self._num_passed = self._num_lent - 1, self._num_passed + 1
+
+    def lend(self, most: int) -> tuple[tuple[JobEvent, ...], int]:
+        """The oldest ``most`` of them, and how many were dropped; they stay until ``confirm``."""
+        with self._lock:
+            found = tuple(self._waiting)[:most]
+            self._num_lent, self._num_dropped_lent, self._num_passed = len(found), self._num_dropped, 0
+            self.lent_from = self._num_gone + 1
+            return found, self._num_dropped
+
+    def lend_less(self, num: int) -> None:
+        """Of what was lent last only the first ``num`` are; the others were not sent."""
+        with self._lock:
+            self._num_lent = min(self._num_lent, max(num - self._num_passed, 0))
+            self._num_passed = min(self._num_passed, num)
+
+    def confirm(self) -> None:
+        """What was lent last has arrived, or is not to be sent again."""
+        with self._lock:
+            for _ in range(self._num_lent):
+                self._waiting.popleft()
+            self._num_gone += self._num_lent
+            self._num_dropped -= self._num_dropped_lent + self._num_passed
+            self._num_lent = self._num_dropped_lent = self._num_passed = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+# --- a node's config as its master sees it: which one the node holds, and one that is to be taken --------------------
+
+_RETRY_SECONDS = 0.02
+_PATIENCE_SECONDS = 2.0
+_MASTER = "the master"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """The newest config that the node's file has held; version 0 where there is none."""
+
+    version: int = 0
+    digest: str = ""
+    text: str = ""
+
+
+class HeldConfig:
+    """What ``tuner`` has, for the threads that speak with a master; none of them holds up the agent's loop."""
+
+    def __init__(self, tuner: ConfigTuner, stop: threading.Event) -> None:
+        self._tuner = tuner
+        self._stop = stop
+        self._is_in_use = False
+        self._last = Held()
+
+    def begin(self) -> None:
+        """Nodes have met, and what an earlier job has left is set aside: from now on there is something to say."""
+        self._is_in_use = True
+
+    @property
+    def is_in_use(self) -> bool:
+        return self._is_in_use
+
+    def now(self) -> Held:
+        """What is held at this moment."""
+        newest = self._tuner.newest() if self._is_in_use else None
+        if newest is None:
+            return Held()
+        last = self._last
+        if (last.version, last.text) != newest:
+            last = self._last = Held(version=newest[0], digest=_digest_of(newest[1]), text=newest[1])
+        return last
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the node from the version that it should have; empty where nothing does."""
+        return self._tuner.trouble or ""
+
+    def take(self, version: int, text: str) -> bool:
+        """Put the master's config into the file, whoever else writes there; whether it is held now."""
+        if not self._is_in_use:
+            return False
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._tuner.take(text, whose=_MASTER, waits=True):
+            if self.now().version >= version:
+                return True
+            if self._tuner.trouble is not None or time.monotonic() >= deadline or self._stop.wait(_RETRY_SECONDS):
+                return False
+        return True
+
+
+def _digest_of(text: str) -> str:
+    try:
+        return ElasticConfig.parse(text.encode(errors="surrogatepass")).digest
+    except ConfigError:  # the tuner holds none that is refused
+        return ""

@@ -1,0 +1,339 @@
+"""What an agent reports to its master, read from the files of the node's run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+from elastic_ext.master.wire import filled, window_message
+from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.profile.reader import tails_of
+from elastic_ext.ranks.processes import process_of
+from elastic_ext.records.agent import (
+    EVENTS_FILE,
+    HARDWARE_FILE,
+    MEMBERSHIP_FILE,
+    MOST_BYTES,
+    WORKERS_FILE,
+    MembershipPlan,
+    Since,
+    WorkerSeen,
+    WorkersRecord,
+)
+from elastic_ext.records.files import open_regular, read_at_most
+from elastic_ext.records.metrics import FILE as JOB_FILE
+from elastic_ext.records.metrics import JobEvent, JobFacts, RankMetrics, StepWindow
+
+__all__ = ["EventFiles", "NewEvents", "NodeReport", "event_message", "wire_text"]
+
+
+# --- what the files of a node say, as a master is told ---------------------------------------------------------------
+# NodeReport: what the files of a node's run directory say of it, as a master is told: its workers, how far they are,
+# where their time goes, who belongs to the job, what the machine has.
+#
+# Each file has one writer, which is not here. What is of an earlier agent in the same place is left out.
+
+_MOST_METRICS_BYTES = 64 << 10
+_MOST_HARDWARE_BYTES = _MOST_FACTS_BYTES = 256 << 10
+_MOST_WINDOWS = 512
+"""Of all workers of a node, in one message."""
+_MOST_WINDOWS_OF_RANK = 16
+_MOST_TEXT = 2000
+_MOST_WORD = 200
+_MOST_DETAILS = 4000
+_Record = TypeVar("_Record")
+
+
+class NodeReport:
+    """What there is to tell of one node; ``since`` is when its agent was started."""
+
+    def __init__(self, run_dir: Path, *, since: Since) -> None:
+        self._run_dir = run_dir
+        self._began = since
+        self._known_plan = self._told_plan = 0
+        self._known_hardware = self._told_hardware = ""
+        self._known_facts = self._told_facts = ""
+        self._known_windows: dict[int, float] = {}  # rank -> when the last one has ended that the master has
+        self._told_windows: dict[int, float] = {}
+
+    def hardware(self) -> str:
+        """What the machine has, as JSON; empty where it is not known yet."""
+        data = self._data(HARDWARE_FILE, _MOST_HARDWARE_BYTES)
+        return "" if data is None else data.decode(errors="replace")
+
+    def fill(self, request: pb.BeatRequest, most_bytes: int) -> None:
+        """Put into ``request`` what there is now, as far as it then has no more than ``most_bytes``: what has no room
+        comes another time, and what the master has is left out."""
+        self._told_plan, self._told_hardware = self._known_plan, self._known_hardware  # none of them is in it yet
+        self._told_facts, self._told_windows = self._known_facts, {}
+        record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
+        if record is not None and record.time >= self._began.seconds:
+            told = pb.BeatRequest(workers=self._workers(record))
+            if not _merged(request, told, most_bytes):
+                self._told_windows = {}
+                for each in told.workers:
+                    each.ClearField("windows")
+                _merged(request, told, most_bytes)
+            if any(each.rank == 0 for each in record.workers):
+                facts = self._facts(record.restart)
+                if facts and facts != self._known_facts and _merged(request, pb.BeatRequest(facts=facts), most_bytes):
+                    self._told_facts = facts
+        plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
+        is_news = plan is not None and plan.time >= self._began.seconds and plan.version != self._known_plan
+        if plan is not None and is_news:
+            told = pb.BeatRequest(membership=_membership_message(plan))
+            self._told_plan = plan.version if _merged(request, told, most_bytes) else self._known_plan
+        hardware = self.hardware()
+        if hardware != self._known_hardware and _merged(request, pb.BeatRequest(hardware=hardware), most_bytes):
+            self._told_hardware = hardware
+
+    def confirm(self) -> None:
+        """The master has what was filled in last."""
+        self._known_plan, self._known_hardware = self._told_plan, self._told_hardware
+        self._known_facts = self._told_facts
+        self._known_windows.update(self._told_windows)
+
+    def forget(self) -> None:
+        """A master answers that may know nothing of this node; windows that one had are not told again."""
+        self._known_plan = self._told_plan = 0
+        self._known_hardware = self._told_hardware = ""
+        self._known_facts = self._told_facts = ""
+
+    def forget_hardware(self) -> bool:
+        """The master asks for it: whether there is something that it was not told yet, and not only to be repeated."""
+        is_new = self.hardware() != self._known_hardware
+        self._known_hardware = self._told_hardware = ""
+        return is_new
+
+    def _facts(self, restart: int) -> str:
+        """What rank 0, which is of this node, says of the job, as JSON; empty where that is of an earlier process."""
+        data = self._data(JOB_FILE, _MOST_FACTS_BYTES)
+        text = "" if data is None else data.decode(errors="replace").strip()
+        if text == self._known_facts:
+            return text
+        try:
+            facts = JobFacts.from_json(text)
+        except ValueError:
+            return ""
+        return text if facts.time >= self._began.seconds and facts.restart == restart else ""
+
+    # ---- workers ----
+
+    def _workers(self, record: WorkersRecord) -> list[pb.Worker]:
+        ranks = [each.rank for each in record.workers]
+        windows = self._new_windows(ranks)
+        found = (
+            _worker_message(each, self._metrics_of(each, record.restart), windows.get(each.rank, ()))
+            for each in record.workers
+        )
+        return [each for each in found if each is not None]
+
+    def _new_windows(self, ranks: Sequence[int]) -> Mapping[int, Sequence[StepWindow]]:
+        """Those that have ended since the last ones that the master has, the newest where there are too many."""
+        most = max(min(_MOST_WINDOWS_OF_RANK, _MOST_WINDOWS // max(len(ranks), 1)), 1)
+        found = {}
+        for rank, windows in tails_of(self._run_dir, ranks, most).items():
+            ends = [each.end for each in windows]
+            known = self._known_windows.get(rank)
+            first = ends.index(known) + 1 if known in ends else 0  # in the order in which they were written
+            found[rank] = [each for each in windows[first:] if each.end > self._began.seconds]
+        self._told_windows = {rank: windows[-1].end for rank, windows in found.items() if windows}
+        return found
+
+    def _metrics_of(self, worker: WorkerSeen, restart: int) -> RankMetrics | None:
+        """What the worker has written of itself; None where that is of another process that had its rank before."""
+        metrics = self._record(f"metrics-{worker.rank}.json", _MOST_METRICS_BYTES, RankMetrics.from_json)
+        if metrics is None or metrics.generation != restart or metrics.time < self._began.seconds:
+            return None
+        is_its = metrics.pid == worker.pid or (0 < metrics.pid < 1 << 31 and process_of(metrics.pid) is not None)
+        return metrics if is_its else None
+
+    # ---- files ----
+
+    def _record(self, name: str, most_bytes: int, parse: Callable[[str], _Record]) -> _Record | None:
+        data = self._data(name, most_bytes)
+        try:
+            return None if data is None else parse(data.decode())
+        except ValueError:
+            return None
+
+    def _data(self, name: str, most_bytes: int) -> bytes | None:
+        try:
+            data = read_at_most(self._run_dir / name, most_bytes)
+        except OSError:
+            return None
+        return data if len(data) <= most_bytes else None
+
+
+def event_message(event: JobEvent, node_id: str) -> pb.JobEvent:
+    """``event`` for the wire, cut to what is allowed there."""
+    try:
+        return pb.JobEvent(
+            time=event.time,
+            node_id=node_id,
+            rank=event.rank,
+            step=event.step,
+            kind=wire_text(event.kind, _MOST_WORD),
+            text=wire_text(event.text, _MOST_TEXT),
+            details=_details(event),
+            restart=event.generation,
+        )
+    except ValueError:  # a number in it is none that can be sent
+        text = f"an event cannot be sent: {wire_text(event.text, _MOST_TEXT)}"
+        return pb.JobEvent(node_id=node_id, rank=-1, step=-1, kind=wire_text(event.kind, _MOST_WORD), text=text)
+
+
+def wire_text(text: str, most: int = _MOST_TEXT) -> str:
+    """``text`` as protobuf allows it, not longer than ``most`` characters."""
+    return text[:most].encode(errors="replace").decode()
+
+
+def _merged(request: pb.BeatRequest, more: pb.BeatRequest, most_bytes: int) -> bool:
+    """Whether ``more`` had room in ``request``, which has it then."""
+    if request.ByteSize() + more.ByteSize() > most_bytes:
+        return False
+    request.MergeFrom(more)
+    return True
+
+
+def _details(event: JobEvent) -> str:
+    text = json.dumps(dict(event.details))
+    return text if len(text) <= _MOST_DETAILS else "{}"
+
+
+def _membership_message(plan: MembershipPlan) -> pb.Membership:
+    message = pb.Membership(version=plan.version, reason=wire_text(plan.reason), time=plan.time)
+    message.nodes.extend(
+        pb.NodeShare(
+            node_id=wire_text(each.node_id),
+            host=wire_text(each.host),
+            first_rank=each.first_rank,
+            num_workers=each.num_workers,
+        )
+        for each in plan.nodes
+    )
+    return message
+
+
+def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Sequence[StepWindow]) -> pb.Worker | None:
+    """One worker as its agent sees it, and where that tells nothing as it sees itself; None for what cannot be sent."""
+    message = pb.Worker()
+    try:
+        if metrics is not None:
+            filled(message, metrics.measures)
+            message.step, message.config_version = metrics.step, metrics.config_version
+            message.config_revision = metrics.config_revision
+        filled(message, worker)
+        if worker.gpu_memory_bytes is not None:
+            message.accelerator_bytes = worker.gpu_memory_bytes
+        message.windows.extend(window_message(each) for each in windows)
+    except ValueError:  # a number that is too large, as in a damaged file
+        return None
+    return message
+
+
+# --- what is new in the files of events of a run directory, line by line, in bounded memory --------------------------
+# A line that has no end yet is still being written, and is left for the next look; a broken one is passed over.
+
+_FILE = re.compile(r"events-(\d{1,9}|agent)\.jsonl")
+_MOST_FILES = 4096
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewEvents:
+    """What one look has found."""
+
+    events: tuple[JobEvent, ...] = ()
+    """By their times."""
+    num_dropped: int = 0
+    """Lines that were passed over because there were too many."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    """How far one file was read."""
+
+    inode: int
+    offset: int
+
+
+class EventFiles:
+    """Those of one run directory, each read on from where the last look has ended.
+
+    Of a file only the last ``most_bytes`` that are new are read. With ``of_agent=False`` the agent's own is left out.
+    """
+
+    def __init__(self, run_dir: Path, *, most_bytes: int, of_agent: bool = True) -> None:
+        self._run_dir = run_dir
+        self._most_bytes = most_bytes
+        self._of_agent = of_agent
+        self._places: dict[str, _Place] = {}
+
+    def skip(self) -> None:
+        """What is there now is not new."""
+        for name in self._names():
+            try:
+                status = os.stat(self._run_dir / name)
+            except OSError:
+                continue
+            self._places[name] = _Place(inode=status.st_ino, offset=status.st_size)
+
+    def look(self) -> NewEvents:
+        """What has come since the last look; of a file that cannot be read, nothing."""
+        found: list[JobEvent] = []
+        num_dropped = 0
+        for name in self._names():
+            lines, num_passed = self._new_lines(name)
+            found += [event for line in lines if (event := _event_in(line)) is not None]
+            num_dropped += num_passed
+        return NewEvents(events=tuple(sorted(found, key=lambda each: each.time)), num_dropped=num_dropped)
+
+    def _names(self) -> list[str]:
+        try:
+            names = sorted(name for name in os.listdir(self._run_dir) if _FILE.fullmatch(name))
+        except OSError:
+            return []
+        return [name for name in names if self._of_agent or name != EVENTS_FILE][:_MOST_FILES]
+
+    def _new_lines(self, name: str) -> tuple[list[bytes], int]:
+        try:
+            with open_regular(self._run_dir / name) as file:
+                status = os.fstat(file.fileno())
+                place = self._places.get(name)
+                if place is None or place.inode != status.st_ino or place.offset > status.st_size:
+                    place = self._places[name] = _Place(inode=status.st_ino, offset=0)
+                if place.offset == status.st_size:
+                    return [], 0
+                file.seek(place.offset)
+                begin = max(place.offset, status.st_size - self._most_bytes)
+                num_passed = _num_lines(file, begin - place.offset)
+                data = file.read(self._most_bytes)
+        except OSError:
+            return [], 0
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.split(b"\n")[:-1]
+        is_cut = begin > place.offset and lines  # the first of them, as a rule
+        place.offset = begin + len(whole)
+        return (lines[1:], num_passed + 1) if is_cut else (lines, num_passed)
+
+
+def _num_lines(file: IO[bytes], num_bytes: int) -> int:
+    """How many lines end in the next ``num_bytes``, which are passed over."""
+    found = 0
+    while num_bytes > 0 and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
+        found += piece.count(b"\n")
+        num_bytes -= len(piece)
+    return found
+
+
+def _event_in(line: bytes) -> JobEvent | None:
+    try:
+        return JobEvent.from_json(line.decode())
+    except ValueError:
+        return None

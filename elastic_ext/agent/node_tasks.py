@@ -1,0 +1,330 @@
+"""The work that an agent does about once a second besides starting and stopping workers, and the cost of a restart in
+steps and seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elastic_ext.ranks.board import ended_file
+from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
+from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.records.agent import WORKERS_FILE, Since, WorkersRecord
+from elastic_ext.records.files import write_whole
+from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
+from elastic_ext.records.text import counted
+
+from .config_writer import ConfigTuner
+from .control import Control
+from .folder import NodeFolders
+from .journal import Journal
+from .workers.hangs import Hang, find_hang, standings_from_json, standings_to_json
+from .workers.monitor import Monitor, Seen, Watched
+from .workers.stacks import capture
+from .workers.stragglers import SlowWorkers
+
+__all__ = ["Begun", "Duties", "Ended", "begun_in", "cost_in_words", "left_in"]
+
+
+# --- the cost of a restart -------------------------------------------------------------------------------------------
+# What a restart has cost: steps that are taken again, and time; pure, but for reading what workers have written.
+
+_MOST_BYTES = 1 << 16
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Where training was as its workers were ended."""
+
+    step: int
+    """The last that was committed."""
+    clock: float
+    """When, on the clock of ``time.monotonic``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """Where it has gone on."""
+
+    step: int
+    """The last of the checkpoint that it went on from."""
+    global_batch_size: int | None
+    checkpoints: str | None
+    """The folder in which they are saved; None where none are."""
+
+
+def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
+    """What was lost, as the first new step has been taken; ``now`` on the same clock as the end."""
+    num_steps = max(ended.step - begun.step, 0)
+    if num_steps == 0:
+        lost = "no step is taken again"
+    else:
+        lost = f"{counted(num_steps, 'step')} taken again"
+        if begun.global_batch_size is not None:
+            lost += f" ({num_steps * begun.global_batch_size} samples)"
+    return f"training goes on after step {begun.step}: {lost}, and {now - ended.clock:.1f} seconds without a step"
+
+
+def begun_in(file: Path, *, since: float) -> Begun | None:
+    """Where a rank's training has begun after ``since``, by the events that it has written."""
+
+    def begun(event: Any) -> Begun:
+        size, folder = event["details"].get("global_batch_size"), event["details"].get("checkpoints")
+        return Begun(
+            step=int(event["step"]),
+            global_batch_size=size if type(size) is int else None,
+            checkpoints=folder if type(folder) is str else None,
+        )
+
+    return _newest(file, ("training-began",), begun, since=since)
+
+
+def left_in(file: Path, *, since: float) -> str | None:
+    """What a rank that was told to end after ``since`` says of where training can go on."""
+    return _newest(file, (CAN_GO_ON, TOLD_TO_END), lambda event: str(event["text"]), since=since)
+
+
+def _newest(file: Path, kinds: Sequence[str], read: Callable[[Any], _Read], *, since: float) -> _Read | None:
+    """What ``read`` makes of the newest event of these kinds; None where it is older, or there is none."""
+    try:
+        with open(file, "rb") as events:
+            events.seek(max(file.stat().st_size - _MOST_BYTES, 0))
+            lines = events.read(_MOST_BYTES).splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            event: Any = json.loads(line)
+            if event["kind"] in kinds:
+                found = read(event)
+                return found if event["time"] >= since else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the first one is cut off
+            continue
+    return None
+
+
+# --- what an agent does for its node besides starting and stopping workers, about once a second ----------------------
+# It keeps the config file and hands versions to other nodes, looks at the workers and writes what it sees, finds hangs
+# and who is slow, and says what a restart has cost.
+
+_CAPTURE_SECONDS = 15.0  # for the stacks of other nodes
+
+
+class Duties:
+    """Those of one agent."""
+
+    def __init__(
+        self,
+        folders: NodeFolders,
+        journal: Journal,
+        tuner: ConfigTuner,
+        control: Control,
+        monitor: Monitor,
+        slow_workers: SlowWorkers,
+        *,
+        py_spy: str | None,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_begun`` is called each time that nodes have met, once this node's config is the job's."""
+        self._on_begun = on_begun
+        self._folders = folders
+        self._journal = journal
+        self._tuner = tuner
+        self._control = control
+        self._monitor = monitor
+        self._slow_workers = slow_workers
+        self._py_spy = py_spy
+        self._board: RoundBoard | None = None
+        self._membership_version = self._world_size = 0
+        self._said = ""
+        self._has_warned = False
+        self._ended: Ended | None = None
+        self._round = Since(0.0)
+        self._is_after_others = False  # whether it comes after one whose workers were ended
+        self._has_told_checkpoints = False
+
+    def start(self) -> None:
+        """Take up the config file as it is, and listen."""
+        self._tuner.look()
+        self._control.start()
+
+    def begin_round(self, board: RoundBoard, *, membership_version: int, world_size: int, is_new: bool) -> None:
+        """All nodes have met; ``is_new`` where this one joins a job that has worked already, and follows its config."""
+        self._board, self._membership_version, self._world_size = board, membership_version, world_size
+        self._monitor.forget()
+        self._said = ""
+        self._round = Since(time.time())
+        self._is_after_others = self._ended is not None
+        self._slow_workers.forget(since=self._round.seconds)
+        if is_new:
+            self._set_config_aside()
+        self._hand_config(offers=not is_new)
+        self._on_begun()
+
+    def look(self, workers: Sequence[Watched]) -> Hang | None:
+        """See to everything that it is time for; a hang, if there is one."""
+        seen = self._monitor.look(
+            workers,
+            restart=self._journal.restart,
+            membership_version=self._membership_version,
+            world_size=self._world_size,
+        )
+        if seen is None:
+            return None
+        self._tuner.look()
+        self._hand_config(offers=True)
+        self._write(seen.record)
+        self._tell_begun(workers)
+        self._tell_slow(workers)
+        return self._judge(seen)
+
+    def note_end(self, workers: Sequence[Watched]) -> bool:
+        """The workers are about to be ended, or have ended: note where they are; whether any of them tells."""
+        steps = []
+        for each in workers:
+            reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
+            if reading is not None and reading.num_boundaries > 0:
+                steps.append(reading.step)
+        if steps and self._ended is None:
+            self._ended = Ended(step=max(steps), clock=time.monotonic())
+        return bool(steps)
+
+    def words_of_leaving(self, ranks: Iterable[int]) -> str:
+        """What workers that were told to end in this round say of where training can go on; empty where none does."""
+        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+        return next((words for file in files if (words := left_in(file, since=self._round.seconds))), "")
+
+    def tell_workers(self, ended: Mapping[int, str]) -> None:
+        """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""
+        for rank, words in ended.items():
+            with contextlib.suppress(OSError):  # they find out
+                write_whole(ended_file(self._folders.pulses, rank), words.encode(errors="replace"), durable=False)
+
+    def capture(self, workers: Sequence[Watched], reason: str) -> None:
+        """Have the stacks of all workers written, here and on other nodes, before any of them is ended."""
+        captured = capture(
+            workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
+        )
+        words = "; ".join(map(str, captured.places)) or "no worker told of its stacks"
+        if captured.look_at:
+            words += f"; look at this first: {captured.look_at}"
+        self._journal.tell("stacks", f"{words}; all of it: {captured.path}", path=str(captured.path or ""))
+        if self._board is not None and self._board.num_nodes > 1:
+            try:
+                self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS)
+            except BoardGone:
+                return  # they are not heard of, and nothing is gained by waiting
+
+    def end(self, workers: Sequence[Watched]) -> None:
+        """Write how the workers have ended, and listen no more."""
+        seen = self._monitor.look(
+            workers,
+            restart=self._journal.restart,
+            membership_version=self._membership_version,
+            world_size=self._world_size,
+            at_once=True,
+        )
+        if seen is not None:
+            self._write(seen.record)
+        self._tell_begun(workers)
+        self._control.close()
+        self._monitor.close()
+
+    # ---- the config ----
+
+    def _set_config_aside(self) -> None:
+        """A node that joins follows the job's config, whatever an earlier job has left in its run directory."""
+        if self._tuner.path.parent != self._folders.run_dir:
+            return  # a file that somebody has named, and may be everybody's
+        try:
+            kept = self._tuner.set_aside()
+        except OSError as error:
+            self._journal.tell("trouble", f"the config of before this node joined stays: {error}", is_bad=True)
+            return
+        if kept is not None:
+            self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
+
+    def _hand_config(self, *, offers: bool) -> None:
+        """Give other nodes what is newer here, and take what is newer there."""
+        board = self._board
+        if board is None or board.num_nodes == 1:
+            return
+        try:
+            theirs = board.announced("config-version") or 0
+            newest = self._tuner.newest()
+            if theirs > (newest[0] if newest else 0):
+                self._tuner.take(board.announced("config"))
+            elif offers and newest and newest[0] > theirs:
+                board.announce("config", newest[1])
+                board.announce("config-version", newest[0])
+        except BoardGone:
+            return
+
+    # ---- the workers ----
+
+    def _write(self, record: WorkersRecord) -> None:
+        try:
+            write_whole(self._folders.run_dir / WORKERS_FILE, f"{record.to_json()}\n".encode(), durable=False)
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                self._journal.tell("trouble", f"what workers do cannot be written: {error}", is_bad=True)
+
+    def _judge(self, seen: Seen) -> Hang | None:
+        """Whether there is a hang, by the workers of all nodes."""
+        board, hang, said = self._board, seen.hang, seen.said
+        if board is not None and board.num_nodes > 1:
+            try:
+                if any(each.is_over for each in seen.standings):
+                    board.announce("standings-wanted", True)
+                if board.announced("standings-wanted"):
+                    board.tell("standings", standings_to_json(seen.standings))
+                    told = board.told("standings").values()
+                    everyone = [each for text in told for each in standings_from_json(text)]
+                    verdict = find_hang(everyone, world_size=self._world_size)
+                    is_heard = len(told) == board.num_nodes  # else one that has still to tell may be waited for
+                    hang, said = verdict.hang if is_heard else None, verdict.said
+            except (BoardGone, ValueError):
+                hang = None
+        if said and said != self._said:
+            self._journal.tell("waiting", said)
+        self._said = said
+        return hang
+
+    def _tell_slow(self, workers: Sequence[Watched]) -> None:
+        """Who has come to keep the others waiting, and who does no more."""
+        ranks = [each.rank for each in workers if each.state == "running"]
+        with contextlib.suppress(BoardGone, ValueError):  # a node is gone, or of another version
+            for news in self._slow_workers.look(ranks, self._board):
+                kind = "slow-worker" if news.is_slow else "slow-worker-over"
+                self._journal.tell(kind, news.text, rank=news.rank, host=news.host)
+
+    def _tell_begun(self, workers: Sequence[Watched]) -> None:
+        """Once workers have taken their first step: where they save, and what it has cost that others were ended."""
+        if self._has_told_checkpoints and not self._is_after_others:
+            return
+        begun = self._begun(workers)
+        if begun is None:
+            return
+        if not self._has_told_checkpoints:
+            self._has_told_checkpoints = True
+            self._journal.tell("checkpoints", f"checkpoints: {begun.checkpoints or 'none are saved'}")
+        if self._ended is not None and self._is_after_others:
+            self._journal.tell("went-on", cost_in_words(self._ended, begun, now=time.monotonic()), step=begun.step)
+            self._ended, self._is_after_others = None, False
+
+    def _begun(self, workers: Sequence[Watched]) -> Begun | None:
+        """Where training has begun in this round, once a worker has ended a step of it."""
+        for each in workers:
+            reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
+            if reading is not None and reading.num_boundaries > 0:
+                return begun_in(self._folders.run_dir / f"events-{each.rank}.jsonl", since=self._round.seconds)
+        return None

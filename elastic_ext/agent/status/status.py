@@ -1,0 +1,465 @@
+"""The status of a job on this node, derived from the records of its run directory. Pure; files.py reads the records and
+text.py prints the status.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.reader import NodeProfiles, Windows, present_windows, rounds_of, view_of
+from elastic_ext.profile.stragglers import Straggler, Stragglers, local_times
+from elastic_ext.profile.summary import flops_share
+from elastic_ext.profile.verdict import Verdict, verdict
+from elastic_ext.records.agent import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
+from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, Measures, ModelProfile, RankMetrics
+from elastic_ext.records.text import age_in_words, not_finite_in_words
+
+from .files import EventSeen, RunFiles
+
+__all__ = ["ConfigStatus", "NodeStatus", "ProfileStatus", "RankStatus", "profile_of", "status_of"]
+
+
+# --- where the time of a job's ranks on this node goes, by what they have written ------------------------------------
+
+_SECONDS = 60.0
+_NUM_ROUNDS = 3
+"""Nobody is named who was slow in fewer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileStatus:
+    """Of the last minute in which steps were taken, or of the last window, where that is longer."""
+
+    verdict: Verdict
+    stragglers: tuple[Straggler, ...]
+    """Those of this node, the slowest first."""
+    mfu: float | None
+    """Which part of what its device can do at best the model did, in a rank in the middle; None where not known."""
+
+
+def profile_of(profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> ProfileStatus | None:
+    """What the profiles of these ranks say; None if they say nothing."""
+    windows = {rank: row for rank, row in profiles.windows.items() if rank in metrics}
+    present = present_windows(windows, seconds=_SECONDS)
+    if not present:
+        return None
+    world_size = max(row[-1].world_size for row in present.values())
+    views = _views(present, profiles, metrics)
+    return ProfileStatus(
+        verdict=verdict(views, is_partial=world_size > len(metrics)),
+        stragglers=_stragglers(windows, profiles, metrics),
+        mfu=_mfu(views, metrics),
+    )
+
+
+def _views(rows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> list[RankView]:
+    return [
+        view_of(
+            row,
+            host=metrics[rank].host,
+            measures=metrics[rank].measures,
+            census=profiles.censuses.get(rank),
+            calibration=profiles.calibration,
+            trace=profiles.traces.get(rank),
+        )
+        for rank, row in rows.items()
+    ]
+
+
+def _stragglers(windows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> tuple[Straggler, ...]:
+    """Those who were slow in each of the last rounds, however long these are."""
+    rounds, found = Stragglers(), list[Straggler]()
+    for each in rounds_of(present_windows(windows, seconds=math.inf), _NUM_ROUNDS):
+        views = _views({rank: (window,) for rank, window in each.items()}, profiles, metrics)
+        found = rounds.see(local_times(views))
+    return tuple(found)
+
+
+def _mfu(views: Sequence[RankView], metrics: Mapping[int, RankMetrics]) -> float | None:
+    shares = [
+        flops_share(view.window, view.census, view.calibration, num_replicas=metrics[view.rank].measures.num_replicas)
+        for view in views
+    ]
+    known = [each for each in shares if each is not None]
+    return statistics.median_low(known) if known else None
+
+
+# --- what the files of a run directory say of a job on this node: who runs, how far it is, what is wrong -------------
+# All of it is pure: the files are read in files.py, and put into words in text.py.
+#
+# A rank's record is *left* where it is of an earlier start of the job, or of a process that another has replaced; what
+# it says counts for nothing now.
+
+_SILENT_SECONDS = 60.0
+"""Workers' records come every few seconds, metrics every ten."""
+_SILENT_STEPS = 10.0
+_LAG_SECONDS = 60.0
+"""A version that is in the file for so long should be in force."""
+_MOST_NAMED = 8
+_BEGAN = "training-began"
+
+RunState = Literal["running", "ended", "empty"]
+RankState = Literal["running", "succeeded", "failed", "left", "ended", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One rank on this node; None for what is not known."""
+
+    rank: int
+    local_rank: int | None
+    pid: int
+    state: RankState
+    """``left`` where it was told to end, ``ended`` where nothing says how, ``unknown`` where it runs on another machine
+    and has been silent."""
+    exit_code: int | None
+    seen_seconds: float
+    """How long ago it was last heard of."""
+    step: int | None
+    steps_per_second: float | None
+    samples_per_second: float | None
+    """Of all ranks together."""
+    memory_bytes: int | None
+    accelerator_bytes: int | None
+    cpu_percent: float | None
+    config_version: int | None
+    config_revision: int | None
+    activity: str | None
+    activity_seconds: float | None
+    trouble: str | None
+    shares: Mapping[str, float]
+    """Where its time went of late, by phase; empty where that is not known."""
+    step_seconds: float | None
+    """What half of its last steps took no longer than, and nine tenths:"""
+    slow_step_seconds: float | None
+    tokens_per_second: float | None
+    """Of all ranks together."""
+    num_not_finite: int | None
+    """Steps with gradients or a loss that were not finite, since its process began to train,"""
+    num_skipped: int | None
+    """... and those of them that were left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigStatus:
+    """What the config file holds, and what training runs under."""
+
+    file_version: int | None
+    """None where there is no file, or it is refused."""
+    refusal: str
+    in_force: tuple[int, ...]
+    """The versions in force on the ranks of this node; one, as a rule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """A job on one node, as of ``time`` (seconds since 1970)."""
+
+    time: float
+    run_dir: str
+    job: str | None
+    state: RunState
+    agent: AgentRecord | None
+    is_agent_running: bool
+    master: MasterRecord | None
+    """That the agent speaks with, or has spoken with last."""
+    membership: MembershipPlan | None
+    restart: int | None
+    """How often the job's processes were started again."""
+    world_size: int | None
+    goes_on_from: int | None
+    """The step from which training can go on that was told to end, and has; None for any other."""
+    model: ModelProfile | None
+    profile: ProfileStatus | None
+    config: ConfigStatus
+    ranks: tuple[RankStatus, ...]
+    troubles: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What is worth knowing and is no trouble."""
+    events: tuple[EventSeen, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """It as JSON has it, with ``healthy``, which is whether there is no trouble."""
+        return {**asdict(self), "healthy": not self.troubles}
+
+
+def status_of(files: RunFiles) -> NodeStatus:
+    """What these files say."""
+    files = _without_former_agent(files)
+    metrics, left = _told_apart(files)
+    ranks = _ranks(files, metrics)
+    is_running = files.is_agent_running or any(each.state == "running" for each in ranks)
+    is_empty = not ranks and files.agent is None and not files.metrics
+    config = ConfigStatus(
+        file_version=None if files.config is None else files.config.version,
+        refusal=files.config_refusal,
+        in_force=tuple(sorted({each.config_version for each in ranks if each.config_version is not None})),
+    )
+    goes_on_from = None if is_running else _goes_on_from(files)
+    newest = max(metrics.values(), key=lambda each: each.time, default=None)
+    membership = files.membership
+    notes = [_left_in_words(left)] if left else []
+    troubles = [f"{words}; left out here" for words in files.damaged]
+    troubles += _agent_troubles(files)
+    for each in ranks:
+        troubles += _rank_troubles(each, files, is_running=is_running, has_saved=goes_on_from is not None)
+    for is_trouble, words in _not_finite_words(ranks):
+        (troubles if is_trouble else notes).append(words)
+    if is_running:
+        for is_trouble, words in _config_words(files, config, step=newest.step if newest else 0):
+            (troubles if is_trouble else notes).append(words)
+    elif config.refusal:
+        troubles.append(_refused_in_words(config))
+    if goes_on_from is not None:
+        notes.append(f"training was told to end, and can go on from step {goes_on_from}")
+    elif not is_running and not is_empty and files.workers is None:
+        notes.append("its processes have ended; nothing says how")
+    return NodeStatus(
+        time=files.time,
+        run_dir=files.path,
+        job=files.agent.job if files.agent else newest.job if newest else None,
+        state="running" if is_running else "empty" if is_empty else "ended",
+        agent=files.agent,
+        is_agent_running=files.is_agent_running,
+        master=files.master if files.is_agent_running else None,
+        membership=membership,
+        restart=files.workers.restart if files.workers else newest.generation if newest else None,
+        world_size=membership.world_size if membership else newest.world_size if newest else None,
+        goes_on_from=goes_on_from,
+        model=files.model,
+        profile=profile_of(files.profiles, metrics),
+        config=config,
+        ranks=ranks,
+        troubles=tuple(troubles),
+        notes=tuple(notes),
+        events=files.events,
+    )
+
+
+def _without_former_agent(files: RunFiles) -> RunFiles:
+    """The files without the records that are of an agent before the one that runs, or before a start without one."""
+    agent, workers = files.agent, files.workers
+    if agent is not None and workers is not None and workers.time < agent.time:
+        workers = None
+    if agent is not None and not files.is_agent_running:
+        since = agent.time if workers is None else workers.time
+        pids = {each.pid for each in workers.workers} if workers else set()
+        has_orphans = not pids.isdisjoint(files.living)
+        if not has_orphans and any(each.pid in files.living and each.time > since for each in files.metrics):
+            agent = None
+    if agent is None:
+        return replace(files, agent=None, membership=None, workers=None)
+    return replace(files, workers=workers)
+
+
+def _told_apart(files: RunFiles) -> tuple[dict[int, RankMetrics], list[RankMetrics]]:
+    """The metrics that are of the present processes, by rank, and those that are left."""
+    workers = {each.rank: each for each in files.workers.workers} if files.workers else None
+    candidates = [each for each in files.metrics if files.agent is None or each.time >= files.agent.time]
+    if workers is not None:
+        current = [each for each in candidates if each.rank in workers and _is_of(each, workers[each.rank], files)]
+    else:
+        running = [each for each in candidates if each.pid in files.living and each.host == files.host]
+        newest = max(running or candidates, key=lambda each: each.time, default=None)
+        current = [each for each in candidates if newest is not None and _start_of(each) == _start_of(newest)]
+    by_rank = {each.rank: each for each in current}
+    return by_rank, [each for each in files.metrics if each.rank not in by_rank]
+
+
+def _is_of(metrics: RankMetrics, worker: WorkerSeen, files: RunFiles) -> bool:
+    """Whether a worker, or a process that it has started, has written these; not one that it has replaced."""
+    return metrics.pid == worker.pid or metrics.pid in files.living or worker.pid not in files.living
+
+
+def _start_of(metrics: RankMetrics) -> tuple[str, int, int]:
+    """What the ranks of one start of a job have in common."""
+    return metrics.job, metrics.generation, metrics.world_size
+
+
+def _ranks(files: RunFiles, metrics: dict[int, RankMetrics]) -> tuple[RankStatus, ...]:
+    if files.workers is not None:
+        found = [_of_worker(each, metrics.get(each.rank), files) for each in files.workers.workers]
+    else:
+        found = [_of_metrics(each, files) for each in metrics.values()]
+    return tuple(sorted(found, key=lambda each: each.rank))
+
+
+def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles) -> RankStatus:
+    assert files.workers is not None and files.agent is not None
+    state: RankState = worker.state
+    if state == "running" and files.agent.host == files.host and worker.pid not in files.living:
+        state = "ended"  # since the agent looked, or the agent has ended as well
+    elif state == "running" and files.agent.host != files.host and not files.is_agent_running:
+        state = "unknown"
+    measures = metrics.measures if metrics else Measures()
+    return RankStatus(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        pid=worker.pid,
+        state=state,
+        exit_code=worker.exit_code,
+        seen_seconds=files.time - files.workers.time,
+        step=_first(worker.step, metrics.step if metrics else None),
+        steps_per_second=_first(worker.steps_per_second, measures.steps_per_second),
+        samples_per_second=measures.samples_per_second,
+        memory_bytes=_first(worker.memory_bytes, measures.memory_bytes),
+        accelerator_bytes=_first(worker.gpu_memory_bytes, measures.accelerator_bytes),
+        cpu_percent=worker.cpu_percent,
+        config_version=metrics.config_version if metrics else None,
+        config_revision=metrics.config_revision if metrics else None,
+        activity=worker.activity,
+        activity_seconds=worker.activity_seconds,
+        trouble=worker.trouble,
+        shares=measures.shares,
+        step_seconds=measures.step_seconds,
+        slow_step_seconds=measures.slow_step_seconds,
+        tokens_per_second=measures.tokens_per_second,
+        num_not_finite=measures.num_not_finite,
+        num_skipped=measures.num_skipped,
+    )
+
+
+def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
+    seen_seconds, measures = files.time - metrics.time, metrics.measures
+    state: RankState = "running" if metrics.pid in files.living else "ended"
+    if metrics.host != files.host:
+        state = "running" if seen_seconds <= _patience_with(measures.steps_per_second) else "unknown"
+    return RankStatus(
+        rank=metrics.rank,
+        local_rank=None,
+        pid=metrics.pid,
+        state=state,
+        exit_code=None,
+        seen_seconds=seen_seconds,
+        step=metrics.step,
+        steps_per_second=measures.steps_per_second,
+        samples_per_second=measures.samples_per_second,
+        memory_bytes=measures.memory_bytes,
+        accelerator_bytes=measures.accelerator_bytes,
+        cpu_percent=None,
+        config_version=metrics.config_version,
+        config_revision=metrics.config_revision,
+        activity=None,
+        activity_seconds=None,
+        trouble=None,
+        shares=measures.shares,
+        step_seconds=measures.step_seconds,
+        slow_step_seconds=measures.slow_step_seconds,
+        tokens_per_second=measures.tokens_per_second,
+        num_not_finite=measures.num_not_finite,
+        num_skipped=measures.num_skipped,
+    )
+
+
+def _agent_troubles(files: RunFiles) -> Iterator[str]:
+    agent, workers = files.agent, files.workers
+    if agent is None or workers is None:
+        return
+    running = [each for each in workers.workers if each.state == "running"]
+    if files.is_agent_running:
+        if files.time - workers.time > _SILENT_SECONDS:
+            age = age_in_words(files.time - workers.time)
+            yield f"the agent (pid {agent.pid}) has said nothing of its workers for {age}: look at its log"
+    elif running:
+        yield f"the agent (pid {agent.pid} on {agent.host}) has ended without a word, while its workers were running"
+        here = [each for each in running if each.pid in files.living]
+        if here:
+            pids = ", ".join(str(each.pid) for each in here)
+            yield f"workers of an agent that has ended still run: pid {pids}; end them before the job is started again"
+
+
+def _goes_on_from(files: RunFiles) -> int | None:
+    """From which step training can go on that was told to end; None where its ranks do not say so, or said it before
+    training began anew."""
+    since = 0.0 if files.agent is None else files.agent.time
+    told = [each for each in files.events if each.kind in (_BEGAN, CAN_GO_ON, TOLD_TO_END) and each.time >= since]
+    return told[-1].step if told and told[-1].kind == CAN_GO_ON else None
+
+
+def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_saved: bool) -> Iterator[str]:
+    name = f"rank {rank.rank} (pid {rank.pid})"
+    if rank.state == "failed":
+        yield f"{name} has failed: {_exit_in_words(rank.exit_code)}"
+    if rank.state == "left" and not has_saved:
+        yield f"{name} was told to end (exit code {rank.exit_code}), and says nothing of having saved: look at its log"
+    if rank.trouble and rank.state == "running":
+        yield f"{name}: {rank.trouble}"
+    if files.workers is not None or not is_running:
+        return
+    if rank.state == "ended":
+        yield f"{name} has ended, and others of the job have not"
+    elif rank.state == "unknown" or rank.seen_seconds > _patience_with(rank.steps_per_second):
+        yield f"{name} has said nothing for {age_in_words(rank.seen_seconds)}; it was at step {rank.step}"
+
+
+def _not_finite_words(ranks: Sequence[RankStatus]) -> Iterator[tuple[bool, str]]:
+    """What is to be said of steps that were not finite: whether it is a trouble, as they committed, and the words."""
+    worst = max(ranks, key=lambda each: each.num_not_finite or 0, default=None)
+    if worst is None or not worst.num_not_finite:
+        return
+    num_skipped = worst.num_skipped or 0
+    is_trouble = worst.num_not_finite > num_skipped
+    words = f"rank {worst.rank}: {not_finite_in_words(worst.num_not_finite, num_skipped)}"
+    yield is_trouble, words + ("; parameters may not be finite any more: look at its events" if is_trouble else "")
+
+
+def _patience_with(steps_per_second: float | None) -> float:
+    """How long a rank may be silent, which writes between two steps alone."""
+    return max(_SILENT_SECONDS, _SILENT_STEPS / steps_per_second if steps_per_second and steps_per_second > 0 else 0.0)
+
+
+def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterator[tuple[bool, str]]:
+    """What is to be said of the config of a job that runs: whether it is a trouble, and the words."""
+    if config.refusal:
+        yield True, _refused_in_words(config)
+    if not config.in_force:
+        return
+    lowest, highest = config.in_force[0], config.in_force[-1]
+    if lowest < highest:
+        yield False, f"ranks have told of different versions: {', '.join(map(str, config.in_force))}"
+    if files.config is None:
+        return
+    version, at_step = files.config.version, files.config.apply_at_step
+    age = files.time - (files.time if files.config_time is None else files.config_time)
+    if version < highest:
+        yield (
+            True,
+            f"the config file holds version {version}, which is not above version {highest} in force: ranks refuse it; "
+            f"give it version {highest + 1}",
+        )
+    elif version > lowest and at_step is not None and at_step > step:
+        yield False, f"version {version} of the config file waits for step {at_step}"
+    elif version > lowest:
+        words = f"version {version} has been in the config file for {age_in_words(age)}; version {lowest} is in force"
+        yield age > _LAG_SECONDS, words + ("; the log of rank 0 says why" if age > _LAG_SECONDS else "")
+
+
+def _refused_in_words(config: ConfigStatus) -> str:
+    return f"the config file is refused: {config.refusal}"
+
+
+def _exit_in_words(code: int | None) -> str:
+    if code is None:
+        return "nothing says how"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"ended by signal {-code}"
+
+
+def _left_in_words(left: Sequence[RankMetrics]) -> str:
+    names = ", ".join(str(each.rank) for each in left[:_MOST_NAMED])
+    more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+    return f"metrics of rank {names}{more} are of an earlier start, and left out"
+
+
+def _first(one: Any, other: Any) -> Any:
+    return other if one is None else one

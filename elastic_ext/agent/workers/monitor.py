@@ -1,0 +1,386 @@
+"""What an agent observes of its node's workers about once a second: their progress, processor time, memory and GPUs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_ext.ranks.heartbeat import PulseReading, pulse_file, read_pulse
+from elastic_ext.ranks.processes import Process
+from elastic_ext.records.agent import WorkerSeen, WorkersRecord, WorkerState
+
+from .hangs import Hang, HangLimits, Judge, Standing, WorkerLook, find_hang
+
+__all__ = ["GpuProbe", "GpuUse", "Monitor", "NvidiaGpus", "ProcessTable", "Sample", "Seen", "Watched"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- what the system tells of workers: processor time, memory, threads, children, and what they have of GPUs ---------
+
+_PROC = Path("/proc")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TREE_SECONDS = 5.0  # who has started whom is looked up so often: that takes a look at every process there is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What a worker and the processes that it has started take."""
+
+    state: str
+    """The worker's own, a letter as Linux has it."""
+    cpu_percent: float | None
+    """Of one core, since the sample before; None in the first."""
+    memory_bytes: int
+    """What they share is counted as often as they have it."""
+    num_threads: int
+    """The worker's own."""
+    children: tuple[int, ...]
+    """The pids of those that it has started, and those these have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuUse:
+    """What a process has of the machine's GPUs."""
+
+    memory_bytes: int | None
+    percent: float | None
+    """Of the time, on the busiest one; None where that is not told."""
+
+
+class GpuProbe(Protocol):
+    """What tells of processes on GPUs."""
+
+    def by_pid(self) -> Mapping[int, GpuUse]:
+        """What each process has that is on one."""
+
+    def close(self) -> None:
+        """Let go of the driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    """What stands in /proc/<pid>/stat."""
+
+    state: str
+    parent: int
+    ticks: int
+    num_threads: int
+    start_ticks: int
+    memory_bytes: int
+
+
+class ProcessTable:
+    """Samples of processes and those that they have started."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, list[int]] = {}
+        self._looked_up_at: float | None = None
+        self._ticks: dict[int, tuple[float, int, int]] = {}  # pid -> when, start, ticks of it and its children
+
+    def sample(self, process: Process, now: float) -> Sample | None:
+        """What ``process`` takes at the time ``now``; None if it has ended."""
+        own = _stat_of(process.pid)
+        if own is None or own.start_ticks != process.start_ticks or own.state in ("Z", "X"):
+            self._ticks.pop(process.pid, None)
+            return None
+        self._look_up(now)
+        children = self._below(process.pid)
+        stats = [own, *(found for pid in children if (found := _stat_of(pid)) is not None)]
+        ticks = sum(each.ticks for each in stats)
+        before = self._ticks.get(process.pid)
+        self._ticks[process.pid] = now, own.start_ticks, ticks
+        percent = None
+        if before is not None and before[1] == own.start_ticks and now > before[0]:
+            used = max(ticks - before[2], 0)  # those of a child that has ended are gone
+            percent = round(100 * used / _TICKS_PER_SECOND / (now - before[0]), 1)
+        return Sample(
+            state=own.state,
+            cpu_percent=percent,
+            memory_bytes=sum(each.memory_bytes for each in stats),
+            num_threads=own.num_threads,
+            children=tuple(children),
+        )
+
+    def _look_up(self, now: float) -> None:
+        """Find out who has started whom, now and then."""
+        if self._looked_up_at is not None and now - self._looked_up_at < _TREE_SECONDS:
+            return
+        self._looked_up_at = now
+        self._children = {}
+        for entry in os.listdir(_PROC):
+            if entry.isdecimal() and (found := _stat_of(int(entry))) is not None:
+                self._children.setdefault(found.parent, []).append(int(entry))
+
+    def _below(self, pid: int) -> list[int]:
+        found = list(self._children.get(pid, ()))
+        for each in found:  # which grows
+            found += self._children.get(each, ())
+        return found
+
+
+class NvidiaGpus:
+    """NVIDIA's GPUs, as the driver's library tells of them."""
+
+    def __init__(self, library: Any, handles: Sequence[Any]) -> None:
+        self._library = library
+        self._handles = handles
+        self._told_at = [0] * len(handles)  # by the driver's clock: what is older is not told again
+
+    @classmethod
+    def open(cls) -> NvidiaGpus | None:
+        """Those of this machine; None where there are none, or no driver."""
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            _logger.debug("nothing is seen of GPUs: %s", error)
+            return None
+        return cls(pynvml, handles)
+
+    def by_pid(self) -> Mapping[int, GpuUse]:
+        """What each process has that is on one; in a container that has processes of its own, mostly nothing."""
+        memory: dict[int, int | None] = {}
+        percent: dict[int, float] = {}
+        for index, handle in enumerate(self._handles):
+            try:
+                for process in self._library.nvmlDeviceGetComputeRunningProcesses(handle):
+                    used = process.usedGpuMemory
+                    memory[process.pid] = None if used is None else (memory.get(process.pid) or 0) + used
+                for told in self._library.nvmlDeviceGetProcessUtilization(handle, self._told_at[index]):
+                    self._told_at[index] = max(self._told_at[index], told.timeStamp)
+                    percent[told.pid] = max(percent.get(told.pid, 0.0), float(told.smUtil))
+            except self._library.NVMLError as error:  # nothing new, or not of this device
+                _logger.debug("GPU %d tells nothing of processes: %s", index, error)
+        return {
+            pid: GpuUse(memory_bytes=memory.get(pid), percent=percent.get(pid))
+            for pid in memory.keys() | percent.keys()
+        }
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        self._library.nvmlShutdown()
+
+
+def _stat_of(pid: int) -> _Stat | None:
+    """What the system tells of a process; None if it has gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            values = file.read().rpartition(b")")[2].split()  # its name, in parentheses, may hold anything
+    except OSError:
+        return None
+    return _Stat(
+        values[0].decode(),
+        int(values[1]),
+        int(values[11]) + int(values[12]),
+        int(values[17]),
+        int(values[19]),
+        int(values[21]) * _PAGE_BYTES,
+    )
+
+
+# --- what the workers of a node are seen to do, about once a second --------------------------------------------------
+# Whether that is a hang is decided in hangs.py. Nothing is written here, and nothing is done to the workers.
+
+_MOST_METRICS_BYTES = 1 << 20
+_RATE_SECONDS = 30.0  # that a step rate is the mean of, about
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """A worker to look at."""
+
+    local_rank: int
+    rank: int
+    process: Process
+    state: WorkerState = "running"
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What one look has shown."""
+
+    record: WorkersRecord
+    """For workers.json."""
+    standings: tuple[Standing, ...]
+    """For find_hang, with those of other nodes."""
+    hang: Hang | None
+    """By the workers of this node alone."""
+    said: str
+    """Who waits for whom, where that is no hang."""
+
+
+class Monitor:
+    """Looks at the workers of one node."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        pulse_dir: Path,
+        limits: HangLimits | None,
+        gpus: GpuProbe | None = None,
+        every_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` counts from when ``time.monotonic`` does. Without ``limits`` nothing is a hang."""
+        self._run_dir = run_dir
+        self._pulse_dir = pulse_dir
+        self._gpus = gpus
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._table = ProcessTable()
+        self._judge = Judge(limits)
+        self._due_at = clock()
+        self._readings: dict[Process, PulseReading] = {}  # the last that could be read
+        self._rates: dict[Process, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
+        self._metrics: dict[int, tuple[int, Mapping[str, Any]]] = {}  # rank -> when its file was written; what it says
+
+    def look(
+        self,
+        workers: Sequence[Watched],
+        *,
+        restart: int,
+        membership_version: int,
+        world_size: int,
+        at_once: bool = False,
+    ) -> Seen | None:
+        """What there is to see now; None, at no cost, where it is not yet time, unless it is asked for ``at_once``."""
+        now = self._clock()
+        if now < self._due_at and not at_once:
+            return None
+        self._due_at = now + self._every_seconds
+        uses = {} if self._gpus is None else self._gpus.by_pid()
+        samples = {each.rank: self._table.sample(each.process, now) for each in workers if each.state == "running"}
+        readings = {
+            each.rank: self._reading(each, found) for each in workers if (found := samples.get(each.rank)) is not None
+        }
+        looks = [
+            WorkerLook(rank=each.rank, pid=each.process.pid, reading=readings[each.rank], process_state=found.state)
+            for each in workers
+            if (found := samples.get(each.rank)) is not None
+        ]
+        standings = self._judge.look(now, looks)
+        verdict = find_hang(standings, world_size=world_size)
+        stand = {each.rank: each for each in standings}
+        record = WorkersRecord(
+            time=time.time(),
+            restart=restart,
+            membership_version=membership_version,
+            workers=tuple(
+                self._seen(
+                    each, now, restart, samples.get(each.rank), readings.get(each.rank), stand.get(each.rank), uses
+                )
+                for each in workers
+            ),
+        )
+        return Seen(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
+
+    def forget(self) -> None:
+        """Other workers come: nothing that was seen so far is of them. What is left of their
+        pulses is removed."""
+        self._judge.forget()
+        self._readings.clear()
+        self._rates.clear()
+        self._metrics.clear()
+        for kind in ("pulse-*", "stacks-*", "ended-*"):
+            for file in self._pulse_dir.glob(kind):
+                file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the GPUs' driver."""
+        if self._gpus is not None:
+            self._gpus.close()
+
+    def _reading(self, worker: Watched, sample: Sample) -> PulseReading | None:
+        """What its pulse says, or said last: its own, or that of a process which it has started to train."""
+        reading = read_pulse(pulse_file(self._pulse_dir, worker.rank))
+        if reading is not None and reading.pid in (worker.process.pid, *sample.children):
+            self._readings[worker.process] = reading
+        return self._readings.get(worker.process)
+
+    def _seen(
+        self,
+        worker: Watched,
+        now: float,
+        restart: int,
+        sample: Sample | None,
+        reading: PulseReading | None,
+        standing: Standing | None,
+        uses: Mapping[int, GpuUse],
+    ) -> WorkerSeen:
+        if sample is None or standing is None:
+            return WorkerSeen(
+                local_rank=worker.local_rank,
+                rank=worker.rank,
+                pid=worker.process.pid,
+                start_ticks=worker.process.start_ticks,
+                state=worker.state,
+                exit_code=worker.exit_code,
+            )
+        step, rate = self._progress(worker, now, restart, sample, reading)
+        gpu = [uses[pid] for pid in (worker.process.pid, *sample.children) if pid in uses]
+        gpu_memory = [each.memory_bytes for each in gpu if each.memory_bytes is not None]
+        return WorkerSeen(
+            local_rank=worker.local_rank,
+            rank=worker.rank,
+            pid=worker.process.pid,
+            start_ticks=worker.process.start_ticks,
+            state="running",
+            cpu_percent=sample.cpu_percent,
+            memory_bytes=sample.memory_bytes,
+            num_threads=sample.num_threads,
+            num_processes=1 + len(sample.children),
+            gpu_percent=max((each.percent for each in gpu if each.percent is not None), default=None),
+            gpu_memory_bytes=sum(gpu_memory) if gpu_memory else None,
+            step=step,
+            steps_per_second=rate,
+            activity=standing.activity,
+            activity_seconds=None if standing.activity is None else round(standing.seconds, 1),
+            trouble=standing.reason or None,
+        )
+
+    def _progress(
+        self, worker: Watched, now: float, restart: int, sample: Sample, reading: PulseReading | None
+    ) -> tuple[int | None, float | None]:
+        """How many steps a worker has taken, and how many in a second."""
+        if reading is None:
+            return self._progress_by_metrics(worker, restart, sample)
+        counted = self._rates.setdefault(worker.process, deque())
+        if counted and reading.num_boundaries < counted[-1][1]:
+            counted.clear()  # another training has begun in it
+        counted.append((now, reading.num_boundaries))
+        while len(counted) > 2 and counted[1][0] <= now - _RATE_SECONDS:
+            counted.popleft()
+        seconds = now - counted[0][0]
+        return reading.step, (reading.num_boundaries - counted[0][1]) / seconds if seconds > 0 else None
+
+    def _progress_by_metrics(self, worker: Watched, restart: int, sample: Sample) -> tuple[int | None, float | None]:
+        """The same by what it writes of itself every few seconds."""
+        file = self._run_dir / f"metrics-{worker.rank}.json"
+        try:
+            written = file.stat().st_mtime_ns
+            if self._metrics.get(worker.rank, (0, {}))[0] != written:
+                with open(file, "rb") as opened:
+                    found = json.loads(opened.read(_MOST_METRICS_BYTES))
+                self._metrics[worker.rank] = written, found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError):
+            return None, None
+        metrics = self._metrics[worker.rank][1]
+        is_its = metrics.get("generation") == restart and metrics.get("pid") in (worker.process.pid, *sample.children)
+        step, measures = metrics.get("step"), metrics.get("measures")
+        rate = measures.get("steps_per_second") if isinstance(measures, dict) else None
+        if not is_its or type(step) is not int:
+            return None, None
+        return step, float(rate) if isinstance(rate, (int, float)) else None

@@ -1,1 +1,0 @@
-"""`elastic-ext ckpt`: looking at checkpoints and looking after them, without torch."""

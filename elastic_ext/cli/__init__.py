@@ -1,0 +1,257 @@
+"""elastic-ext: the command line.
+
+    elastic-ext run ... SCRIPT ...             torchrun's command line: elastic-run is the same; this imports torch
+
+    elastic-ext config show                    what the file holds
+    elastic-ext config set KEY=VALUE...        write the next version; KEY= takes a key out of the file
+    elastic-ext config diff [FROM [TO]]        what differs between two versions
+    elastic-ext config history                 every version, with its reason
+    elastic-ext config undo                    the content before this one, as a new version
+
+    elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
+    elastic-ext events [RUN_DIR] --follow      what has happened, and what does
+
+    elastic-ext tuning log                     what the tuner has decided, why, and what came of it
+    elastic-ext tuning pause|resume|undo       have it wait, go on, or take its last change back
+    elastic-ext tuning memory [RUN_DIR]        what the model takes of memory, and what other sizes and plans would
+
+    elastic-ext report [RUN] --out FILE        where the time of a training went, on one page
+
+    elastic-ext ckpt ls PATH                   the checkpoints that are there
+    elastic-ext ckpt show PATH                 what is in one, tensor by tensor
+    elastic-ext ckpt verify PATH               every byte read and checked
+    elastic-ext ckpt prune PATH                old ones removed, and what dead saves have left
+    elastic-ext ckpt export PATH DEST          the model as plain safetensors files
+    elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
+
+    elastic-ext doctor                         what is wrong with this machine, and what to do
+    elastic-ext doctor --rdzv-endpoint HOST:PORT --nnodes N    ... and with pairs of nodes; this imports torch
+
+The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
+agent runs, `set` and `undo` have it write the file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked
+instead, from any machine: by `config`, `status` and `events`; `tuning` always asks one, but for `memory`, which reads
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from elastic_ext.agent.control import AgentFailed, AgentRefused, ControlError
+from elastic_ext.config.keys import KEYS
+from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
+from elastic_ext.master.address import MasterPlace, add_ways, named_master
+from elastic_ext.records.text import on_one_line
+
+from .ckpt import Terminal, add_commands, path_of
+from .config import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
+from .doctor import add_doctor
+from .memory import add_memory, run_memory
+from .report import add_report
+from .report import run as run_report
+from .status import add_arguments_of_events, add_arguments_of_status, run_events, run_status
+
+__all__ = ["main", "parse_assignment"]
+
+_LAUNCHER = "elastic_ext.run"  # imports torch
+_INTERRUPTED = 130  # as of a program that SIGINT ends
+_BROKEN_PIPE = 141  # ... SIGPIPE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
+        return int(importlib.import_module(_LAUNCHER).main(given[1:]))
+    if sys.stdout is None:  # it was closed before this began
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 until the process ends
+    options = _parser().parse_args(given)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except OSError as error:  # commands tell of all that they read and write, so that it is the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail at the exit
+        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+            return _BROKEN_PIPE
+        print(f"elastic-ext: the output cannot be written: {in_words(error)}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _run_config(options: argparse.Namespace) -> int:
+    try:
+        master = named_master(options, os.environ, is_other=options.file is not None)
+        if master is None:
+            place: ConfigPlace = FilesConfig(options.file, os.environ, is_forced=getattr(options, "force", False))
+        else:
+            place = _masters_config(master)
+        output = COMMANDS[options.command](place, options)
+    except (ConfigError, AgentRefused, MasterRefused, ValueError) as error:
+        print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
+        return 2
+    except (OSError, AgentFailed) as error:
+        print(f"elastic-ext: {on_one_line(str(error))}; the config file is as it was", file=sys.stderr)
+        return 1
+    except (ControlError, MasterError) as error:
+        print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
+        return 1
+    encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
+    sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
+    return 0
+
+
+def _masters_config(place: MasterPlace) -> ConfigPlace:
+    _quiet_grpc()
+    from elastic_ext.master.client import MastersConfig
+
+    return MastersConfig(place)
+
+
+def _run_status(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        master = named_master(options, os.environ, is_other=options.run_dir is not None or options.job is not None)
+    except ValueError as error:
+        terminal.complain(str(error))
+        return 2
+    if master is None:
+        return run_status(options, os.environ, terminal)
+    _quiet_grpc()
+    from .master import run_status as run_status_of_master
+
+    return run_status_of_master(master, terminal)
+
+
+def _run_events(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        master = named_master(options, os.environ, is_other=options.run_dir is not None or options.job is not None)
+        if master is None:
+            return run_events(options, os.environ, terminal)
+        _quiet_grpc()
+        from .master import run_events as run_events_of_master
+
+        return run_events_of_master(master, terminal, most=options.last, follow=options.follow)
+    except ValueError as error:
+        terminal.complain(str(error))
+        return 2
+    except KeyboardInterrupt:  # who follows has seen enough
+        return _INTERRUPTED
+
+
+def _run_tuning(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        master = named_master(options, os.environ, is_other=False)
+        if master is None:
+            raise ValueError(
+                "no master is named; allowed: --master ADDR, HOST:PORT or the run directory of one of its agents, or "
+                "ELASTIC_EXT_MASTER set"
+            )
+    except ValueError as error:
+        terminal.complain(f"refused: {error}")
+        return 2
+    _quiet_grpc()
+    from .master import run_tuning
+
+    return run_tuning(master, options, terminal)
+
+
+def _run_memory(options: argparse.Namespace) -> int:
+    return run_memory(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+
+
+def _quiet_grpc() -> None:
+    """What it would print of connections, commands say themselves."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def _run_report(options: argparse.Namespace) -> int:
+    return run_report(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
+    groups = parser.add_subparsers(required=True)
+    groups.add_parser("run", help="start the workers of a job on this machine: elastic-run")
+    add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
+    status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
+    add_arguments_of_status(status)
+    status.set_defaults(run=_run_status)
+    events = groups.add_parser("events", help="what has happened to a job", description=_EVENTS)
+    add_arguments_of_events(events)
+    events.set_defaults(run=_run_events)
+    report = groups.add_parser("report", help="where the time of a training went, on one page")
+    add_report(report)
+    report.set_defaults(run=_run_report)
+    _add_tuning(groups.add_parser("tuning", help="what the tuner of a job does", description=_TUNING))
+    add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
+    config = groups.add_parser("config", help="the versioned config file of a job")
+    config.set_defaults(run=_run_config)
+    commands = config.add_subparsers(dest="command", required=True)
+    by_name: dict[str, argparse.ArgumentParser] = {}
+    for name, words in _HELP.items():
+        by_name[name] = commands.add_parser(name, help=words, description=words)
+        which = by_name[name].add_mutually_exclusive_group()
+        which.add_argument("--file", type=path_of, help="the config file")
+        add_ways(by_name[name], which)
+    by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
+    by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
+    by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
+    for name in ("set", "undo"):
+        by_name[name].add_argument("--force", action="store_true", help="write the file even where an agent has it")
+    by_name["diff"].add_argument("versions", nargs="*", type=int, metavar="VERSION", help="from, and to")
+    for name in ("set", "undo", "diff"):
+        by_name[name].add_argument("--json", action="store_true", help="a JSON object")
+    by_name["history"].add_argument("--json", action="store_true", help="one JSON object per version")
+    return parser
+
+
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_tuning)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words in _TUNING_HELP.items():
+        command = commands.add_parser(name, help=words, description=words)
+        add_ways(command)
+        command.add_argument("--json", action="store_true", help="JSON: of log an object per decision, else one object")
+        if name == "log":
+            command.add_argument("--last", type=_count, default=0, metavar="N", help="the newest N (default: all)")
+        else:
+            command.add_argument("--reason", default="", help="why, for the log")
+    memory = commands.add_parser("memory", help="what the model takes of memory, and what other sizes and plans would")
+    add_memory(memory)
+    memory.set_defaults(run=_run_memory)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text!r} is given; allowed: a number")
+    return int(text)
+
+
+_TUNING = """Show what the tuner of a job's master has decided, with why, what it expected and what it measured; or
+have it wait, go on, or take its last change back; or show what the model takes of memory, which asks no master. Exit
+status: 0 done, 1 nobody answers, 2 refused."""
+_TUNING_HELP = {
+    "log": "every decision that is kept, oldest first",
+    "pause": "have it decide nothing until it is told to go on",
+    "resume": "have it go on",
+    "undo": "take back the last change that it has made, and pause",
+}
+_HELP = {
+    "show": "what the file holds",
+    "set": f"write the next version; keys: {', '.join(path for path in KEYS if '.' in path)}, user.NAME",
+    "diff": "what differs between two versions; by default the last two",
+    "history": "every version, with its time, reason and changes",
+    "undo": "write the content before this one as a new version",
+}
+
+
+_EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
+_STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
+of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,
+2 there is no such job."""

@@ -1,0 +1,435 @@
+"""The commands of `elastic-ext ckpt`: their table, the paths and options that they share, and where
+their output goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TextIO
+
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit
+from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing, is_name, is_set_aside, newest_of
+from elastic_ext.records.text import Progress, counted, on_one_line
+
+__all__ = [
+    "COMMANDS",
+    "DAMAGED",
+    "DONE",
+    "DTYPES",
+    "ONLY_TO",
+    "REFUSED",
+    "Command",
+    "Place",
+    "Terminal",
+    "add_arguments_of_convert",
+    "add_arguments_of_export",
+    "add_commands",
+    "age_of",
+    "bytes_of",
+    "in_words",
+    "layout_of",
+    "one_checkpoint",
+    "pair_of",
+    "path_of",
+    "place_of",
+    "size_of",
+    "status_of",
+]
+
+
+# --- where a command's findings go, each in words or as one line of JSON, and bars for those who look ----------------
+
+
+class Terminal:
+    """The output of one command, and what it says beside that."""
+
+    def __init__(self, out: TextIO, err: TextIO, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = out
+        self._err = err
+
+    def tell(self, record: Mapping[str, object], words: str) -> None:
+        """One finding: ``record`` on a line of its own where JSON is asked for, else ``words``."""
+        self._write(json.dumps(record, allow_nan=False) if self.as_json else words)
+
+    def say(self, words: str) -> None:
+        """What is only for people: a heading, a sum."""
+        if not self.as_json:
+            self._write(words)
+
+    def complain(self, words: str) -> None:
+        """What went wrong, beside the output."""
+        self._out.flush()
+        self._err.write(_printable(f"elastic-ext: {words}\n", self._err))
+
+    def flush(self) -> None:
+        """Have all that was said seen, as of what goes on."""
+        self._out.flush()
+
+    @contextlib.contextmanager
+    def bar(self, description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+        """A bar of so many bytes while a ``with`` lasts, on a terminal alone; what it gives is told of bytes done."""
+        progress = Progress(is_shown=self._err.isatty(), unit="B")
+        progress.begin(description, num_bytes)
+        try:
+            yield progress.advance
+        finally:
+            progress.end()
+
+    @contextlib.contextmanager
+    def total_bar(self, description: str) -> Iterator[Callable[[int, int], None]]:
+        """The same where the number of bytes is not known before; what it gives is told of bytes done, and of all."""
+        told = 0
+        with contextlib.ExitStack() as stack:
+            advance: list[Callable[[int], None]] = []
+
+            def tell(done: int, total: int) -> None:
+                nonlocal told
+                if not advance:
+                    advance.append(stack.enter_context(self.bar(description, total)))
+                advance[0](done - told)
+                told = done
+
+            yield tell
+
+    def _write(self, words: str) -> None:
+        self._out.write(_printable(f"{words}\n", self._out))
+
+
+def _printable(words: str, stream: TextIO) -> str:
+    """``words`` with what the stream cannot hold escaped, and without what would steer a terminal."""
+    encoding = stream.encoding or "utf-8"
+    words = "\n".join(map(on_one_line, words.split("\n")))
+    return words.encode(encoding, "backslashreplace").decode(encoding)
+
+
+# --- the arguments of `ckpt export` and `ckpt convert` ---------------------------------------------------------------
+# The arguments of `ckpt export` and `ckpt convert`, which take a checkpoint elsewhere, and what is read from them.
+
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def add_arguments_of_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "dest", type=path_of, metavar="DEST", help="the folder to write into; it may hold a config and a tokenizer"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="the type of floating-point numbers; default: as saved")
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        type=pair_of,
+        metavar="PATTERN=REPLACEMENT",
+        help="change names as re.sub does; several are done one after another",
+    )
+    parser.add_argument(
+        "--strip-prefix", action="append", default=[], metavar="PREFIX", help="take it off the names that have it"
+    )
+    parser.add_argument(
+        "--tied",
+        choices=("all", "once"),
+        default="all",
+        help="write a tensor with several names under each of them (for from_pretrained and load_state_dict), or once "
+        "(for safetensors.torch.load_model)",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=size_of, default="5GB", metavar="SIZE", help="of one file, such as 5GB or 500MiB"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an earlier export in DEST")
+
+
+ONLY_TO = {"dcp": ("first", "force"), "elastic": ("job", "step", "optimizer", "tied")}
+"""The arguments of `ckpt convert` that one direction has alone."""
+
+
+def add_arguments_of_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", choices=tuple(ONLY_TO), required=True, help="what to make of it")
+    parser.add_argument(
+        "dest", type=path_of, metavar="DEST", help="a folder that is not there yet; of elastic: a shared_storage_path"
+    )
+    parser.add_argument(
+        "--model-key", default="model", metavar="KEY", help='the model\'s in the state dict; "" for all'
+    )
+    parser.add_argument("--optim-key", default="optim", metavar="KEY", help="the optimizers' in the state dict")
+    to_dcp = parser.add_argument_group("to dcp")
+    to_dcp.add_argument(
+        "--first",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of the names of a tied parameter, the one that model.named_parameters() has",
+    )
+    to_dcp.add_argument("--force", action="store_true", help="replace a folder that dcp.save has made")
+    to_elastic = parser.add_argument_group("to elastic")
+    to_elastic.add_argument("--job", help="the job that is to go on from it; needed")
+    to_elastic.add_argument("--step", type=int, help="at which it was saved, where the folder does not say so")
+    to_elastic.add_argument(
+        "--optimizer", action="append", default=[], metavar="CLASS", help="of the training that goes on, such as AdamW"
+    )
+    to_elastic.add_argument(
+        "--tied", action="append", default=[], type=pair_of, metavar="NAME=NAME", help="two names of one parameter"
+    )
+
+
+def path_of(text: str) -> Path:
+    """A path; not '', which would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "it is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
+        )
+    return Path(text)
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    """``A=B``, cut at the last equals sign: a pattern may have some, and names have none."""
+    first, equals, second = text.rpartition("=")
+    if not first or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form A=B")
+    return first, second
+
+
+def size_of(text: str) -> int:
+    """Bytes: ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
+    found = _SIZE.fullmatch(text)
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; allowed: such as 5GB, 500MiB or 1000000")
+    base = 1024 if found[3] else 1000
+    return max(1, int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")))
+
+
+# --- the table of commands -------------------------------------------------------------------------------------------
+# The table of the commands of `elastic-ext ckpt`, and what all of them have: a PATH, --json, and an exit status.
+#
+# One entry makes a command. Its ``home`` is the module beside this one whose ``run(options, terminal)`` does it and
+# gives the exit status; it is imported when it is called for, so that one which needs torch costs the others nothing.
+
+DONE = 0
+DAMAGED = 1
+"""Something on the disk is not what was saved, or the file system refused."""
+REFUSED = 2
+"""The input was refused: no checkpoint there, one of a newer format, arguments that cannot be."""
+_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+_INTERRUPTED = 130
+_PATH = "a shared_storage_path, a job's folder in it, or one checkpoint's"
+
+
+_ONE = "a checkpoint's folder, or its job's, which stands for the newest one"
+_JOB = "a job's folder, or a shared_storage_path, which stands for all jobs in it"
+
+
+def _of_none(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _of_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--boxes", action="store_true", help="which part of each tensor every rank has")
+
+
+def _of_prune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keep-last", type=_count, metavar="N", help="keep the newest N (1, where only --keep-every is given)"
+    )
+    parser.add_argument(
+        "--keep-every", type=_count, metavar="STEPS", help="keep the first from each multiple of STEPS on"
+    )
+    parser.add_argument("--abandoned", action="store_true", help="remove those too that training went on without")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed")
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is given; allowed: an integer >= 1")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One of them."""
+
+    words: str
+    """What it does, for --help."""
+    home: str
+    path: str = _PATH
+    """What its PATH may be."""
+    arguments: Callable[[argparse.ArgumentParser], None] = _of_none
+    """Adds those that it has besides."""
+
+
+COMMANDS: Mapping[str, Command] = {
+    "ls": Command(words="the checkpoints that are there, and what else lies among them", home="ckpt_inspect"),
+    "show": Command(
+        words="what is in a checkpoint, tensor by tensor", home="ckpt_inspect", path=_ONE, arguments=_of_show
+    ),
+    "verify": Command(words="read and check every byte; tells of each damage", home="ckpt_inspect"),
+    "prune": Command(
+        words="remove old checkpoints, and what dead saves have left",
+        home="ckpt_inspect",
+        path=_JOB,
+        arguments=_of_prune,
+    ),
+    "convert": Command(
+        words="write it as a folder of torch.distributed.checkpoint, or make a checkpoint of such a folder",
+        home="ckpt_convert",
+        path=f"{_ONE}; of --to elastic a folder that dcp.save has made",
+        arguments=add_arguments_of_convert,
+    ),
+    "export": Command(
+        words="write the model as plain safetensors files, as from_pretrained and other tools load them",
+        home="ckpt_export",
+        path=_ONE,
+        arguments=add_arguments_of_export,
+    ),
+}
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the commands; what it parses has ``run``, which gives the exit status."""
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.words, description=command.words)
+        own.add_argument("path", type=path_of, metavar="PATH", help=command.path)
+        own.add_argument("--json", action="store_true", help="one JSON object per line")
+        command.arguments(own)
+        own.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    home = importlib.import_module(f".{COMMANDS[options.command].home}", __package__)
+    try:
+        status: int = getattr(home, f"run_{options.command}")(options, terminal)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (CheckpointError, OSError) as error:
+        terminal.complain(in_words(error))
+        return status_of(error)
+    return status
+
+
+def status_of(error: CheckpointError | OSError) -> int:
+    """The exit status that an error stands for."""
+    return REFUSED if isinstance(error, CheckpointError) and not isinstance(error, CheckpointDamaged) else DAMAGED
+
+
+def in_words(error: CheckpointError | OSError) -> str:
+    """What it says, on one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return on_one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    return on_one_line(str(error))
+
+
+# --- what a PATH leads to --------------------------------------------------------------------------------------------
+# What a PATH leads to: the storage of many jobs, a job's folder, or one checkpoint's; known by what lies there.
+
+_HOLDERS = ("RUN.json", "RUN.lock")
+_WANTED = (
+    f"a shared_storage_path (which holds {FOLDER}/), a job's folder in that, or a checkpoint's folder (which holds "
+    f"{COMMIT})"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What was found at a path; ``jobs`` are folders of jobs, and there are none where it is one checkpoint's."""
+
+    path: Path
+    jobs: tuple[Path, ...] = ()
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return not self.jobs
+
+
+def place_of(path: Path) -> Place:
+    """What ``path`` leads to; CheckpointNotFound says what it is instead, OSError that nobody can tell."""
+    path = Path(os.path.abspath(path))
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{path} does not exist; give {_WANTED}") from None
+    except NotADirectoryError:
+        raise CheckpointNotFound(f"{path} is no folder; give {_WANTED}") from None
+    if COMMIT in names:
+        return Place(path=path)
+    if FOLDER in names:
+        path = path / FOLDER
+        names = os.listdir(path)
+    elif _is_job(names):
+        return Place(path=path, jobs=(path,))
+    jobs = tuple(path / name for name in sorted(names) if _is_job_folder(path / name))
+    if not jobs:
+        raise CheckpointNotFound(_refusal(path, names))
+    return Place(path=path, jobs=jobs)
+
+
+def one_checkpoint(place: Place) -> Path:
+    """The folder of the checkpoint that is meant: the newest one, where the place is a job's folder."""
+    if place.is_checkpoint:
+        return place.path
+    if len(place.jobs) > 1:
+        names = ", ".join(job.name for job in place.jobs)
+        raise CheckpointNotFound(f"{place.path} holds several jobs; give the folder of one of them: {names}")
+    listing = Listing.counting(place.jobs[0])
+    newest: Found | None = newest_of(listing.found)
+    for error in listing.unreadable.values():
+        if newest is None or not isinstance(error, CheckpointDamaged):  # of a newer format, or out of reach
+            raise error
+    if newest is not None:
+        return newest.path
+    raise CheckpointNotFound(f"{place.jobs[0]} holds no checkpoint that was completed")
+
+
+def _is_job_folder(path: Path) -> bool:
+    try:
+        return _is_job(os.listdir(path))
+    except NotADirectoryError:
+        return False
+
+
+def _is_job(names: list[str]) -> bool:
+    return any(name in _HOLDERS or is_name(name) or is_set_aside(name) for name in names)
+
+
+def _refusal(path: Path, names: list[str]) -> str:
+    if is_name(path.name) or is_set_aside(path.name):
+        return f"{path} holds no {COMMIT}: no checkpoint was completed there, or it is being removed"
+    what = "is empty" if not names else f"holds no checkpoints of elastic_ext (but {', '.join(sorted(names)[:3])}, ...)"
+    return f"{path} {what}; give {_WANTED}"
+
+
+# --- what is said of a checkpoint in a few words, from its COMMIT alone ----------------------------------------------
+
+
+def bytes_of(commit: Commit) -> int:
+    """What a checkpoint's files take, but for those that checkpoints share."""
+    return sum(commit.sizes().values())
+
+
+def age_of(commit: Commit, now: float) -> float:
+    """Seconds since a checkpoint was saved, as the clocks say of the machine that did and of this one."""
+    saved = datetime.fromisoformat(commit.saved_at)
+    return now - (saved if saved.tzinfo else saved.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def layout_of(commit: Commit) -> str:
+    """Over how many ranks it is spread, and how, where the run has said so."""
+    sharding = commit.about.get("sharding")
+    ranks = counted(commit.num_ranks, "rank")
+    return f"{ranks}, {on_one_line(sharding)}" if isinstance(sharding, str) and sharding != "none" else ranks

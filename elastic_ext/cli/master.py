@@ -1,0 +1,339 @@
+"""`elastic-ext status`, `events` and `tuning` where a job's master is asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
+from elastic_ext.master.address import MasterPlace
+from elastic_ext.master.client import MasterClient
+from elastic_ext.master.tuning import changes_in_words, rates_of
+from elastic_ext.master.wire import as_dict
+from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.records.text import age_in_words, counted, not_finite_in_words, on_one_line, size_in_words
+
+from .ckpt import Terminal
+
+__all__ = [
+    "decision_record",
+    "decision_words",
+    "event_words",
+    "is_healthy",
+    "moment_words",
+    "run_events",
+    "run_status",
+    "run_tuning",
+    "status_words",
+]
+
+
+# --- what a master says of its job, in words, for people -------------------------------------------------------------
+
+_MOST_NODES = 64
+_MOST_RANKS = 16
+_MOST_EVENTS = 5
+_MOST_MISSING = 8
+_NUM_PHASES = 2
+
+
+def is_healthy(status: wire.JobStatus) -> bool:
+    """Whether there is nothing to complain of."""
+    nodes = status.nodes
+    is_bad = any(each.state == "lost" or each.troubles or any(one.trouble for one in each.workers) for each in nodes)
+    return not status.troubles and not is_bad
+
+
+def status_words(status: wire.JobStatus, address: str) -> str:
+    """All that there is to say, on several lines."""
+    lines = [_heading(status), *(f"  {name:<14} {text}" for name, text in _facts(status, address))]
+    if status.nodes:
+        lines.append("  nodes")
+        shares = {each.node_id: each for each in status.membership.nodes}
+        for node in status.nodes[:_MOST_NODES]:
+            lines.append(f"    {_node(node, shares.get(node.node.agent_id))}")
+            lines += [f"      {_worker(each)}" for each in node.workers[:_MOST_RANKS]]
+            if len(node.workers) > _MOST_RANKS:
+                lines.append(f"      and {len(node.workers) - _MOST_RANKS} more")
+        if len(status.nodes) > _MOST_NODES:
+            lines.append(f"    and {len(status.nodes) - _MOST_NODES} more")
+    for name, sentences in (("trouble", [*_troubles(status)]), ("to do", status.recommendations)):
+        if sentences:
+            lines += [f"  {name}", *(f"    {each}" for each in sentences)]
+    if status.events:
+        lines += ["  last events", *(f"    {event_words(each)}" for each in status.events[-_MOST_EVENTS:])]
+    return "\n".join(on_one_line(line) for line in lines)
+
+
+def event_words(event: wire.JobEvent) -> str:
+    """An event on a line."""
+    who = [event.node_id or "master"]
+    who += [f"rank {event.rank}"] if event.rank >= 0 else []
+    who += [f"step {event.step}"] if event.step >= 0 else []
+    return on_one_line(f"{moment_words(event.time)}  {', '.join(who)}: {event.text}")
+
+
+def _heading(status: wire.JobStatus) -> str:
+    here = [each for each in status.nodes if each.state in ("live", "late")]
+    words = f"{status.job or 'no job yet'}: {counted(len(here), 'node')}"
+    if status.progress.HasField("step"):
+        words += f", step {status.progress.step}"
+    return words + ("" if is_healthy(status) else ", in trouble")
+
+
+def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
+    up = age_in_words(status.up_seconds)
+    yield "master", f"{address}, epoch {status.epoch}, for {up}, elastic_ext {status.library}"
+    if status.HasField("membership"):
+        plan = status.membership
+        ranks = sum(each.num_workers for each in plan.nodes)
+        size = f"{counted(len(plan.nodes), 'node')}, {counted(ranks, 'rank')}"
+        yield "membership", f"version {plan.version}: {size}, since {moment_words(plan.time)}: {plan.reason}"
+        if unknown := _unknown_shares(status):
+            yield "", f"never heard of here: {', '.join(unknown)}"
+    if speed := _speed(status.progress):
+        yield "speed", speed
+    if status.verdict.text:
+        yield "profile", status.verdict.text
+    elif status.progress.shares:
+        yield "profile", _largest(status.progress.shares, num=len(status.progress.shares))
+    yield "config", _config(status.config)
+    if status.tuning.mode:
+        yield "tuner", f"{status.tuning.mode}, {status.tuning.standing}: {status.tuning.text}"
+    for group in status.groups:
+        yield "near", ", ".join(group.node_ids)
+
+
+def _speed(progress: wire.Progress) -> str:
+    parts = []
+    if progress.HasField("steps_per_second"):
+        parts.append(f"{progress.steps_per_second:.3g} steps/s")
+    if progress.HasField("samples_per_second"):
+        parts.append(f"{progress.samples_per_second:.4g} samples/s")
+    if progress.HasField("tokens_per_second"):
+        parts.append(f"{progress.tokens_per_second:.4g} tokens/s")
+    return ", ".join(parts)
+
+
+def _config(config: wire.ConfigStatus) -> str:
+    if not config.version:
+        return "none yet"
+    reason = f": {config.reason}" if config.reason else ""
+    held = f"held by {config.num_holding} of {counted(config.num_nodes, 'node')}"
+    in_force = f", version {', '.join(map(str, config.in_force))} in force" if config.in_force else ""
+    return f"version {config.version} ({config.author}, {moment_words(config.time)}{reason}), {held}{in_force}"
+
+
+def _unknown_shares(status: wire.JobStatus) -> list[str]:
+    """Who belongs to the job by what its agents say, and has not joined; none where none of them says who it is."""
+    known = {each.node.agent_id for each in status.nodes if each.node.agent_id}
+    missing = [each for each in status.membership.nodes if each.node_id not in known] if known else []
+    return [f"{each.node_id} ({_ranks(each)})" for each in missing[:_MOST_MISSING]]
+
+
+def _ranks(share: wire.NodeShare) -> str:
+    last = share.first_rank + share.num_workers - 1
+    return f"rank {last}" if share.num_workers == 1 else f"ranks {share.first_rank} to {last}"
+
+
+def _node(node: wire.NodeStatus, share: wire.NodeShare | None) -> str:
+    who = f"{node.node.node_id}  {node.state}  pid {node.node.pid} on {node.node.host}"
+    who += f"  {_ranks(share)}" if share is not None and share.num_workers else ""
+    version = f"config {node.config_version}" if node.config_version else "no config"
+    machine = f"  {node.machine}" if node.machine else ""
+    return f"{who}  {version}  seen {age_in_words(node.seen_seconds)} ago{machine}"
+
+
+def _worker(worker: wire.Worker) -> str:
+    parts = [f"rank {worker.rank}", f"pid {worker.pid}", worker.state]
+    if worker.HasField("exit_code"):
+        parts.append(f"exit code {worker.exit_code}")
+    if worker.HasField("step"):
+        parts.append(f"step {worker.step}")
+    if worker.HasField("steps_per_second"):
+        parts.append(f"{worker.steps_per_second:.3g} steps/s")
+    if worker.HasField("memory_bytes"):
+        parts.append(size_in_words(worker.memory_bytes))
+    if worker.HasField("accelerator_bytes"):
+        parts.append(f"{size_in_words(worker.accelerator_bytes)} on its accelerator")
+    if worker.num_not_finite:
+        parts.append(not_finite_in_words(worker.num_not_finite, worker.num_skipped))
+    if worker.HasField("config_version"):
+        parts.append(f"config {worker.config_version}")
+    if worker.activity:
+        parts.append(f"{worker.activity} for {age_in_words(worker.activity_seconds)}")
+    if worker.shares:
+        parts.append(_largest(worker.shares, num=_NUM_PHASES))
+    return "  ".join(parts)
+
+
+def _troubles(status: wire.JobStatus) -> Iterator[str]:
+    yield from status.troubles
+    for node in status.nodes:
+        for worker in node.workers:
+            if worker.trouble:
+                yield f"rank {worker.rank} on {node.node.host}: {worker.trouble}"
+
+
+def _largest(shares: Mapping[str, float], *, num: int) -> str:
+    largest = sorted(shares.items(), key=lambda each: -each[1])[:num]
+    return ", ".join(f"{label} {share:.0%}" for label, share in largest)
+
+
+def moment_words(seconds: float) -> str:
+    """A time of day, and its date."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # which no clock has shown
+        return "a time that cannot be"
+
+
+# --- what `elastic-ext status` and `elastic-ext events` do where a master is asked -----------------------------------
+
+_HEALTHY = 0
+_TROUBLE, _REFUSED = 1, 2
+_FIRST_SECONDS, _MOST_SECONDS = 0.5, 10.0
+
+
+def run_status(place: MasterPlace, terminal: Terminal) -> int:
+    """Show the job; gives the exit status."""
+    try:
+        with MasterClient(place) as client:
+            status = client.status()
+    except (MasterError, ValueError) as error:
+        return _complained(error, terminal)
+    healthy = is_healthy(status)
+    terminal.tell({**as_dict(status), "healthy": healthy}, status_words(status, str(place.address)))
+    return _HEALTHY if healthy else _TROUBLE
+
+
+def run_events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) -> int:
+    """Show the newest events, ``most`` of them or with 0 all, and those to come; gives the exit status.
+
+    A master that goes away while it is followed is waited for, and nothing is shown twice or left out.
+    """
+    try:
+        for event in _events(place, terminal, most=most, follow=follow):
+            terminal.tell(_event_record(event), event_words(event))
+            terminal.flush()
+    except (MasterError, ValueError) as error:
+        return _complained(error, terminal)
+    return _HEALTHY
+
+
+def _events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) -> Iterator[wire.JobEvent]:
+    backoff = Backoff(random.Random(), first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
+    last, has_begun = 0, False
+    with MasterClient(place) as client:
+        while True:
+            try:
+                for event in client.events(after=last, most=0 if has_begun else most, follow=follow):
+                    last, has_begun = event.number, True
+                    backoff.forget()
+                    yield event
+                if not follow:
+                    return
+                words = f"the master at {place.address} has ended the events"
+            except (MasterAbsent, MasterBusy) as error:
+                if not follow or not has_begun:
+                    raise
+                words = str(error)
+            if backoff.num_tries == 0:
+                terminal.complain(f"{words}; it is waited for")
+            threading.Event().wait(backoff.next_seconds())
+
+
+def _event_record(event: wire.JobEvent) -> dict[str, Any]:
+    """With its details as JSON has them."""
+    record = as_dict(event)
+    try:
+        details = json.loads(event.details or "{}")
+    except (ValueError, RecursionError):
+        details = {}
+    return {**record, "details": details if isinstance(details, dict) else {}}
+
+
+def _complained(error: Exception, terminal: Terminal) -> int:
+    terminal.complain(str(error))
+    return _REFUSED if isinstance(error, (MasterRefused, ValueError)) else _TROUBLE
+
+
+# --- what the tuner of a job's master has decided, and what people have it do ----------------------------------------
+
+_DONE = 0
+
+
+def run_tuning(place: MasterPlace, options: argparse.Namespace, terminal: Terminal) -> int:
+    """Do one of the commands; gives the exit status."""
+    try:
+        with MasterClient(place) as client:
+            if options.command == "log":
+                report = client.tuning(most=options.last)
+            else:
+                report = client.control_tuning(options.command, options.reason)
+    except (MasterError, ValueError) as error:
+        terminal.complain(str(error))
+        return _REFUSED if isinstance(error, (MasterRefused, ValueError)) else _TROUBLE
+    if options.command == "log":
+        for decision in report.decisions:
+            terminal.tell(decision_record(decision), decision_words(decision))
+        terminal.say(_standing(report.status))
+        return _DONE
+    decisions = [decision_record(each) for each in report.decisions]
+    words = [decision_words(each) for each in report.decisions] or ["nothing follows from that"]
+    terminal.tell(
+        {"status": as_dict(report.status), "decisions": decisions}, "\n".join([*words, _standing(report.status)])
+    )
+    return _DONE
+
+
+def decision_record(decision: wire.TuningDecision) -> dict[str, Any]:
+    """One as JSON has it, its changes as values."""
+    return {**as_dict(decision), "changes": _changes(decision)}
+
+
+def decision_words(decision: wire.TuningDecision) -> str:
+    """One on a few lines: what, why, what was predicted and measured, what became of it."""
+    return "\n".join(on_one_line(line) for line in _lines(decision))
+
+
+def _lines(decision: wire.TuningDecision) -> Iterator[str]:
+    heading = [f"{decision.number:>3}", moment_words(decision.time), f"{decision.kind:<7}"]
+    if decision.HasField("version"):
+        heading.append(f"version {decision.version}")
+    yield "  ".join([*heading, decision.outcome]).rstrip()
+    if decision.changes:
+        yield f"       {changes_in_words(_changes(decision))}"
+    yield f"       {decision.reason}"
+    if rates := ", ".join(rates_of(*(_known(decision, name) for name in _RATES))):
+        yield f"       {rates}"
+
+
+_RATES = ("before", "predicted", "measured", "predicted_bytes")
+
+
+def _known(decision: wire.TuningDecision, name: Any) -> Any:
+    return getattr(decision, name) if decision.HasField(name) else None
+
+
+def _standing(status: wire.TuningStatus) -> str:
+    words = f"the tuner's mode is {status.mode}; it is {status.standing}: {status.text}"
+    if status.HasField("best"):
+        words += f" (best so far: {status.best:.4g} samples/s)"
+    return on_one_line(words)
+
+
+def _changes(decision: wire.TuningDecision) -> Mapping[str, Any]:
+    found = {}
+    for path, text in sorted(decision.changes.items()):
+        try:
+            found[path] = json.loads(text)
+        except (ValueError, RecursionError):
+            found[path] = text
+    return found

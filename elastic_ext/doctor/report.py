@@ -1,0 +1,351 @@
+"""What nodes have measured of themselves and of each other, put together: the report of pairs, and which nodes are
+slower than the others. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from elastic_ext.records.text import size_in_words
+
+from .findings import Finding, error, note, ok, sorted_findings, warning
+from .records import NodeHardware, read_record
+
+__all__ = [
+    "SHOULD_BE_ALIKE",
+    "CheckedNode",
+    "CheckedPair",
+    "PairReport",
+    "Standing",
+    "best_by_node",
+    "findings_of_report",
+    "stragglers",
+    "unlike",
+    "words_of_report",
+]
+
+
+# --- which of several nodes is slower than the others ----------------------------------------------------------------
+# Which of several nodes is slower than the others: pure, and robust, so that a few slow ones do not hide themselves.
+#
+# In each window of time every value is compared with the median of all, in units of how far values lie from it (the
+# median of these distances, MAD). What is far off in most windows is a straggler. Few nodes, or nodes that differ as
+# much among themselves, do not tell; then the answer is that it is undecided.
+
+_OF_A_NORMAL_DISTRIBUTION = 1.4826
+"""Times the MAD is the standard deviation there."""
+_FAR = 3.0
+_MOST_WINDOWS = 2 / 3
+_HALF = 1 / 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How one compares with the others."""
+
+    state: Literal["normal", "straggler", "undecided"]
+    times_slower: float | None
+    """... than the median of all, or of two than the faster one; None where there is nothing to compare."""
+    reason: str
+
+
+def stragglers(values: Mapping[str, Sequence[float]], *, is_rate: bool, least_share: float) -> dict[str, Standing]:
+    """How each of several compares with the others, by its values in the same windows of time, each above 0.
+
+    Of a rate more is better, of a time less is. Whoever is slower by less than ``least_share`` is not told of. One who
+    lacks values is undecided and does not count.
+    """
+    costs = {name: [1 / value if is_rate else value for value in given] for name, given in values.items() if given}
+    num_windows = min((len(given) for given in costs.values()), default=0)
+    windows = [_window([given[number] for given in costs.values()]) for number in range(num_windows)]
+    standings = {}
+    for name in values:
+        if name not in costs:
+            standings[name] = Standing(state="undecided", times_slower=None, reason="it has not been measured")
+        elif len(costs) < 2:
+            standings[name] = Standing(state="undecided", times_slower=None, reason="there is no other to compare with")
+        else:
+            standings[name] = _standing(costs[name], windows, least_share)
+    return standings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """What all of them took in one window of time."""
+
+    num: int
+    median: float
+    usual: float
+    spread: float
+
+
+def _window(costs: Sequence[float]) -> _Window:
+    median = statistics.median(costs)
+    return _Window(
+        num=len(costs),
+        median=median,
+        usual=min(costs) if len(costs) == 2 else median,
+        spread=statistics.median(abs(other - median) for other in costs),
+    )
+
+
+def _standing(own: Sequence[float], windows: Sequence[_Window], least_share: float) -> Standing:
+    seen = [_seen(cost, window, least_share) for cost, window in zip(own, windows, strict=False)]
+    times = statistics.median(ratio for ratio, _, _ in seen)
+    is_slow = sum(slow for _, slow, _ in seen) / len(seen)
+    is_far = sum(far for _, _, far in seen) / len(seen)
+    num = windows[0].num
+    if is_far >= _MOST_WINDOWS:
+        return Standing(
+            state="straggler", times_slower=times, reason=f"{times:.2f} times as slow as the median of {num}"
+        )
+    if is_slow < _HALF:
+        return Standing(state="normal", times_slower=times, reason="as fast as the others")
+    if num == 2:
+        reason = f"{times:.2f} times as slow as the other; a third would tell which of them is as it should be"
+    else:
+        reason = f"{times:.2f} times as slow as the median of {num}, which differ by as much among themselves"
+    return Standing(state="undecided", times_slower=times, reason=reason)
+
+
+def _seen(cost: float, window: _Window, least_share: float) -> tuple[float, bool, bool]:
+    """How many times as slow as is usual in a window, whether that is slow, and whether it is far from the others."""
+    is_slow = cost > (1 + least_share) * window.usual
+    is_far = cost - window.median > _FAR * _OF_A_NORMAL_DISTRIBUTION * window.spread
+    return cost / window.usual, is_slow, is_slow and is_far
+
+
+# --- what nodes have measured of themselves and of each other, and what follows from it ------------------------------
+
+_LEAST_SHARES = {"matmul": 0.15, "latency": 0.5, "bandwidth": 0.3}
+"""By how much of the usual value one has to be slower to be told of; links of unlike length differ by nature."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedNode:
+    """What one node has told of itself."""
+
+    index: int
+    label: str
+    """What people call it: its number, host and pid."""
+    is_silent: bool
+    """Whether it stopped to answer before all was done."""
+    hardware: NodeHardware | None
+    matmul: dict[str, tuple[float, ...]]
+    """Floating-point operations a second in each window of time, by device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedPair:
+    """What two nodes have measured of the way between them, in windows of time."""
+
+    round: int
+    first: int
+    second: int
+    backend: str
+    latency_seconds: tuple[float, ...]
+    """One way, of a single word: the least of each window."""
+    bandwidth: tuple[float, ...]
+    """Bytes a second, of the slower direction."""
+    trouble: str | None
+
+    @classmethod
+    def from_json(cls, text: str) -> CheckedPair:
+        """The pair that stands in ``text``; ValueError for anything else."""
+        return read_record(cls, json.loads(text), "pair")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairReport:
+    """All that was measured."""
+
+    num_wanted: int
+    """Nodes that should have come."""
+    nodes: tuple[CheckedNode, ...]
+    pairs: tuple[CheckedPair, ...]
+    trouble: str | None
+    """Why nothing more was measured."""
+
+    def label(self, index: int) -> str:
+        """What people call a node."""
+        return self.nodes[index].label
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
+    """What there is to say of the nodes together, the worst first."""
+    silent = [node.label for node in report.nodes if node.is_silent]
+    found: list[Finding] = []
+    if report.trouble is not None:
+        found.append(
+            error(
+                report.trouble,
+                "what is said here of pairs of nodes holds for what had been measured until then",
+                "look whether that machine and the process on it are there, and check again",
+            )
+        )
+    if len(report.nodes) < report.num_wanted:
+        came = ", ".join(node.label for node in report.nodes)
+        found.append(
+            error(
+                f"{len(report.nodes)} of {report.num_wanted} nodes came: {came}",
+                "a job waits for all of them",
+                "start elastic-ext doctor with the same --rdzv-endpoint and --rdzv-id on the others at the same time; "
+                "look whether they can reach that address",
+            )
+        )
+    found += [
+        error(
+            f"{label} has stopped to answer",
+            "a job would hang or fail there",
+            "look whether that machine and the process on it are there, and check again",
+        )
+        for label in silent
+    ]
+    found += _of_pairs(report)
+    found += unlike({node.label: node.hardware for node in report.nodes if node.hardware is not None})
+    found += _of_speed(report)
+    return sorted_findings(found)
+
+
+def best_by_node(
+    report: PairReport, values: Callable[[CheckedPair], tuple[float, ...]], best: Callable[..., float]
+) -> dict[str, tuple[float, ...]]:
+    """The best of each node in each window over its pairs: one bad partner does not count against it."""
+    by_node: dict[str, tuple[float, ...]] = {}
+    for node in report.nodes:
+        own = [values(pair) for pair in report.pairs if node.index in (pair.first, pair.second) and values(pair)]
+        by_node[node.label] = tuple(best(window) for window in zip(*own, strict=False))
+    return by_node
+
+
+def unlike(hardware: Mapping[str, NodeHardware]) -> Iterator[Finding]:
+    """In what nodes differ that should be alike."""
+    for what, ask, is_bad in SHOULD_BE_ALIKE:
+        by_value: dict[str, list[str]] = {}
+        for label, one in hardware.items():
+            by_value.setdefault(ask(one), []).append(label)
+        if len(by_value) > 1:
+            parts = "; ".join(f"{value} on {', '.join(labels)}" for value, labels in by_value.items())
+            if is_bad:
+                yield warning(
+                    f"nodes have unlike {what}: {parts}",
+                    "processes that do not speak alike fail, or hang, when they meet",
+                    "install the same on all nodes",
+                )
+            else:
+                yield note(f"nodes have unlike {what}: {parts}", "at every step all nodes wait for the slowest one")
+
+
+def words_of_report(report: PairReport) -> list[str]:
+    """The measured values as lines of tables."""
+    lines = []
+    for node in report.nodes:
+        speeds = [f"{device} {max(windows) / 1e9:.1f}" for device, windows in node.matmul.items() if windows]
+        lines.append(f"{node.label}: matmul {', '.join(speeds) + ' GFLOP/s' if speeds else 'not measured'}")
+    for pair in report.pairs:
+        between = f"{report.label(pair.first)} - {report.label(pair.second)}"
+        if any(report.nodes[index].is_silent for index in (pair.first, pair.second)) and pair.trouble:
+            lines.append(f"{between}: not measured, as one of them has stopped to answer")
+        else:
+            lines.append(f"{between}: {pair.trouble or _of_pair_in_words(pair)}")
+    return lines
+
+
+def _of_pair_in_words(pair: CheckedPair) -> str:
+    return (
+        f"{min(pair.latency_seconds) * 1e6:.0f} us, {size_in_words(int(max(pair.bandwidth)))}/s ({pair.backend})"
+        if pair.latency_seconds and pair.bandwidth
+        else "not measured"
+    )
+
+
+def _gpus(hardware: NodeHardware) -> str:
+    names = sorted(gpu.name or "of unknown name" for gpu in hardware.gpus.devices)
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
+
+
+SHOULD_BE_ALIKE: tuple[tuple[str, Callable[[NodeHardware], str], bool], ...] = (
+    ("versions of torch", lambda one: str(one.versions.torch), True),
+    ("versions of elastic_ext", lambda one: str(one.versions.elastic_ext), True),
+    ("versions of Python", lambda one: ".".join(one.versions.python.split(".")[:2]), True),
+    ("GPUs", _gpus, False),
+    ("GPU drivers", lambda one: str(one.gpus.driver_version), False),
+    ("processors", lambda one: f"{one.cpu.effective_cores:g} cores of {one.cpu.model}", False),
+)
+"""What should be alike on all nodes, how a node has it, and whether a job may fail where it is not."""
+
+
+def _of_pairs(report: PairReport) -> Iterator[Finding]:
+    for pair in report.pairs:
+        nodes = report.nodes[pair.first], report.nodes[pair.second]
+        if pair.trouble is not None and not any(node.is_silent for node in nodes):
+            yield error(
+                f"{nodes[0].label} and {nodes[1].label} could not exchange data: {pair.trouble}",
+                "a job on both of them would hang or fail",
+                "look whether a firewall is between them, which address each host name stands for, and set "
+                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads from one to the other",
+            )
+
+
+def _of_speed(report: PairReport) -> Iterator[Finding]:
+    for kind in ("cpu", "cuda"):
+        speeds = {
+            f"{node.label}, {device}": windows
+            for node in report.nodes
+            if not node.is_silent
+            for device, windows in node.matmul.items()
+            if device.startswith(kind)
+        }
+        if len(speeds) > 1:
+            yield from _of_measure("matmul", speeds, is_rate=True)
+    if sum(not node.is_silent for node in report.nodes) < 3:  # of a single pair nobody can tell whose fault it is
+        for pair in report.pairs:
+            if pair.trouble is None and pair.latency_seconds and pair.bandwidth:
+                yield ok(f"{report.label(pair.first)} and {report.label(pair.second)}: {_of_pair_in_words(pair)}")
+        return
+    latency = best_by_node(report, lambda pair: pair.latency_seconds, min)
+    bandwidth = best_by_node(report, lambda pair: pair.bandwidth, max)
+    yield from _of_measure("latency", {label: one for label, one in latency.items() if one}, is_rate=False)
+    yield from _of_measure("bandwidth", {label: one for label, one in bandwidth.items() if one}, is_rate=True)
+
+
+_WORDS = {
+    "matmul": ("computes", "look at its clock, temperature and what else runs there"),
+    "latency": ("answers", "look at its network interface and its place in the network, and what else runs there"),
+    "bandwidth": ("exchanges data", "look at the speed of its network interface, its cable, and what else uses it"),
+}
+
+
+def _of_measure(measure: str, values: Mapping[str, tuple[float, ...]], *, is_rate: bool) -> Iterator[Finding]:
+    """Findings by one measure; measures are never added up, as what is slow by one may be fast by another."""
+    standings = stragglers(values, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
+    does, to_do = _WORDS[measure]
+    for label, standing in standings.items():
+        if standing.state == "straggler":
+            yield warning(
+                f"{label} {does} slowly: {standing.reason}", "at every step all nodes wait for the slowest one", to_do
+            )
+        elif standing.state == "undecided" and standing.times_slower is not None:
+            yield note(
+                f"{label} {does} more slowly: {standing.reason}", "it may be a straggler, or noise", "check again"
+            )
+    if values and all(standing.state == "normal" for standing in standings.values()):
+        yield ok(f"no straggler by {measure}: {_middle(measure, standings, values)}")
+
+
+def _middle(measure: str, standings: Mapping[str, Standing], values: Mapping[str, tuple[float, ...]]) -> str:
+    middle = statistics.median(statistics.median(windows) for windows in values.values())
+    worst = max(standing.times_slower or 1.0 for standing in standings.values())
+    amount = {
+        "matmul": f"{middle / 1e9:.1f} GFLOP/s",
+        "latency": f"{middle * 1e6:.0f} us",
+        "bandwidth": f"{size_in_words(int(middle))}/s",
+    }[measure]
+    return f"{amount} in the middle, the slowest {worst:.2f} times as slow"

@@ -1,0 +1,416 @@
+"""What a node reports in its beats, kept in little memory and bounded, and the ranks that keep others waiting. Pure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import add
+
+from google.protobuf.message import DecodeError
+
+from elastic_ext.profile.phases import IN_STEPS, Phase
+from elastic_ext.profile.stragglers import Straggler
+from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.text import on_one_line
+
+from .wire import master_pb2
+
+__all__ = [
+    "MOST_SHARE",
+    "MOST_WORDS",
+    "MOST_WORKERS",
+    "NodeReport",
+    "SlowRanks",
+    "amount",
+    "fitting_table",
+    "fitting_window",
+    "fitting_worker",
+    "report_of",
+    "window_in",
+    "words",
+]
+
+
+# --- what is kept of what nodes tell: numbers that can be so, words that are short, tables of a few rows -------------
+# Whoever speaks to a master may be broken, or mean harm: what does not fit is left out, and the rest is kept.
+
+MOST_SHARE = 1.001
+MOST_WORDS = 240
+_MOST_NAME = 32
+_MOST_ROWS = 24
+_MOST_QUANTILES = 16
+_MOST_STATE = 32
+_MOST_SECONDS = 1e9
+_MOST_TIME = 1e11
+_MOST_COUNT = 2**53
+_MOST_MEMORY_BYTES = 2**60
+_MOST_OF: Mapping[str, float] = {
+    "step": _MOST_COUNT,
+    "steps_per_second": 1e9,
+    "samples_per_second": 1e12,
+    "tokens_per_second": 1e15,
+    "memory_bytes": _MOST_MEMORY_BYTES,
+    "accelerator_bytes": _MOST_MEMORY_BYTES,
+    "cpu_percent": 1e6,
+    "gpu_percent": 100.0,
+    "config_version": _MOST_COUNT,
+    "config_revision": _MOST_COUNT,
+    "activity_seconds": _MOST_SECONDS,
+    "step_seconds": _MOST_SECONDS,
+    "slow_step_seconds": _MOST_SECONDS,
+    "num_not_finite": _MOST_COUNT,
+    "num_skipped": _MOST_COUNT,
+}
+
+
+def amount(value: float, most: float) -> float | None:
+    """``value`` where it is an amount at all, and no more than can be; None for NaN and the like."""
+    return value if 0 <= value <= most else None
+
+
+def words(text: str, most: int = MOST_WORDS) -> str:
+    """``text`` on one line, no longer than that."""
+    return on_one_line(text[:most])
+
+
+def fitting_table(table: Mapping[str, float], most: float) -> dict[str, float]:
+    """What fits of a table by names, such as phases."""
+    found: dict[str, float] = {}
+    for name, value in table.items():
+        if len(found) < _MOST_ROWS and len(name) <= _MOST_NAME and name.isprintable() and 0 <= value <= most:
+            found[name] = value
+    return found
+
+
+def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
+    """What fits of a report, without its windows."""
+    found = master_pb2.Worker(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        pid=worker.pid,
+        state=words(worker.state, _MOST_STATE),
+        activity=words(worker.activity),
+        trouble=words(worker.trouble),
+        shares=fitting_table(worker.shares, MOST_SHARE),
+    )
+    if worker.HasField("exit_code"):
+        found.exit_code = worker.exit_code
+    for name, most in _MOST_OF.items():
+        if worker.HasField(name) and 0 <= getattr(worker, name) <= most:
+            setattr(found, name, getattr(worker, name))
+    return found
+
+
+def window_in(data: bytes, rank: int) -> StepWindow | None:
+    """The window of this rank that was written as ``data``, None where it is none: then no part of it counts."""
+    try:
+        return fitting_window(master_pb2.StepWindow.FromString(data), rank)
+    except DecodeError:
+        return None
+
+
+def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
+    """The window of this rank that was sent; None where anything in it cannot be."""
+    tables = (said.seconds, said.processor_seconds, said.typical)
+    numbers: Iterable[float] = (
+        *(value for table in tables for value in table.values()),
+        *said.step_seconds,
+        *(said.waiting_seconds, said.computing_seconds),
+        *(said.step, said.num_steps, said.num_samples, said.num_tokens, said.num_bytes, said.num_detailed),
+    )
+    fits = (
+        said.rank == rank
+        and 0 <= said.begin <= said.end <= _MOST_TIME
+        and all(0 <= each <= 1e15 for each in numbers)
+        and all(len(table) <= _MOST_ROWS and max(map(len, table), default=0) <= _MOST_NAME for table in tables)
+        and len(said.step_seconds) <= _MOST_QUANTILES
+    )
+    if not fits:
+        return None
+    peak = said.accelerator_peak_bytes
+    return StepWindow(
+        begin=said.begin,
+        end=said.end,
+        rank=rank,
+        world_size=said.world_size,
+        restart=said.restart,
+        step=said.step,
+        num_steps=said.num_steps,
+        config_version=said.config_version,
+        config_revision=said.config_revision,
+        seconds=dict(said.seconds),
+        processor_seconds=dict(said.processor_seconds),
+        typical=dict(said.typical),
+        step_seconds=tuple(said.step_seconds),
+        num_samples=said.num_samples,
+        num_tokens=said.num_tokens,
+        num_bytes=said.num_bytes,
+        num_detailed=said.num_detailed,
+        waiting_seconds=said.waiting_seconds if said.HasField("waiting_seconds") else None,
+        computing_seconds=said.computing_seconds if said.HasField("computing_seconds") else None,
+        is_settling=said.is_settling,
+        accelerator_bytes=said.accelerator_bytes if said.HasField("accelerator_bytes") else None,
+        accelerator_peak_bytes=peak if said.HasField("accelerator_peak_bytes") and peak <= _MOST_MEMORY_BYTES else None,
+    )
+
+
+# --- the newest of what a node has told of its workers, in little memory and little time -----------------------------
+# It is made for every beat of every node: what people are shown is only kept here, as it was sent, and made fit when it
+# is asked for; what is added up over the job is looked at once, here.
+
+MOST_WORKERS = 64
+"""Of one node; of more than these nothing is kept."""
+_MOST_WORKER_BYTES = 640  # of a report as it was sent, before it is made fit
+_OF_ITSELF, _OF_A_WORKER = 1600, 140
+_MOST_RATE = 1e15
+_LABELS = tuple(phase.label for phase in Phase)
+_NOTHING = (0.0,) * len(_LABELS)
+_NUM_IN_STEPS = len(IN_STEPS)  # which come first
+_FORWARD, _BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
+_COMMUNICATION, _AGREEMENT, _STEP = int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP)
+_MOST_SUM = 1.1  # of all shares of a worker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeReport:
+    """What a node's workers do, as of ``time``, in seconds since 1970. Rates that are not known are NaN."""
+
+    time: float
+    host: str
+    said: tuple[bytes, ...]
+    """What each worker's report was, without its windows."""
+    ranks: tuple[int, ...]
+    local_seconds: tuple[float, ...]
+    """What each worker is busy with by itself in a step; 0 where that is not known."""
+    num_running: int
+    step: int
+    """The furthest; -1 where none is known."""
+    step_seconds: float
+    steps_per_second: float
+    samples_per_second: float
+    tokens_per_second: float
+    config_version: int
+    """The newest in force."""
+    shares: tuple[float, ...]
+    """Sums over workers, by the number of the phase,"""
+    num_shared: int
+    """... of which so many told them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of it, about."""
+        return _OF_ITSELF + sum(map(len, self.said)) + _OF_A_WORKER * len(self.said)
+
+    @property
+    def workers(self) -> list[master_pb2.Worker]:
+        """What fits of each worker's report."""
+        return [fitting_worker(master_pb2.Worker.FromString(each)) for each in self.said]
+
+
+def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> NodeReport:
+    """What these workers, whose windows were taken out, say of their node."""
+    said: list[bytes] = []
+    ranks: list[int] = []
+    local: list[float] = []
+    lengths: list[float] = []
+    steps: list[float] = []
+    samples: list[float] = []
+    tokens: list[float] = []
+    shares = list(_NOTHING)
+    step, num_running, config_version, num_shared = -1, 0, 0, 0
+    for worker in workers:
+        data = worker.SerializeToString()
+        said.append(data if len(data) <= _MOST_WORKER_BYTES else fitting_worker(worker).SerializeToString())
+        ranks.append(worker.rank)
+        seconds = worker.step_seconds  # of this and other numbers that are absent: 0
+        lengths.append(seconds)
+        row = tuple(map(worker.shares.get, _LABELS, _NOTHING))
+        if min(row) >= 0 and 0 < sum(row) <= _MOST_SUM:  # and none of them is NaN
+            shares = list(map(add, shares, row))
+            num_shared += 1
+            local.append(_local_seconds(seconds, row))
+        else:
+            local.append(0.0)
+        if worker.state == "running":
+            num_running += 1
+        if step < worker.step <= _MOST_COUNT and worker.HasField("step"):
+            step = worker.step
+        if config_version < worker.config_version <= _MOST_COUNT:
+            config_version = worker.config_version
+        steps.append(worker.steps_per_second)
+        samples.append(worker.samples_per_second)
+        tokens.append(worker.tokens_per_second)
+    return NodeReport(
+        time=time,
+        host=host,
+        said=tuple(said),
+        ranks=tuple(ranks),
+        local_seconds=tuple(local),
+        num_running=num_running,
+        step=step,
+        step_seconds=_middle(lengths),
+        steps_per_second=_middle(steps),
+        samples_per_second=_middle(samples),
+        tokens_per_second=_middle(tokens),
+        config_version=config_version,
+        shares=tuple(shares),
+        num_shared=num_shared,
+    )
+
+
+def _local_seconds(step_seconds: float, row: Sequence[float]) -> float:
+    """What a worker is busy with by itself in a step, by its shares; 0 where that is not known."""
+    if row[_FORWARD] + row[_BACKWARD] <= 0 or not 0 < step_seconds <= _MOST_RATE:
+        return 0.0
+    return step_seconds * (1 - (row[_COMMUNICATION] + row[_AGREEMENT] + row[_STEP]) / sum(row[:_NUM_IN_STEPS]))
+
+
+def _middle(values: list[float]) -> float:
+    """The lower median of those that can be; NaN where none can."""
+    known = sorted(each for each in values if 0 < each <= _MOST_RATE)
+    return known[(len(known) - 1) // 2] if known else math.nan
+
+
+# --- which ranks keep the others waiting, by what all nodes tell in their beats: pure, one round after another -------
+# It judges as profile/stragglers.py does, by what each rank is busy with by itself in a step, and in a few numbers for
+# each rank: jobs may have tens of thousands. A *round* is the newest report of every node.
+
+_SLOW = 1.2  # times as long as is usual
+_ROUNDS_IN_A_ROW = 3
+_CALM_ROUNDS = 6  # in which it is not slow, before a rank that was named is named no more
+_LEAST_BEFORE = 3
+_BEFORE_SECONDS = 60  # between rounds that count in what a rank took before
+_OF_THE_NEWEST = 0.1  # ... and how much the newest does
+_MOST_COMPARED = 2047  # ranks that tell what is usual; odd, as what differs within nodes comes in twos and eights
+_OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
+_FAR = 3.0
+_MOST_NAMED = 64
+
+
+@dataclass(slots=True)
+class _Node:
+    """What is kept of a node's ranks, each at the place that it has in the node's report."""
+
+    ranks: tuple[int, ...]
+    before: array[float]
+    """What each took in rounds in which it was not slow, the newer ones more than the older; 0 where none is known."""
+    time: float = 0.0
+    """Of the report that was judged last."""
+    num_before: int = 0
+    """Rounds that this was taken from."""
+
+
+@dataclass(slots=True)
+class _Suspect:
+    """A rank that was slow not long ago."""
+
+    num_slow: int = 0
+    num_calm: int = 0
+    named: Straggler | None = None
+
+
+class SlowRanks:
+    """Those of one job."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._suspects: dict[tuple[str, int], _Suspect] = {}
+        self._config: object = None
+        self.suspected: frozenset[int] = frozenset()
+        """Ranks that may turn out to be."""
+
+    @property
+    def named(self) -> tuple[Straggler, ...]:
+        """Who is slow by now, the slowest first."""
+        found = [each.named for each in self._suspects.values() if each.named is not None]
+        return tuple(sorted(found, key=lambda each: (each.score, each.rank))[:_MOST_NAMED])
+
+    def see(self, reports: Mapping[str, NodeReport], config: object = None) -> None:
+        """A round, under a config that compares with others; a node whose report was seen is not judged again."""
+        if config != self._config:
+            self._config = config
+            self._nodes, self._suspects = {}, {}
+        self._nodes = {node_id: self._node(node_id, report) for node_id, report in reports.items()}
+        self._suspects = {key: each for key, each in self._suspects.items() if _is_of(key, reports)}
+        found = _usual_and_limit([each for report in reports.values() for each in report.local_seconds])
+        if found is not None:
+            suspects = {node_id for node_id, _ in self._suspects}
+            for node_id, report in reports.items():
+                node = self._nodes[node_id]
+                if report.time != node.time:  # be it earlier, as once the master's clock was put back
+                    is_new = node.num_before < _LEAST_BEFORE
+                    is_due = is_new or int(report.time) // _BEFORE_SECONDS != int(node.time) // _BEFORE_SECONDS
+                    node.time = report.time
+                    if is_due or node_id in suspects or max(report.local_seconds, default=0.0) > found[1]:
+                        self._judge(node_id, node, report, *found, is_due=is_due)
+        self.suspected = frozenset(rank for _, rank in list(self._suspects)[:_MOST_NAMED])
+
+    def _node(self, node_id: str, report: NodeReport) -> _Node:
+        known = self._nodes.get(node_id)
+        if known is not None and known.ranks == report.ranks:
+            return known
+        return _Node(ranks=report.ranks, before=array("f", bytes(4 * len(report.ranks))))
+
+    def _judge(
+        self, node_id: str, node: _Node, report: NodeReport, usual: float, limit: float, *, is_due: bool
+    ) -> None:
+        has_before = node.num_before >= _LEAST_BEFORE
+        node.num_before += is_due
+        before = node.before
+        for place, seconds in enumerate(report.local_seconds):
+            key = node_id, report.ranks[place]
+            is_slow = seconds > limit
+            if is_slow or key in self._suspects:
+                self._suspect(key, report, place, usual, before[place] if has_before else 0.0, is_slow=is_slow)
+            if is_due and seconds > 0 and not (is_slow and has_before):
+                old = before[place]
+                before[place] = old + _OF_THE_NEWEST * (seconds - old) if old > 0 else seconds
+
+    def _suspect(
+        self,
+        key: tuple[str, int],
+        report: NodeReport,
+        place: int,
+        usual: float,
+        before: float,
+        *,
+        is_slow: bool,
+    ) -> None:
+        known = self._suspects.setdefault(key, _Suspect())
+        known.num_slow = known.num_slow + 1 if is_slow else 0
+        known.num_calm = 0 if is_slow else known.num_calm + 1
+        if not is_slow and (known.named is None or known.num_calm >= _CALM_ROUNDS):
+            del self._suspects[key]
+        elif known.num_slow >= _ROUNDS_IN_A_ROW:
+            seconds = report.local_seconds[place]
+            step_seconds = report.step_seconds if report.step_seconds > 0 else seconds
+            known.named = Straggler(
+                rank=key[1],
+                host=report.host,
+                score=usual / seconds,
+                own_score=before / seconds if before > 0 else None,
+                slowed=min((seconds - usual) / max(step_seconds, seconds), 1.0),
+                num_rounds=known.num_slow,
+            )
+
+
+def _is_of(key: tuple[str, int], reports: Mapping[str, NodeReport]) -> bool:
+    report = reports.get(key[0])
+    return report is not None and key[1] in report.ranks
+
+
+def _usual_and_limit(times: list[float]) -> tuple[float, float] | None:
+    """What is usual, and above what a rank is slow, by some of very many; None where nothing is known."""
+    known = sorted(each for each in times[:: -(-len(times) // _MOST_COMPARED) or 1] if each > 0)
+    if not known:
+        return None
+    usual = _middle_of_ordered(known)
+    spread = _middle_of_ordered(sorted(abs(each - usual) for each in known))
+    return usual, max(_SLOW * usual, usual + _FAR * _OF_A_NORMAL_DISTRIBUTION * spread)
+
+
+def _middle_of_ordered(ordered: list[float]) -> float:
+    """The lower median: of two the faster, and where every second rank is slow those that are not."""
+    return ordered[(len(ordered) - 1) // 2]

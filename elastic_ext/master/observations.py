@@ -1,0 +1,302 @@
+"""Steps of all ranks and facts of the job as they come over the wire, checked and put together for the tuner. Pure, and
+bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+from elastic_ext.config.keys import KEYS
+from elastic_ext.profile.breakdown import Weighed, weigh
+from elastic_ext.profile.phases import IN_STEPS, Phase
+from elastic_ext.profile.reader import view_of
+from elastic_ext.records.metrics import JobFacts, Measures, MemoryFacts, StepWindow
+from elastic_ext.records.text import counted, on_one_line
+from elastic_ext.tuner.measurements import Seen
+
+from .node_metrics import fitting_window
+from .wire import master_pb2
+
+__all__ = ["MOST_FACTS", "Seeing", "facts_told", "seen_of"]
+
+
+# --- what all ranks tell of their steps, round by round, as a strategy learns from it --------------------------------
+# A *round* is complete once every rank has told of steps under the same version and revision of the config, in one
+# window or several. A window is of one config from its first step to its last, so that none counts which began before a
+# version came into force; nor does one in which workers that are to be there were still on their way, for a while. Of a
+# very large job some ranks are looked at, spread evenly over it.
+
+_MOST_RANKS = 1024
+"""That are looked at, about."""
+_MOST_WINDOWS = 64
+"""Of a rank in one round."""
+_MOST_SETTLING = 30
+"""Windows of a rank under one config that do not count since workers are still on their way."""
+_MOST_NAMED = 4
+_MOST_TIMES = 3.0
+"""Ranks take their steps together: what they tell of does not differ by more."""
+_LEAST_STEP_SECONDS = 1e-7
+_HELD_UP = (Phase.CHANGE, Phase.CHECKPOINT, Phase.ROLLED_BACK)
+
+
+class Seeing:
+    """What the ranks of one job tell."""
+
+    def __init__(self, *, patience_seconds: float) -> None:
+        """A rank is silent that has told nothing for so long after the first one of a round has."""
+        self._patience_seconds = patience_seconds
+        self._job = 0, 0  # restart, world size
+        self._ranks: Sequence[int] = ()
+        self._config = 0, 0
+        self._num_settling: dict[int, int] = {}  # windows of a rank that did not count, under this config
+        self._windows: dict[int, list[StepWindow]] = {}  # of the round that is under way
+        self._broken: set[int] = set()
+        self._began = 0.0
+        self._is_silence_told = False
+        self.num_windows = 0
+        """That were told of, by all ranks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """That are looked at."""
+        return len(self._ranks)
+
+    @property
+    def version(self) -> int:
+        """The newest that steps were taken under; 0 before there are any."""
+        return self._config[0]
+
+    def expect(self, restart: int, world_size: int) -> None:
+        """So many ranks train, after so many restarts; nothing happens where that is known."""
+        if (restart, world_size) == self._job:
+            return
+        self._job, self._config = (restart, world_size), (0, 0)
+        stride = 1 if world_size <= _MOST_RANKS else -(-world_size // _MOST_RANKS) | 1
+        self._ranks = range(0, world_size, stride)
+        self._is_silence_told = False
+        self._begin_round()
+
+    def take(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
+        """What a Beat says of some workers; ``now`` is seconds since 1970. Nothing of it is changed."""
+        for worker in workers:
+            if worker.rank in self._ranks:
+                for said in worker.windows[-_MOST_WINDOWS:]:
+                    self._take(now, worker.rank, said)
+
+    def seen(self, now: float) -> Seen | None:
+        """The round that is complete, or will not be as somebody tells nothing or what cannot be: each is told once."""
+        num_told = len(self._windows) + len(self._broken)
+        is_late = not 0 <= now - self._began <= self._patience_seconds
+        if num_told == 0 or (num_told < len(self._ranks) and not is_late):
+            return None
+        missing = [rank for rank in self._ranks if rank not in self._windows]
+        if missing and not is_late and not self._broken.issuperset(missing):
+            return None
+        windows, broken = self._windows, self._broken
+        self._begin_round()
+        was_told, self._is_silence_told = self._is_silence_told, bool(missing)
+        if (missing and was_told) or not windows:
+            return None
+        return seen_of(windows, now=now, expected=self._ranks, broken=broken)
+
+    def _take(self, now: float, rank: int, said: master_pb2.StepWindow) -> None:
+        window = fitting_window(said, rank)
+        if window is not None and (window.num_steps == 0 or (window.restart, window.world_size) != self._job):
+            return
+        if not self._windows and not self._broken:
+            self._began = now
+        if window is None:
+            self._broken.add(rank)
+            return
+        self.num_windows += 1
+        config = window.config_version, window.config_revision
+        if config < self._config:
+            return
+        if config > self._config:
+            self._config = config
+            self._num_settling.clear()
+            self._begin_round()
+            self._began = now
+        if window.is_settling and self._num_settling.get(rank, 0) < _MOST_SETTLING:
+            self._num_settling[rank] = self._num_settling.get(rank, 0) + 1
+            self._began = now  # who waits for workers is not silent
+            return
+        row = self._windows.setdefault(rank, [])
+        row.append(window)
+        del row[:-_MOST_WINDOWS]
+
+    def _begin_round(self) -> None:
+        self._windows, self._broken = {}, set()
+
+
+def seen_of(
+    windows: Mapping[int, Sequence[StepWindow]],
+    *,
+    now: float,
+    expected: Collection[int],
+    broken: Collection[int] = (),
+) -> Seen:
+    """What these windows say, by rank and of one config, of steps that all ``expected`` ranks took together.
+
+    The time of a step is the mean over all of them, without what held training up between two: what comes in bursts
+    counts as it is, since samples per second are what is wanted.
+    """
+    steps: dict[int, float] = {}
+    weighed: list[Weighed] = []
+    shares: dict[Phase, list[float]] = {phase: [] for phase in IN_STEPS}  # of steps, by rank
+    for rank, row in windows.items():
+        view = view_of(row, host="", measures=Measures())
+        found = weigh(view)
+        weighed.append(found)
+        in_steps = found.in_steps
+        steps[rank] = in_steps * sum(view.window.seconds.values()) / view.window.num_steps
+        for phase, each in shares.items():
+            each.append(found.shares.get(phase, 0.0) / max(in_steps, 1e-9))
+    last = [row[-1] for row in windows.values()]
+    seconds = max(steps.values())
+    processors = [each.processor_share for each in weighed if each.processor_share is not None]
+    peaks = [each.accelerator_peak_bytes for each in last if each.accelerator_peak_bytes is not None]
+    held_up = (
+        sum(each.seconds.get(phase.label, 0.0) for each in row for phase in _HELD_UP) for row in windows.values()
+    )
+    return Seen(
+        time=min(max(each.end for each in last), now),
+        version=last[0].config_version,
+        revision=last[0].config_revision,
+        step=max(each.step for each in last),
+        num_steps=min(sum(each.num_steps for each in row) for row in windows.values()),
+        num_ranks=len(windows),
+        world_size=last[0].world_size,
+        num_asked=len(expected),
+        step_seconds=seconds,
+        phases={phase.label: seconds * median(each) for phase, each in shares.items() if max(each) > 0}
+        if all(each.is_known for each in weighed)
+        else {},
+        held_up_seconds=max(held_up),
+        processor_share=median(processors) if processors else None,
+        loading_processor_share=_loading_share(windows),
+        peak_bytes=max(peaks, default=None),
+        trouble=_trouble(steps, [rank for rank in expected if rank not in windows], broken),
+    )
+
+
+def _loading_share(windows: Mapping[int, Sequence[StepWindow]]) -> float | None:
+    """What training threads had of a processor while they waited for samples, usual among ranks."""
+    label, found = Phase.DATA.label, []
+    for row in windows.values():
+        waited = sum(each.seconds.get(label, 0.0) for each in row)
+        if waited > 0 and any(each.processor_seconds for each in row):
+            found.append(min(sum(each.processor_seconds.get(label, 0.0) for each in row) / waited, 1.0))
+    return median(found) if found else None
+
+
+def _trouble(steps: Mapping[int, float], missing: Sequence[int], broken: Collection[int]) -> str:
+    """Why nothing is to be decided by these steps, empty where there is no reason."""
+    told_nothing = [rank for rank in missing if rank not in broken]
+    if broken:
+        return f"what {_named(sorted(broken))} told of their steps cannot be, such as times that are no numbers"
+    if told_nothing:
+        return f"{_named(told_nothing)} told nothing of their steps for a while, and others did"
+    slowest, quickest = max(steps, key=lambda each: steps[each]), min(steps, key=lambda each: steps[each])
+    if steps[quickest] < _LEAST_STEP_SECONDS:
+        return f"rank {quickest} told of steps that took no time"
+    if steps[slowest] > _MOST_TIMES * steps[quickest]:
+        return (
+            f"rank {slowest} told of steps of {steps[slowest]:.3g} s and rank {quickest} of {steps[quickest]:.3g} s, "
+            "though ranks take them together"
+        )
+    return ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= _MOST_NAMED:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"{counted(len(ranks), 'rank')}, rank {ranks[0]} among them,"
+
+
+# --- JobFacts as they come over the wire: what of them can be, or why they are none ----------------------------------
+# Whoever speaks to a master may be broken, or mean harm. What a newer version of the library has added is left out.
+
+MOST_FACTS = 256 << 10
+"""Characters."""
+_MOST_WORLD_SIZE = 1 << 24
+_MOST_COUNT = 2**53
+_MOST_CHOICES = 256
+"""Of one key."""
+_MOST_REASON = 300
+_MOST_WHY = 1000
+_MOST_PASSES = 4096
+_MOST_BLOCKS = 1 << 14
+
+
+def facts_told(text: str) -> JobFacts:
+    """What was told; ValueError says what of it cannot be."""
+    if len(text) > MOST_FACTS:
+        raise ValueError(f"they have {len(text)} characters; allowed: {MOST_FACTS}")
+    facts = JobFacts.from_json(text)
+    _check_counts(facts)
+    if facts.memory is not None:
+        _check_memory(facts.memory)
+    return replace(
+        facts,
+        device=on_one_line(facts.device[:40]),
+        memory=None if facts.memory is None else _on_one_line(facts.memory),
+        values={key: _checked(key, value) for key, value in facts.values.items() if key in KEYS},
+        choices={key: _choices(key, given) for key, given in facts.choices.items() if key in KEYS},
+        fixed={key: on_one_line(str(why)[:_MOST_REASON]) for key, why in facts.fixed.items() if key in KEYS},
+    )
+
+
+def _check_counts(facts: JobFacts) -> None:
+    world_size = facts.world_size
+    if world_size > _MOST_WORLD_SIZE or facts.num_local > world_size or facts.num_replicas > world_size:
+        raise ValueError("world_size, num_local and num_replicas do not go together")
+    if not facts.share <= facts.global_batch <= facts.share * facts.num_replicas:
+        raise ValueError("global_batch, share and num_replicas do not go together")
+    counts = (facts.restart, facts.config_version, facts.config_revision, facts.num_blocks, facts.num_parameters)
+    if not all(0 <= each < _MOST_COUNT for each in counts) or not 0 <= facts.time < _MOST_COUNT:
+        raise ValueError("restart, config_version, num_blocks, num_parameters or time is no amount")
+    if facts.learning is not None and not facts.learning.first_batch < _MOST_COUNT:
+        raise ValueError("learning.first_batch is no amount")
+    if facts.bound is not None and not 0 < facts.bound < _MOST_COUNT:
+        raise ValueError("bound is no number above 0")
+
+
+def _check_memory(memory: MemoryFacts) -> None:
+    """Sizes are such, and there are no more of them than any model needs."""
+    if len(memory.passes) > _MOST_PASSES:
+        raise ValueError("memory.passes has too many rows")
+    if len(memory.block_activation_bytes) > _MOST_BLOCKS:
+        raise ValueError("memory.block_activation_bytes has too many numbers")
+    if not all(row.micro_batch > 0 and row.activation_checkpoint <= 1 for row in memory.passes):
+        raise ValueError("memory.passes has a row of no samples, or of more blocks than there are")
+    told = asdict(memory)
+    of_blocks = (("block_activation_bytes", each) for each in memory.block_activation_bytes)
+    for name, value in (*told.items(), *of_blocks, *(each for row in told["passes"] for each in row.items())):
+        if type(value) in (int, float) and not 0 <= value < 2**60:
+            raise ValueError(f"memory.{name} is no amount")
+
+
+def _on_one_line(memory: MemoryFacts) -> MemoryFacts:
+    return replace(memory, why_measured=on_one_line(memory.why_measured[:_MOST_WHY]))
+
+
+def _choices(key: str, given: Sequence[Any]) -> tuple[Any, ...]:
+    if len(given) > _MOST_CHOICES:
+        raise ValueError(f"choices of {key} has {len(given)} values; allowed: {_MOST_CHOICES}")
+    return tuple(_checked(key, each) for each in given)
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A value as the table of keys has it; None is torch's or the library's own way."""
+    if value is None:
+        return None
+    try:
+        return KEYS[key].rule.check(value)
+    except ValueError as error:
+        raise ValueError(f"{key} is {str(value)[:40]!r}; allowed: {error}") from None

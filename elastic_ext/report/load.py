@@ -1,0 +1,520 @@
+"""A RunRecord read from the files of a run: where they lie, their lines, what is known of each rank, and verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.profile.breakdown import RankView, merged
+from elastic_ext.profile.ledger import (
+    ENTRIES,
+    Happened,
+    Life,
+    Slice,
+    in_order,
+    ledger_of_job,
+    lives_of,
+    slices_of,
+    trainings_of,
+)
+from elastic_ext.profile.ledger import within as lives_within
+from elastic_ext.profile.reader import read_calibration, read_census, read_trace, view_of
+from elastic_ext.profile.verdict import verdict
+from elastic_ext.records.files import open_regular, read_at_most
+from elastic_ext.records.metrics import JobEvent, RankMetrics, StepWindow
+
+from .events import (
+    Speeds,
+    happened_of,
+    happenings_of,
+    in_step_seconds,
+    last_word,
+    launches_of,
+    periods_of,
+    spread_of,
+    within,
+)
+from .record import MOST_BINS, Bins, RankRecord, Remark, RunRecord, rank_record
+
+__all__ = [
+    "Broken",
+    "Judging",
+    "RunPlaces",
+    "events_in",
+    "find_places",
+    "gather",
+    "known_of",
+    "not_finite_of",
+    "speeds_of",
+    "windows_in",
+]
+
+
+# --- the lines of a run directory's files ----------------------------------------------------------------------------
+# Lines of a run directory's files, read one at a time and as records; what is no record is counted and left out.
+#
+# Windows are read here by hand: a long run of many ranks has millions of them, and reading them as other records are
+# read would take minutes.
+
+_MOST_LINE_BYTES = 1 << 16
+_LEAST_TIME, _MOST_TIME = 1e8, 1e11
+"""Seconds since 1970 that a clock may have shown: from 1973 on, for some thousand years."""
+_MOST_COUNT = 1 << 53
+_MOST_LENGTH = 1e10
+_NUM_QUANTILES = 64
+_COUNTS = ("rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision")
+_LATER_COUNTS = ("num_samples", "num_tokens", "num_bytes", "num_detailed")
+_SIZES = ("memory_bytes", "accelerator_bytes", "accelerator_peak_bytes")
+_PARTS = ("processor_seconds", "typical")
+
+
+class Broken:
+    """Lines that are no records, and files that cannot be read."""
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self.files: list[str] = []
+
+
+def windows_in(path: Path, rank: int, broken: Broken, advance: Callable[[int], None]) -> Iterator[StepWindow]:
+    """The windows of ``rank`` in a file; ``advance`` is told how many bytes were read."""
+    for line in _lines(path, broken, advance):
+        try:
+            yield _window_of(line, rank)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            broken.num_lines += 1
+
+
+def events_in(path: Path, broken: Broken) -> Iterator[JobEvent]:
+    """The events in a file."""
+    for line in _lines(path, broken, lambda num_bytes: None):
+        try:
+            event = JobEvent.from_json(line.decode())
+            if not _LEAST_TIME < event.time < _MOST_TIME:
+                raise ValueError("no time")
+            yield event
+        except (ValueError, RecursionError):
+            broken.num_lines += 1
+
+
+def _lines(path: Path, broken: Broken, advance: Callable[[int], None]) -> Iterator[bytes]:
+    """The lines that have an end; one without is still being written, or its writer died over it."""
+    try:
+        with open_regular(path) as file:
+            is_within = False  # a line that is too long
+            while line := file.readline(_MOST_LINE_BYTES):
+                advance(len(line))
+                is_whole = line.endswith(b"\n")
+                if is_whole and not is_within and len(line) > 1:
+                    yield line
+                elif not is_within and len(line) > 1:
+                    broken.num_lines += 1
+                is_within = not is_whole
+    except OSError as error:
+        broken.files.append(f"{path}: {error.strerror or error}")
+
+
+def _window_of(line: bytes, rank: int) -> StepWindow:
+    """The window in a line; ValueError, KeyError or TypeError if there is none of this rank."""
+    found: dict[str, Any] = json.loads(line)
+    counts: dict[str, Any] = {name: _count(found[name]) for name in _COUNTS}
+    begin, end = _number(found["begin"]), _number(found["end"])
+    if counts["rank"] != rank or not _LEAST_TIME < begin <= end < _MOST_TIME:
+        raise ValueError("of another rank, or of no time")
+    values: dict[str, Any] = {name: _count(found[name]) for name in _LATER_COUNTS if name in found}
+    values |= {name: _lengths(found.get(name, {})) for name in _PARTS}
+    values |= {name: None if found.get(name) is None else _count(found[name]) for name in _SIZES}
+    quantiles = tuple(map(_length, found.get("step_seconds", ())[:_NUM_QUANTILES]))
+    seconds = _lengths(found["seconds"])
+    return StepWindow(begin=begin, end=end, seconds=seconds, step_seconds=quantiles, **counts, **values)
+
+
+def _count(value: object) -> int:
+    if type(value) is int and 0 <= value < _MOST_COUNT:
+        return value
+    raise ValueError("no count")
+
+
+def _number(value: object) -> float:
+    if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
+    raise ValueError("no number")
+
+
+def _length(value: object) -> float:
+    found = _number(value)
+    if not 0 <= found < _MOST_LENGTH:
+        raise ValueError("no length of time")
+    return found
+
+
+def _lengths(value: dict[str, Any]) -> dict[str, float]:
+    for each in value.values():
+        if type(each) not in (int, float) or not 0 <= each < _MOST_LENGTH:  # NaN is neither
+            raise ValueError("no length of time")
+    return value
+
+
+# --- where the files of a run lie: one run directory, or those of several nodes below one folder ---------------------
+
+_PROFILE = re.compile(r"profile-(\d{1,7})\.jsonl")
+_EVENTS = re.compile(r"events-\d{1,7}\.jsonl")
+_JOURNAL = "events-agent.jsonl"
+_MOST_FOLDERS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlaces:
+    """The files of a run."""
+
+    path: Path
+    folders: tuple[Path, ...]
+    """The run directories, one for each node."""
+    profiles: Mapping[int, Sequence[Path]] = field(default_factory=dict)
+    """By rank; a rank has several where it was on one node after another."""
+    events: tuple[Path, ...] = ()
+    journals: tuple[Path, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all profiles."""
+        return sum(_size_of(each) for paths in self.profiles.values() for each in paths)
+
+
+def find_places(path: Path) -> RunPlaces:
+    """What lies at ``path``; ValueError where that is nothing of a run, or nothing with a profile."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; give the run directory of a job")
+    folders = [each for each in _candidates(path) if _has_files(each)]
+    if not folders:
+        raise ValueError(f"{path} holds nothing of a job; give its run directory, or the folder that holds its nodes'")
+    profiles: dict[int, list[Path]] = {}
+    events: list[Path] = []
+    for folder in folders:
+        for file in sorted(folder.iterdir()):
+            if found := _PROFILE.fullmatch(file.name):
+                profiles.setdefault(int(found[1]), []).append(file)
+            elif _EVENTS.fullmatch(file.name):
+                events.append(file)
+    journals = [folder / _JOURNAL for folder in folders if (folder / _JOURNAL).exists()]
+    if not profiles:
+        raise ValueError(
+            f"{path} has no profile (profile-<rank>.jsonl): training has not begun, or the profile is switched off"
+        )
+    return RunPlaces(
+        path=path,
+        folders=tuple(folders),
+        profiles=dict(sorted(profiles.items())),
+        events=tuple(events),
+        journals=tuple(journals),
+    )
+
+
+def _size_of(path: Path) -> int:
+    """0 where it cannot be told: what cannot be read is left out, and named, by whoever reads it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Folders that may be run directories: this one, those of its nodes, or those that lie in it."""
+    nodes = path / "nodes"
+    below = _folders_in(nodes) if nodes.is_dir() else []
+    found = [path, *below]
+    return found if any(_has_files(each) for each in found) else _folders_in(path)
+
+
+def _folders_in(path: Path) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_dir())[:_MOST_FOLDERS]
+
+
+def _has_files(folder: Path) -> bool:
+    names = (each.name for each in folder.iterdir())
+    return any(_PROFILE.fullmatch(name) or _EVENTS.fullmatch(name) or name == _JOURNAL for name in names)
+
+
+# --- what is known of a rank besides its profile: by its metrics, its census, and its node's calibration -------------
+
+_MOST_METRICS_BYTES = 1 << 16
+
+
+def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
+    """A rank, with what else lies in its run directory; None where nobody says on which machine it was."""
+    metrics = _metrics_of(folder, rank)
+    if metrics is None:
+        return None
+    return view_of(
+        windows,
+        host=metrics.host,
+        measures=metrics.measures,
+        census=read_census(folder, rank),
+        calibration=read_calibration(folder),
+        trace=read_trace(folder, rank),
+    )
+
+
+def speeds_of(folder: Path, rank: int) -> Speeds | None:
+    """What has to be known of a rank to tell of tokens and arithmetic; None where nobody says on which machine it was.
+
+    Another machine's calibration says nothing of it.
+    """
+    metrics = _metrics_of(folder, rank)
+    if metrics is None:
+        return None
+    best = read_calibration(folder)
+    return Speeds(
+        num_replicas=metrics.measures.num_replicas,
+        census=read_census(folder, rank),
+        best=best if best is not None and best.host == metrics.host else None,
+    )
+
+
+def not_finite_of(folder: Path, rank: int) -> tuple[int, int] | None:
+    """Steps that were not finite since the rank's last process began, and those left out; None where nobody says."""
+    metrics = _metrics_of(folder, rank)
+    if metrics is None or metrics.measures.num_not_finite is None:
+        return None
+    number = max(metrics.measures.num_not_finite, 0)
+    return number, min(max(metrics.measures.num_skipped or 0, 0), number)
+
+
+def _metrics_of(folder: Path, rank: int) -> RankMetrics | None:
+    try:
+        return RankMetrics.from_json(read_at_most(folder / f"metrics-{rank}.json", _MOST_METRICS_BYTES).decode())
+    except (OSError, ValueError):
+        return None
+
+
+# --- what held a training up, for each config that was in force: verdicts on the windows of all ranks ----------------
+
+_MOST_PERIODS = 24
+_MOST_WINDOWS = 64  # of a rank under one config, the last
+_Config = tuple[int, int, int, int]
+View = Callable[[int, list[StepWindow]], RankView]
+
+
+class Judging:
+    """Takes the windows of one rank after another."""
+
+    def __init__(self) -> None:
+        self._windows: dict[_Config, dict[int, deque[StepWindow]]] = {}
+
+    def take(self, rank: int, windows: Iterable[StepWindow]) -> None:
+        """Those of a rank, the oldest first."""
+        own: dict[_Config, deque[StepWindow]] = {}
+        for window in windows:
+            if window.num_steps > 0:
+                own.setdefault(_config_of(window), deque(maxlen=_MOST_WINDOWS)).append(window)
+        for config in sorted(own, key=lambda each: own[each][-1].end)[-_MOST_PERIODS:]:
+            self._windows.setdefault(config, {})[rank] = own[config]
+
+    def remarks(self, view: View) -> list[Remark]:
+        """A sentence for each config, the oldest first; ``view`` gives what else is known of a rank."""
+        found = []
+        for by_rank in self._windows.values():
+            views = [view(rank, list(windows)) for rank, windows in by_rank.items()]
+            judged = verdict(views, is_partial=True)
+            if judged.kind != "unknown":
+                begin, end = min(each.window.begin for each in views), max(each.window.end for each in views)
+                found.append(Remark(begin=begin, end=end, kind=judged.kind, text=judged.text))
+        return sorted(found)[-_MOST_PERIODS:]
+
+
+def _config_of(window: StepWindow) -> _Config:
+    return window.restart, window.world_size, window.config_version, window.config_revision
+
+
+# --- a RunRecord from the files of a run: one rank after another, so that the windows of few are held ----------------
+
+_MOST_EVENTS = 20_000
+_MOST_EVENTS_OF_RANK = 500
+_MOST_JOB_BYTES = 1 << 20
+
+
+def gather(places: RunPlaces, training: int | None, advance: Callable[[int], None]) -> RunRecord:
+    """The record of a training, the last one for None; ValueError where there is none."""
+    gathering = _Gathering(places, advance)
+    gathering.choose(training)
+    for rank in places.profiles:
+        gathering.take(rank)
+    return gathering.record()
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """One training: which it is, and what is known of it before the ranks are read."""
+
+    number: int
+    num_trainings: int
+    begin: float
+    end: float
+    last_life_begin: float
+    last_word: float
+    happened: Happened
+    events: list[JobEvent]
+    journals: list[list[JobEvent]]
+
+
+@dataclass(slots=True)
+class _Gathering:
+    places: RunPlaces
+    advance: Callable[[int], None]
+    broken: Broken = field(default_factory=Broken)
+    spent: Bins = field(default_factory=lambda: Bins(len(ENTRIES), MOST_BINS))
+    ranks: list[RankRecord] = field(default_factory=list)
+    judging: Judging = field(default_factory=Judging)
+    witness: list[Slice] = field(default_factory=list)
+    """The time of the first rank that there is, by which the job's steps and samples are counted."""
+    witness_speeds: Speeds = field(default_factory=Speeds)
+    num_restarts: int = 0
+    num_failures: int = 0
+    chosen: _Chosen | None = None
+    _lives_of_first: list[Life] | None = None
+    _num_shifted: int = 0
+
+    def choose(self, training: int | None) -> None:
+        """Find out which trainings there are, by the first rank, and settle on one."""
+        first = next(iter(self.places.profiles))
+        lives = self._lives(first)
+        journals = [self._journal(path) for path in self.places.journals]
+        launches = sorted(moment for journal in journals for moment in launches_of(journal))
+        begins = trainings_of(lives, launches or None)
+        if not begins:
+            raise ValueError(f"{self.places.path} has no line of a profile that can be read ({self._broken_words()})")
+        number = len(begins) if training is None else training
+        if not 1 <= number <= len(begins):
+            raise ValueError(f"training {number} is not in {self.places.path}; it has 1 to {len(begins)}")
+        begin = begins[number - 1] if number > 1 else float("-inf")
+        end = begins[number] if number < len(begins) else float("inf")
+        own = lives_within(lives, begin, end)
+        events = [event for path in self.places.events for event in self._events(path)]
+        self.chosen = _Chosen(
+            number=number,
+            num_trainings=len(begins),
+            begin=begin,
+            end=end,
+            last_life_begin=own[-1].begin if own else 0.0,
+            last_word=last_word(journals, begin, end),
+            happened=happened_of(events, journals, begin, end),
+            events=events,
+            journals=journals,
+        )
+        self._lives_of_first = lives
+
+    def take(self, rank: int) -> None:
+        """Read one rank."""
+        assert self.chosen is not None
+        lives = self._lives_of_first if self._lives_of_first is not None else self._lives(rank)
+        is_first, self._lives_of_first = self._lives_of_first is not None, None
+        lives = lives_within(lives, self.chosen.begin, self.chosen.end)
+        if not lives:
+            return
+        is_in_last = lives[-1].end >= self.chosen.last_life_begin
+        slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
+        speeds = self._speeds(rank)
+        self.ranks.append(rank_record(rank, lives, slices, speeds, self._not_finite(rank)))
+        self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
+        self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
+        for each in slices:
+            self.spent.add(each.begin, each.end, [each.seconds.get(entry, 0.0) for entry in ENTRIES])
+        if is_first:
+            self.witness, self.witness_speeds = slices, speeds
+            self.num_restarts = sum(each.is_whole for each in lives[1:])
+            self.num_failures = len(self.chosen.happened.failures) or max(each.restart for each in lives)
+
+    def record(self) -> RunRecord:
+        """All of it."""
+        chosen = self.chosen
+        assert chosen is not None
+        begin, end = min(each.begin for each in self.ranks), max(each.end for each in self.ranks)
+        pieces = [(each.piece, each.piece.window, each.kept) for each in self.witness if each.piece is not None]
+        steady = [each for _, each, _ in pieces if each.num_steps and in_step_seconds(each) > 0]
+        told = [*chosen.events, *(event for journal in chosen.journals for event in journal)]
+        return RunRecord(
+            path=str(self.places.path),
+            job=self._job(),
+            number=chosen.number,
+            num_trainings=chosen.num_trainings,
+            begin=begin,
+            end=end,
+            ledger=ledger_of_job([each.ledger for each in self.ranks], [(each.begin, each.end) for each in self.ranks]),
+            ranks=tuple(self.ranks),
+            first_step=min((each.first_step for each, _, _ in pieces), default=0),
+            last_step=pieces[-1][1].step if pieces else 0,
+            num_steps_again=round(sum(each.num_steps * (1 - kept) for _, each, kept in pieces)),
+            num_samples=round(sum(each.num_samples * kept for _, each, kept in pieces)),
+            samples_per_second=spread_of([each.num_samples / in_step_seconds(each) for each in steady]),
+            tokens_per_second=spread_of(map(self.witness_speeds.tokens_per_second, steady)),
+            step_seconds=spread_of([in_step_seconds(each) / each.num_steps for each in steady]),
+            num_restarts=self.num_restarts,
+            num_failures=self.num_failures,
+            spent=self.spent,
+            periods=tuple(
+                periods_of(self.witness, within(chosen.events, chosen.begin, chosen.end), self.witness_speeds)
+            ),
+            happenings=tuple(happenings_of(within(told, chosen.begin, chosen.end))),
+            notes=tuple(self._notes()),
+            remarks=tuple(self.judging.remarks(self._view)),
+        )
+
+    def _view(self, rank: int, windows: list[StepWindow]) -> RankView:
+        for path in reversed(self.places.profiles[rank]):
+            if (found := known_of(path.parent, rank, windows)) is not None:
+                return found
+        return RankView(host="?", window=merged(windows))
+
+    def _speeds(self, rank: int) -> Speeds:
+        for path in reversed(self.places.profiles[rank]):
+            if (found := speeds_of(path.parent, rank)) is not None:
+                return found
+        return Speeds()
+
+    def _not_finite(self, rank: int) -> tuple[int, int] | None:
+        """As the rank's last process told; None for a training before the last."""
+        assert self.chosen is not None
+        if self.chosen.number < self.chosen.num_trainings:
+            return None
+        found = (not_finite_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
+        return next((each for each in found if each is not None), None)
+
+    def _lives(self, rank: int) -> list[Life]:
+        paths = self.places.profiles[rank]
+        return in_order(life for path in paths for life in lives_of(windows_in(path, rank, self.broken, self.advance)))
+
+    def _events(self, path: Path) -> Sequence[JobEvent]:
+        is_first = path == self.places.events[0]
+        return deque(events_in(path, self.broken), maxlen=_MOST_EVENTS if is_first else _MOST_EVENTS_OF_RANK)
+
+    def _journal(self, path: Path) -> list[JobEvent]:
+        return list(deque(events_in(path, self.broken), maxlen=_MOST_EVENTS))
+
+    def _job(self) -> str:
+        """What the job is called; empty where nothing says so."""
+        for folder in self.places.folders:
+            for file in (folder / "agent.json", *sorted(folder.glob("metrics-*.json"))[:1]):
+                try:
+                    job = json.loads(read_at_most(file, _MOST_JOB_BYTES))["job"]
+                except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                    continue
+                if isinstance(job, str) and job:
+                    return job
+        return ""
+
+    def _broken_words(self) -> str:
+        return f"{self.broken.num_lines} broken" + "".join(f"; {each}" for each in self.broken.files[:3])
+
+    def _notes(self) -> list[str]:
+        notes = [f"{each}: left out" for each in self.broken.files]
+        if self.broken.num_lines:
+            notes.append(f"{self.broken.num_lines} lines of its files are broken, or another version's: left out")
+        if self._num_shifted:
+            notes.append(f"a clock was put back before {self._num_shifted} starts of processes: they are shown later")
+        return notes
