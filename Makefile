@@ -74,7 +74,7 @@ test-peers: $(READY)
 	    echo "name a checkout of torchdata's repository, outside of this one: make test-peers CHECKOUT=/path/to/it" >&2; \
 	    exit 1; }
 	@$(PIP_INSTALL) expecttest
-	$(BIN)/python -m tests.peers $(CHECKOUT) $(if $(ARGS),-- $(ARGS))
+	$(BIN)/python -m tests.support.peers $(CHECKOUT) $(if $(ARGS),-- $(ARGS))
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.support.ranks import RankPool
 
 
 def pytest_configure() -> None:
@@ -40,7 +40,7 @@ def signals_reach_what_is_begun() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Warm ranks for the whole test run; they start with the first test that asks for them."""
-    from tests.ranks import RankPool  # imports torch, which tests without ranks do not need
+    from tests.support.ranks import RankPool  # imports torch, which tests without ranks do not need
 
     with RankPool() as pool:
         yield pool
@@ -48,8 +48,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def forked_jobs(ranks: RankPool) -> Iterator[None]:
-    """The processes of tests.leaving's jobs are forked, and need not import torch."""
-    from tests.leaving import forked_from
+    """The processes of tests.support.leaving's jobs are forked, and need not import torch."""
+    from tests.support.leaving import forked_from
 
     with forked_from(ranks):
         yield
@@ -58,7 +58,7 @@ def forked_jobs(ranks: RankPool) -> Iterator[None]:
 @pytest.fixture
 def storage(ranks: RankPool, tmp_path: Path) -> Path:
     """Where two ranks have saved step 1."""
-    from tests.saving import begin_job  # imports torch
+    from tests.support.saving import begin_job  # imports torch
 
     ranks.run(2, begin_job, tmp_path / "storage", 1)
     return tmp_path / "storage"
@@ -89,8 +89,8 @@ def loader_class(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def started_once() -> Iterator[None]:
     """What is started once and stays, and quick collections."""
-    from tests.loading import freezing_garbage
-    from tests.pools import ensure_servers
+    from tests.support.loading import freezing_garbage
+    from tests.support.pools import ensure_servers
 
     ensure_servers()
     with freezing_garbage():
@@ -111,8 +111,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def no_process_left() -> Iterator[None]:
     """No process of a test outlives it, and it takes no longer than any should."""
-    from tests.loading import settled
-    from tests.pools import within
+    from tests.support.loading import settled
+    from tests.support.pools import within
 
     before = settled().processes
     with within(20):
@@ -123,7 +123,7 @@ def no_process_left() -> Iterator[None]:
 @pytest.fixture
 def within_a_minute() -> Iterator[None]:
     """Who waits for ever fails."""
-    from tests.pools import within
+    from tests.support.pools import within
 
     with within(60):
         yield
@@ -133,8 +133,8 @@ def within_a_minute() -> Iterator[None]:
 def nothing_left() -> Iterator[None]:
     """The test leaves no process, descriptor, thread or shared memory behind."""
     from elastic_ext.data.workers.pool import Pool
-    from tests.loading import settled
-    from tests.pools import FORK, batches_made, work
+    from tests.support.loading import settled
+    from tests.support.pools import FORK, batches_made, work
 
     with Pool(work(), context=FORK) as pool:  # what is opened once and stays
         batches_made(pool, 1, [[0]])

@@ -11,9 +11,18 @@ import pytest
 
 from elastic_ext import ConfigError, ElasticConfig
 from elastic_ext.config.keys import key_table
-from tests.documents import Block, Step, console_steps, fenced_blocks, json_fault, mark_faults, matches, run_page
-from tests.ranks import RankPool
-from tests.scripts import Script
+from tests.support.documents import (
+    Block,
+    Step,
+    console_steps,
+    fenced_blocks,
+    json_fault,
+    mark_faults,
+    matches,
+    run_page,
+)
+from tests.support.ranks import RankPool
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if path.exists()]
@@ -66,7 +75,7 @@ def run_in_a_process(page: Path, folder: Path, pool: RankPool | None) -> None:
     there is a pool that forks one."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ELASTIC_EXT")}
     environ |= {"PYTHONPATH": str(ROOT), "ELASTIC_EXT_RUN_DIR": str(folder / "run")}
-    argv = [str(ROOT / "tests" / "documents.py"), str(page)]
+    argv = [str(ROOT / "tests" / "support" / "documents.py"), str(page)]
     if pool is None:
         done = subprocess.run(
             [sys.executable, *argv],

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "tests" / "saved"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from elastic_ext import ConfigError, ConfigWatcher, ElasticConfig
-from tests.ranks import RankPool
 from tests.saved.job import JOB, NUM_STEPS, Training
+from tests.support.ranks import RankPool
 
 SAVED = Path(__file__).resolve().parent / "saved"
 EXPECTED: dict[str, Any] = json.loads((SAVED / "expected.json").read_text())

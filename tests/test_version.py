@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 
 from elastic_ext.version import VERSION
-from tests.masters import ROOT
+from tests.support.masters import ROOT
 
 
 def test_it_is_that_of_what_is_installed() -> None:

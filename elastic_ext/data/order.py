@@ -88,7 +88,7 @@ def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
 # A *position* counts the samples of an epoch from 0, over all ranks; an *index* is what the dataset calls a sample.
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
-_NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/test_order.py)
+_NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/data/test_order.py)
 _BLOCK = 16_384  # positions that are computed together: each by itself would take a hundred times as long
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48

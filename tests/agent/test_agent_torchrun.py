@@ -1,0 +1,143 @@
+"""elastic-run beside torchrun: the same command line, the same environment of workers, the same output and logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from elastic_ext.agent.arguments import parser
+from tests.support.nodes import ELASTIC_RUN, TORCHRUN
+
+SCRIPT = """
+import json, os, sys
+names = ("RANK LOCAL_RANK ROLE_RANK ROLE_NAME GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE ROLE_WORLD_SIZE GROUP_WORLD_SIZE "
+         "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS PYTHONPATH "
+         "TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_VISIBLE_DEVICES PLANTED").split()
+found = {name: os.environ.get(name) for name in names}
+found["names"] = sorted(name for name in os.environ if not name.startswith("ELASTIC_EXT_"))
+found |= {"argv": sys.argv[1:], "main": __name__}
+found["addr"] = bool(os.environ["MASTER_ADDR"]) and os.environ["MASTER_PORT"].isdecimal()
+found["error file"] = bool(os.environ["TORCHELASTIC_ERROR_FILE"])
+found["parent only"] = "ELASTIC_EXT_AGENT_PID" in os.environ
+rank, count = int(found["RANK"]), int(found["TORCHELASTIC_RESTART_COUNT"])
+with open(os.path.join(os.environ["OUT"], f"worker-{rank}-{count}.json"), "w") as file:
+    json.dump(found, file)
+os.write(1, f"out of {rank} {'apple' if rank == 0 else 'pear'}\\n".encode())
+os.write(2, f"err of {rank}\\n".encode())
+if "fail" in sys.argv and rank == 1 and count < int(sys.argv[-1]):
+    sys.exit(7)
+"""
+
+
+@dataclass
+class Ran:
+    """What came of one launch."""
+
+    status: int
+    workers: dict[str, Any]
+    stdout: list[str]
+    stderr: list[str]
+    logs: dict[str, str]
+    """What lies in the folder for logs; run ids and random parts of names left out."""
+
+
+def run(
+    launcher: tuple[str, ...], folder: Path, options: list[str], arguments: list[str], environ: dict[str, str]
+) -> Ran:
+    folder.mkdir()
+    script, logs, out = folder / "script.py", folder / "logs", folder / "out"
+    script.write_text(SCRIPT)
+    script.chmod(0o755)
+    out.mkdir()
+    options = [option.replace("LOGS", str(logs)) for option in options]
+    if "--no-python" in options or "--no_python" in options:
+        command = [*options, sys.executable, str(script)]
+    elif "-m" in options:
+        command = [*options, "script"]
+    else:
+        command = [*options, str(script)]
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PET_", "ELASTIC_EXT", "TORCHELASTIC"))
+        and name != "OMP_NUM_THREADS"  # launchers set it
+    }
+    given |= {"OUT": str(out), "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, str(folder)] if path)}
+    given |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), **environ}
+    done = subprocess.run(
+        [sys.executable, *launcher, *command, *arguments], env=given, capture_output=True, text=True, timeout=240
+    )
+    found = {file.name: json.loads(file.read_text()) for file in sorted(out.iterdir())}
+    for values in found.values():
+        if values["PYTHONPATH"]:
+            values["PYTHONPATH"] = values["PYTHONPATH"].replace(str(folder), "FOLDER")
+    return Ran(
+        status=done.returncode,
+        workers=found,
+        stdout=sorted(done.stdout.splitlines()),
+        stderr=sorted(line for line in done.stderr.splitlines() if "err of" in line),
+        logs={
+            re.sub("^[^/]*", "RUN", str(file.relative_to(logs))): file.read_text()
+            for file in sorted(logs.rglob("*"))
+            if file.is_file()
+        },
+    )
+
+
+CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
+    "standalone": (["--standalone", "--nproc-per-node=2"], ["--its-own", "a b"], {"PLANTED": "1"}),
+    "spelt with underscores, and restarted": (["--nproc_per_node=2", "--max_restarts=2"], ["fail", "2"], {}),
+    "out of restarts": (["--nproc-per-node=2", "--max-restarts=1", "--role=trainer"], ["fail", "9"], {}),
+    "redirected": (["--nproc-per-node=3", "-r", "0:1,1:2,2:3", "--log-dir=LOGS"], [], {}),
+    "teed and filtered": (
+        [
+            "--nproc-per-node=3",
+            "--tee=3",
+            "--log-dir=LOGS",
+            "--local-ranks-filter=0,2",
+            "--duplicate-stdout-filters=apple",
+        ],
+        [],
+        {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name} ${rank}/${local_rank}]: "},
+    ),
+    "teed": (["--nproc-per-node=2", "-t", "3", "--log_dir=LOGS", "--role=r"], [], {}),
+    "in the environment": ([], ["x"], {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "3"}),
+    "no python": (["--no-python", "--nproc-per-node=2"], ["y"], {}),
+    "a module": (["-m", "--nproc-per-node=2"], ["--name", "z"], {}),
+    "in this interpreter": (["--run-path", "--nproc-per-node=2"], ["w"], {}),
+    "virtual local ranks": (["--virtual-local-rank", "--nproc-per-node=2"], [], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
+    "static": (["--master-addr=127.0.0.1", "--master-port=0", "--nproc-per-node=2"], [], {}),
+}
+
+
+def test_every_option_of_its_own_is_told_of_and_no_other() -> None:
+    helps = [each.format_help() for each in (parser(), get_args_parser())]
+    options = [{name for name in re.findall(r"--[a-z_-]+", words) if "_" not in name} for words in helps]
+    page = Path(__file__).resolve().parents[2].joinpath("docs", "launcher.md").read_text()
+    table = page.partition("## What it adds")[2].partition("##")[0]
+    assert set(re.findall(r"`(--[a-z-]+)", table)) == options[0] - options[1] - {
+        "--shutdown-timeout"
+    }  # torch 2.11 has not got it
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_torchrun_does_elastic_run_does(case: str, tmp_path: Path) -> None:
+    options, arguments, environ = CASES[case]
+    with ThreadPoolExecutor(2) as threads:
+        both = [
+            threads.submit(run, launcher, tmp_path / name, options, arguments, environ)
+            for launcher, name in ((TORCHRUN, "torch"), (ELASTIC_RUN, "ours"))
+        ]
+        theirs, ours = (each.result() for each in both)
+    assert theirs.workers, case
+    assert ours == theirs

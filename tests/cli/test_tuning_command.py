@@ -1,0 +1,177 @@
+"""elastic-ext tuning, and what else on a command line is about the tuner."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.agent.arguments import parse
+from elastic_ext.agent.journal import Journal
+from elastic_ext.agent.master.embedded import OwnMaster, master_choice, tuning_mode
+from elastic_ext.cli import main
+from elastic_ext.cli.master import decision_words
+from elastic_ext.master.credentials import make_token
+from elastic_ext.master.tuning import event_text
+from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.ranks.deadlines import Backoff
+from tests.support.job_facts import made_facts
+from tests.support.masters import MasterThread, master_on_thread, until
+from tests.support.ports import free_port
+from tests.support.tuned import Scripted, decision_of, reported
+
+FACTS = made_facts(world_size=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ELASTIC_EXT_MASTER", "ELASTIC_EXT_TOKEN_FILE", "PET_TUNING", "PET_MASTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+
+
+@pytest.fixture
+def strategy() -> Scripted:
+    first = decision_of(outcome="kept", measured=176.5, version=1)
+    second = decision_of(2, kind="hold", changes={}, reason="rank 1 told nothing", before=None, predicted=None)
+    return Scripted(
+        answers={
+            "see": lambda _: [first, second],
+            "pause": lambda made: [decision_of(3, kind="pause", changes={}, reason=made.all("pause")[0][0])],
+        }
+    )
+
+
+@pytest.fixture
+def master(tmp_path: Path, strategy: Scripted) -> Iterator[MasterThread]:
+    for made in master_on_thread(tmp_path, "--tuning", "auto", strategy=strategy.made):
+        caller = made.caller()
+        caller.join()
+        caller.beat(facts=FACTS.to_json(), workers=[reported(0), reported(1)])
+        yield made
+
+
+def ran(master: MasterThread, *arguments: str) -> int:
+    return main(["tuning", *arguments, "--master", master.address, "--token-file", str(master.token_file)])
+
+
+# ---- elastic-ext tuning ----
+
+
+def test_the_log_says_what_was_decided_why_and_what_came_of_it(
+    master: MasterThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran(master, "log") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("  1  ") and lines[0].endswith("  probe    version 1  kept")
+    assert [each.strip() for each in lines[1:4]] == [
+        "dataloader.num_workers=2",
+        "samples are waited for",
+        "100 samples/s before, 180 samples/s predicted, 176.5 samples/s measured",
+    ]
+    assert lines[4].endswith("  hold") and lines[5].strip() == "rank 1 told nothing"
+    assert lines[-1] == (
+        "the tuner's mode is auto; it is probing: the tuner tries what may be faster (best so far: 640 samples/s)"
+    )
+
+
+def test_the_log_as_json_is_an_object_for_each_decision(
+    master: MasterThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran(master, "log", "--json") == 0
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first["changes"] == {"dataloader.num_workers": 2} and first["measured"] == 176.5
+    assert second["version"] is None and second["outcome"] == ""
+    assert ran(master, "log", "--json", "--last", "1") == 0
+    assert json.loads(capsys.readouterr().out)["number"] == 2
+
+
+def test_people_have_it_pause_with_a_reason_and_go_on(
+    master: MasterThread, strategy: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran(master, "pause", "--reason", "I measure by myself") == 0
+    out = capsys.readouterr().out
+    assert "pause" in out and "I measure by myself" in out and "the tuner's mode is auto" in out
+    assert strategy.all("pause") == [("I measure by myself",)]
+    assert ran(master, "resume", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["decisions"] == [] and found["status"]["mode"] == "auto"
+    assert ran(master, "undo") == 0
+    assert "nothing follows from that" in capsys.readouterr().out and strategy.names()[-1] == "undo"
+
+
+def test_without_a_master_it_is_said_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tuning", "log"]) == 2
+    assert "allowed: --master ADDR" in capsys.readouterr().err
+    assert main(["tuning", "log", "--master", f"127.0.0.1:{free_port()}"]) == 1
+    assert "no master answers" in capsys.readouterr().err
+
+
+def test_a_master_whose_tuner_is_off_refuses_and_says_how_to_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for made in master_on_thread(tmp_path, "--tuning", "off"):
+        assert ran(made, "pause") == 2
+        assert "tuning.mode=advise" in capsys.readouterr().err
+        assert ran(made, "log") == 0
+        assert "the tuner's mode is off" in capsys.readouterr().out
+
+
+def test_status_has_a_line_of_the_tuner(master: MasterThread, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--master", master.address, "--token-file", str(master.token_file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in lines if each.startswith("  tuner")]
+    assert line.split(maxsplit=1)[1] == "auto, probing: the tuner tries what may be faster"
+
+
+def test_words_of_a_decision_cannot_steer_a_terminal() -> None:
+    decision = wire.TuningDecision(number=1, kind="probe", reason="\x1b[2Jgone", changes={"user.x": "{not json"})
+    assert "\x1b" not in decision_words(decision) and "{not json" in decision_words(decision)
+    assert "\x1b" not in event_text(decision_of(reason="\x1b[2Jgone\n"))
+
+
+# ---- elastic-run --tuning ----
+
+
+def mode(*arguments: str) -> str:
+    options = parse([*arguments, "train.py"], {})
+    return tuning_mode(options, master_choice(options))
+
+
+def test_an_own_master_advises_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mode("--standalone") == mode() == mode("--master", "somewhere:1") == "advise"
+    assert mode("--standalone", "--tuning=auto") == "auto"
+    assert mode("--standalone", "--tuning", "OFF") == mode("--tuning=off") == "off"
+    monkeypatch.setenv("PET_TUNING", "auto")
+    assert mode("--standalone") == "auto"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--standalone", "--tuning=on"], "--tuning is 'on'; allowed: off, advise, auto"),
+        (["--tuning=auto"], "there is no master that could tune; --standalone starts one, --master names one"),
+        (["--standalone", "--master=off", "--tuning=advise"], "there is no master"),
+        (["--master=head:7788", "--tuning=auto"], "the master at head:7788 has been told by itself"),
+    ],
+)
+def test_what_cannot_be_asked_of_it_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mode(*arguments)
+
+
+def test_an_own_master_is_told_the_mode(tmp_path: Path) -> None:
+    """As a process that writes down what it was given."""
+    make_token(tmp_path / "master.token")
+    backoff = Backoff(random.Random(1), first_seconds=0.1, most_seconds=0.2)
+    command = ("/bin/sh", "-c", f'echo "$@" > {tmp_path}/told; sleep 60', "sh")
+    own = OwnMaster(tmp_path, "j", Journal(tmp_path), backoff, tuning="auto", command=command)
+    try:
+        own.find()
+        told = tmp_path / "told"
+        assert "--tuning auto" in until(lambda: told.exists() and told.read_text())
+    finally:
+        own.close()

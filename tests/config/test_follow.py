@@ -1,0 +1,495 @@
+"""Following a config on one rank: what is in force at the start and later, knobs, files, and the ways out."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
+from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the run directory of rank 0 in it."""
+    (tmp_path / "0").mkdir()
+    return tmp_path
+
+
+def follower_in(folder: Path, **arguments: Any) -> ConfigFollower:
+    return follow_config(run_dir=folder / "0", job="test", **{"poll_seconds": 0.2, **arguments})
+
+
+# --- what is in force -----------------------------------------------------------------------------------------------
+
+
+def resumed(folder: Path, startup: dict[str, object], state: dict[str, Any]) -> ConfigFollower:
+    follower = follower_in(folder, startup=startup)
+    follower.load_state_dict(state)
+    return follower
+
+
+def test_the_file_wins_over_the_checkpoint_and_the_checkpoint_over_the_arguments(folder: Path) -> None:
+    put(folder, 0, {"version": 2, "user": {"c": "file"}})
+    startup: dict[str, object] = {"user.a": "argument", "user.b": "argument", "user.c": "argument"}
+    state = {
+        "config": {"version": 7, "user": {"b": "checkpoint", "c": "checkpoint"}},
+        "revision": 3,
+        "step": 40,
+    }
+    with resumed(folder, startup, state) as follower:
+        assert follower.config.label == "version 2", "the file found at start wins whatever its version"
+        assert follower.config.user == {"a": "argument", "b": "checkpoint", "c": "file"}
+        assert follower.step == 40
+        with seen_by() as seen:
+            put(folder, 0, {"version": 3})
+            step_until(follower, seen, lambda: follower.config.version == 3)
+        assert follower.config.user == {"a": "argument", "b": "checkpoint", "c": "checkpoint"}
+
+
+def test_without_a_file_the_checkpoints_version_is_the_one_that_a_later_file_must_exceed(folder: Path) -> None:
+    state = {"config": {"version": 7, "user": {"b": 1}}, "revision": 2, "step": 40}
+    with seen_by() as seen, resumed(folder, {}, state) as follower:
+        assert follower.config.label == "version 7, revision 2"
+        put(folder, 0, {"version": 6})
+        step_until(follower, seen, lambda: any("holds version 6 and was refused" in line for line in seen.log))
+        assert any("give it a version of 8 or more" in line for line in seen.log)
+        put(folder, 0, {"version": 8})
+        step_until(follower, seen, lambda: follower.config.version == 8)
+
+
+def test_the_state_of_a_follower_is_plain_json_and_brings_another_to_the_same_config(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder, startup={"dataloader.batch_size": 8}) as follower:
+        put(folder, 0, {"version": 4, "user": {"list": [1, [2, "x"]]}})
+        step_until(follower, seen, lambda: follower.config.version == 4)
+        follower.propose({"dataloader.batch_size": 4}, "less")
+        step_until(follower, seen, lambda: follower.config.revision == 1)
+        state = json.loads(json.dumps(follower.state_dict()))
+        config, step = follower.config, follower.step
+    (folder / "0" / "config.json").unlink()
+    with resumed(folder, {"dataloader.batch_size": 8}, state) as again:
+        assert again.config.digest == config.digest
+        assert again.step == step
+
+
+def test_an_absent_key_means_the_start_up_value_again(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder, startup={"optimizer.learning_rate": 0.1}) as follower:
+        for version, rate in ((1, 0.5), (2, None), (3, 0.7)):
+            put(folder, 0, {"version": version} | ({"optimizer": {"learning_rate": rate}} if rate else {}))
+            step_until(follower, seen, lambda version=version: follower.config.version == version)  # type: ignore[misc]
+            assert follower.config.optimizer.learning_rate == (rate or 0.1)
+
+
+def test_a_bad_file_at_the_start_leaves_the_start_up_values_in_force(folder: Path) -> None:
+    put(folder, 0, '{"version": 1, "optimizer": {"learning_rate": -1}}')
+    with seen_by() as seen, follower_in(folder, startup={"optimizer.learning_rate": 0.1}) as follower:
+        assert follower.config.optimizer.learning_rate == 0.1
+        step_until(follower, seen, lambda: any("learning_rate is -1" in line for line in seen.log))
+        put(folder, 0, {"version": 1})
+        step_until(follower, seen, lambda: follower.config.version == 1)
+
+
+def test_a_file_found_at_the_start_whose_step_is_to_come_waits_for_it(folder: Path) -> None:
+    put(folder, 0, {"version": 3, "apply_at_step": 5, "user": {"x": 1}})
+    with seen_by() as seen, follower_in(folder) as follower:
+        values = []
+        for _ in range(8):
+            values.append(follower.knob("x", 0))
+            take_step(follower, seen)
+    assert values == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_file_found_at_the_start_whose_step_has_passed_is_in_force(folder: Path) -> None:
+    put(folder, 0, {"version": 3, "apply_at_step": 5})
+    with follower_in(folder, start_step=9) as follower:
+        assert follower.config.version == 3
+
+
+def test_a_value_that_the_start_up_values_forbid_is_refused_with_the_reason(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder, startup={"parallelism.strategy": "no_shard"}) as follower:
+        put(folder, 0, {"version": 1, "parallelism": {"shard_degree": 4}})
+        step_until(follower, seen, lambda: any("version 1 was refused" in line for line in seen.log))
+        assert any("with the start-up values" in line and "shard_degree" in line for line in seen.log)
+        assert follower.config.version == 0
+
+
+# --- save once ------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_that_asks_for_a_checkpoint_gets_one_and_its_revisions_none(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        put(folder, 0, {"version": 1, "checkpoint": {"now": True}})
+        step_until(follower, seen, lambda: follower.config.version == 1)
+        follower.propose({"user.x": 1}, "a revision")
+        step_until(follower, seen, lambda: follower.config.revision == 1)
+        put(folder, 0, {"version": 2})
+        step_until(follower, seen, lambda: follower.config.version == 2)
+        assert len(seen.saves) == 1
+        follower.propose({"checkpoint.now": True}, "from inside")
+        step_until(follower, seen, lambda: follower.config.revision == 1)
+        assert len(seen.saves) == 2
+
+
+@pytest.mark.parametrize(("resumed_version", "num_saves"), [(4, 1), (5, 0)])
+def test_a_restart_saves_for_a_file_only_if_the_checkpoint_did_not_know_its_version(
+    folder: Path, resumed_version: int, num_saves: int
+) -> None:
+    put(folder, 0, {"version": 5, "checkpoint": {"now": True}})
+    state = {"config": {"version": resumed_version}, "revision": 0, "step": 3}
+    with seen_by() as seen, resumed(folder, {}, state) as follower:
+        for _ in range(6):
+            take_step(follower, seen)
+    assert len(seen.saves) == num_saves
+
+
+# --- knobs and appliers ---------------------------------------------------------------------------------------------
+
+
+def test_a_knob_of_another_type_than_the_scripts_is_refused_by_name(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        assert follower.knob("mixup", 0.5) == 0.5
+        put(folder, 0, {"version": 1, "user": {"mixup": "a lot"}})
+        step_until(follower, seen, lambda: any("version 1 was refused" in line for line in seen.log))
+        assert any('user.mixup is "a lot"; allowed: a number' in line for line in seen.log)
+        put(folder, 0, {"version": 2, "user": {"mixup": 1}})
+        step_until(follower, seen, lambda: follower.config.version == 2)
+        value = follower.knob("mixup", 0.5)
+        assert value == 1.0
+        assert type(value) is float
+
+
+def test_a_knob_read_late_that_holds_another_type_says_so(folder: Path) -> None:
+    put(folder, 0, {"version": 1, "user": {"mixup": "a lot"}})
+    with follower_in(folder) as follower, pytest.raises(ConfigError, match=r"user\.mixup is \"a lot\""):
+        follower.knob("mixup", 0.5)
+    assert follower.knob("mixup") == "a lot"
+
+
+def test_a_dotted_key_of_the_table_can_be_read_as_a_knob(folder: Path) -> None:
+    with follower_in(folder, startup={"dataloader.batch_size": 8}) as follower:
+        assert follower.knob("dataloader.batch_size", 1) == 8
+        assert follower.knob("dataloader.num_workers", 2) == 2
+
+
+def test_what_nothing_has_asked_for_is_named_once_it_is_set(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.knob("read", 0)
+        follower.add(RecordingApplier("optimizer"))
+        values = {"user": {"read": 1, "raed": 1}, "optimizer": {"learning_rate": 0.1}, "dataloader": {"num_workers": 1}}
+        put(folder, 0, {"version": 1, **values})
+        step_until(follower, seen, lambda: follower.config.version == 1)
+    unread = [line for line in seen.log if "nothing in this job has asked for" in line]
+    assert len(unread) == 1
+    assert "dataloader.num_workers, user.raed" in unread[0]
+
+
+def test_sections_are_applied_in_the_houses_order_and_only_where_they_differ(folder: Path) -> None:
+    order: list[str] = []
+    with seen_by() as seen, follower_in(folder) as follower:
+        for section in ("user", "optimizer", "dataloader", "parallelism", "communication", "checkpoint"):
+            follower.on_change(section, lambda old, new, section=section: order.append(section))  # type: ignore[misc]
+        put(
+            folder,
+            0,
+            {
+                "version": 1,
+                "user": {"a": 1},
+                "checkpoint": {"steps": 5},
+                "optimizer": {"learning_rate": 1},
+                "communication": {"bucket_cap_mb": 1},
+                "parallelism": {"unit": "whole"},
+            },
+        )
+        step_until(follower, seen, lambda: follower.config.version == 1)
+    assert order == ["communication", "parallelism", "optimizer", "checkpoint", "user"]
+
+
+def test_an_applier_of_an_unknown_section_is_refused(folder: Path) -> None:
+    with follower_in(folder) as follower, pytest.raises(ValueError, match=r"section is 'optimiser'; allowed: one of"):
+        follower.add(RecordingApplier("optimiser"))
+
+
+def test_a_check_given_to_on_change_can_refuse(folder: Path) -> None:
+    taken: list[ElasticConfig] = []
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.on_change("user", lambda old, new: taken.append(new), check=lambda new: "never" if new.user else None)
+        put(folder, 0, {"version": 1, "user": {"a": 1}})
+        step_until(follower, seen, lambda: any("user: never" in line for line in seen.log))
+    assert taken == []
+
+
+def test_a_proposal_that_can_never_be_allowed_raises_at_once(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        with pytest.raises(ConfigError, match=r"dataloader\.batch_size is 0"):
+            follower.propose({"dataloader.batch_size": 0}, "too small")
+        with pytest.raises(ConfigError, match=r"nearest is \"dataloader\.batch_size\""):
+            follower.propose({"batch_size": 4}, "no such key")
+
+
+# --- files, and the ways out ----------------------------------------------------------------------------------------
+
+
+def test_the_run_directory_tells_what_is_in_force_and_since_when(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    with seen_by() as seen, follower_in(folder) as follower:
+        put(folder, 0, {"version": 2, "reason": "because", "user": {"x": 1}})
+        step_until(follower, seen, lambda: follower.config.version == 2)
+    metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+    assert (metrics["config_version"], metrics["config_revision"], metrics["generation"]) == (2, 0, 3)
+    assert (metrics["rank"], metrics["world_size"], metrics["pid"]) == (0, 1, os.getpid())
+    (event,) = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    assert (event["kind"], event["generation"], event["step"]) == ("config-applied", 3, seen.applied[0][0])
+    assert event["details"]["changes"] == {"user.x": [None, 1]}
+    assert event["text"].endswith("user.x null -> 1 (because)")
+
+
+def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metrics(folder: Path) -> None:
+    put(folder, 0, {"version": 2, "user": {"b": 2}})
+    with seen_by() as seen, follower_in(folder, startup={"user.a": 1}) as follower:
+        start = [line for line in seen.log if "config file" in line]
+        assert len(start) == 1
+        assert start[0].endswith('version 2 in force: {"version": 2, "user": {"a": 1, "b": 2}}')
+        follower.propose({"user.a": 5}, "from inside")
+        step_until(follower, seen, lambda: follower.config.revision == 1)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+        assert (metrics["config_version"], metrics["config_revision"]) == (2, 1)
+
+
+def test_training_goes_on_where_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = tmp_path / "config.json"
+    with (
+        seen_by() as seen,
+        follow_config(config, run_dir=tmp_path / "file" / "run", job="test", poll_seconds=0.2) as follower,
+    ):
+        config.write_text('{"version": 1}')
+        step_until(follower, seen, lambda: follower.config.version == 1)
+    assert len([line for line in seen.log if "cannot be written" in line]) == 1
+
+
+def test_switched_off_there_are_no_threads_no_files_and_no_changes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_EXT", "off")
+    put(folder, 0, {"version": 1, "user": {"x": 1}})
+    threads = set(threading.enumerate())
+    with follower_in(folder, startup={"user.x": 5}) as follower:
+        assert set(threading.enumerate()) == threads
+        assert follower.knob("x", 0) == 5
+        proposal = follower.propose({"user.x": 6}, "no")
+        assert (proposal.outcome, "ELASTIC_EXT=off" in proposal.refusal) == ("refused", True)
+        assert follower.boundary().step == 1
+        follower.request_stop()
+        assert [follower.boundary().stop for _ in range(2)][-1]
+    assert [file.name for file in (folder / "0").iterdir()] == ["config.json"]
+
+
+def test_closing_ends_every_thread_and_twice_is_allowed(folder: Path) -> None:
+    threads = set(threading.enumerate())
+    follower = follower_in(folder)
+    follower.start()
+    assert set(threading.enumerate()) > threads
+    follower.close()
+    follower.close()
+    assert set(threading.enumerate()) == threads
+    assert follower.config.version == 0
+
+
+def refusals_in(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "config-refused"]
+
+
+def test_a_version_that_comes_after_the_last_step_is_said_to_be_too_late(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.boundary()
+        follower.finish()
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+    why = "it came after the last step boundary, of step 1; the next run begins with it"
+    assert [line for line in seen.log if "refused" in line] == [
+        f"WARNING version 4 was refused, version 3 stays in force: {why}"
+    ]
+    assert refusals_in(folder) == [f"version 4 was refused: {why}"]
+
+
+def test_an_old_version_or_one_that_cannot_be_is_said_even_after_the_last_step(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    for contents, words in (
+        (rate(2, 0.5), "holds version 2 and was refused, since version 3 is in force; give it a version of 4 or more"),
+        ({"version": 4, "typo": 1}, "was refused, version 3 stays: typo is not a known key"),
+    ):
+        put(folder, 0, rate(3, 0.25))
+        with seen_by() as seen, follower_in(folder) as follower:
+            follower.boundary()
+            put(folder, 0, contents, seen_by=follower)
+            follower.finish()
+        assert [words in line for line in seen.log if "refused" in line] == [True]
+
+
+def test_of_a_run_that_an_exception_ended_no_version_is_said_to_be_late(folder: Path) -> None:
+    with seen_by() as seen, suppress(LookupError), follower_in(folder) as follower:
+        follower.boundary()
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+        raise LookupError
+    assert not [line for line in seen.log if "refused" in line]
+
+
+def end_of_with(folder: Path) -> ConfigFollower:
+    with follower_in(folder) as follower:
+        pass
+    return follower
+
+
+def exception_in_with(folder: Path) -> ConfigFollower:
+    with suppress(LookupError), follower_in(folder) as follower:
+        raise LookupError
+    return follower
+
+
+def call_of_close(folder: Path) -> ConfigFollower:
+    follower = follower_in(folder)
+    follower.start()
+    follower.close()
+    return follower
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [
+        (end_of_with, "`with follower:` has ended, and"),
+        (exception_in_with, "an exception has left `with follower:`, and"),
+        (call_of_close, r"follower\.close\(\) was called, and"),
+    ],
+)
+def test_what_comes_after_the_end_says_what_the_user_did(
+    folder: Path, closed: Callable[[Path], ConfigFollower], words: str
+) -> None:
+    follower = closed(folder)
+    for _ in range(2):
+        with pytest.raises(ElasticError, match=f"^{words}.* make this call before it, or make a new one on every rank"):
+            follower.boundary()
+        follower.close()  # changes nothing of what it was
+
+
+def test_a_follower_that_was_not_started_says_what_to_do(folder: Path) -> None:
+    follower = follower_in(folder)
+    with pytest.raises(ElasticError, match=r"start\(\) was not called"):
+        follower.boundary()
+    follower.close()
+
+
+def test_a_checkpoint_loaded_after_the_first_step_is_refused(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        follower.boundary()
+        with pytest.raises(ElasticError, match="only before the first step"):
+            follower.load_state_dict(follower.state_dict())
+
+
+def test_a_checkpoint_loaded_after_the_start_comes_into_force_under_the_file(folder: Path) -> None:
+    state = {"config": {"version": 7, "optimizer": {"weight_decay": 0.5}, "user": {"a": 1}}, "revision": 2, "step": 40}
+    put(folder, 0, rate(3, 0.25))
+    with follower_in(folder, startup={"optimizer.learning_rate": 0.5}) as follower:
+        applier = RecordingApplier()
+        follower.add(applier)
+        follower.load_state_dict(state)
+        assert follower.config.values() == {
+            "optimizer.learning_rate": 0.25,
+            "optimizer.weight_decay": 0.5,
+            "user.a": 1,
+        }
+        assert follower.config.version == 3
+        assert applier.applied[-1][1] == "version 3"
+        follower.boundary()
+        assert follower.step == 41
+
+
+def test_a_checkpoint_loaded_after_the_start_without_a_file_stays_in_force(folder: Path) -> None:
+    state = {"config": {"version": 7, "user": {"a": 1}}, "revision": 2, "step": 40}
+    with follower_in(folder) as follower:
+        follower.load_state_dict(state)
+        assert follower.config.label == "version 7, revision 2"
+        put(folder, 0, rate(7, 0.25), seen_by=follower)
+        follower.boundary()
+        follower.boundary()
+        assert follower.config.label == "version 7, revision 2", "a later file needs a higher version"
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "always"])
+def test_an_impossible_thinning_is_refused(folder: Path, every: Any) -> None:
+    with pytest.raises(ValueError, match=r'agree_every_steps is .*; allowed: "auto" or an integer >= 1'):
+        follower_in(folder, agree_every_steps=every)
+
+
+def test_an_exception_in_the_loop_leaves_the_follower_closed_and_unchanged(folder: Path) -> None:
+    threads = set(threading.enumerate())
+    with pytest.raises(LookupError), follower_in(folder):
+        raise LookupError
+    assert set(threading.enumerate()) == threads
+
+
+def test_an_applier_that_fails_ends_the_run_and_stays_failed(folder: Path) -> None:
+    with seen_by() as seen:
+        follower = follower_in(folder)
+        follower.add(RecordingApplier(fail={1: "apply"}))
+        follower.start()
+        put(folder, 0, {"version": 1, "optimizer": {"learning_rate": 1}})
+        with pytest.raises(ElasticError, match="ArithmeticError: apply of version 1 broke"):
+            step_until(follower, seen, lambda: follower.config.version == 1)
+        with pytest.raises(ElasticError, match="ArithmeticError: apply of version 1 broke"):
+            follower.boundary()
+        follower.close()
+
+
+def test_a_file_found_at_the_start_is_judged_after_the_first_step_has_read_its_knobs(folder: Path) -> None:
+    put(folder, 0, {"version": 1, "user": {"read": 1, "raed": 1}})
+    with seen_by() as seen, follower_in(folder) as follower:
+        for _ in range(3):
+            follower.knob("read", 0)
+            take_step(follower, seen)
+    unread = [line for line in seen.log if "nothing in this job has asked for" in line]
+    assert unread == ["WARNING version 1 sets user.raed, which nothing in this job has asked for so far"]
+
+
+def test_a_stale_file_is_warned_of_once_per_content(folder: Path) -> None:
+    put(folder, 0, {"version": 5})
+    with seen_by() as seen, follower_in(folder) as follower:
+        for number in range(4):
+            put(folder, 0, {"version": 5})
+            put(folder, 0, {"version": 3, "user": {"x": number % 2}})
+            wanted = min(number + 1, 2)
+            step_until(follower, seen, lambda wanted=wanted: len(stale(seen.log)) >= wanted)  # type: ignore[misc]
+        for _ in range(500):
+            take_step(follower, seen)
+    assert len(stale(seen.log)) == 2
+
+
+def stale(log: list[str]) -> list[str]:
+    return [line for line in log if "holds version 3 and was refused, since version 5 is in force" in line]
+
+
+def test_a_save_asked_for_after_the_last_boundary_is_warned_of(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        take_step(follower, seen)
+        follower.request_save()
+    assert any("a checkpoint was asked for after the last step boundary" in line for line in seen.log)
+
+
+def test_the_metrics_say_at_the_end_how_far_the_run_came(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        for _ in range(25):
+            follower.boundary()
+    assert json.loads((folder / "0" / "metrics-0.json").read_text())["step"] == 25
+
+
+def test_a_large_file_written_compactly_is_taken(folder: Path) -> None:
+    put(folder, 0, json.dumps({"version": 1, "user": {"x": [1] * 150_000}}, separators=(",", ":")))
+    with follower_in(folder) as follower:
+        assert follower.config.version == 1

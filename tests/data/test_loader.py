@@ -1,0 +1,332 @@
+"""A loader whose sizes, workers and ranks change in the middle of an epoch gives each sample once, in one order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from elastic_ext import ElasticTrainer, MicroBatchSource
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.data.batch_plan import BatchPlan
+from elastic_ext.data.loader import ElasticDataLoader
+from tests.support.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
+from tests.support.pools import WaitAt, gate, open_gate
+from tests.support.ranks import RankPool
+from tests.support.scripts import Script
+
+pytestmark = pytest.mark.usefixtures("started_once")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    gc.collect()
+    assert [child for child in psutil.Process().children() if child not in before and child.is_running()] == []
+
+
+# --- as torch's -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"drop_last": True}, {"batch_size": None}, {"sampler": [3, 1, 2]}, {"collate_fn": list}, {"batch_size": 50}],
+)
+def test_batches_are_those_of_torch(arguments: dict[str, Any], num_workers: int) -> None:
+    data = torch.arange(46).reshape(23, 2)
+    ours: Any = ElasticDataLoader(data, **{"batch_size": 4} | arguments, num_workers=num_workers)
+    theirs: Any = DataLoader(data, **{"batch_size": 4} | arguments)  # type: ignore[arg-type]
+    for _ in range(2):
+        own, other = list(ours), list(theirs)
+        assert len(own) == len(other) == len(ours) == len(theirs)
+        assert all(torch.equal(torch.as_tensor(a[0]), torch.as_tensor(b[0])) for a, b in zip(own, other, strict=True))
+
+
+def test_an_empty_dataset_gives_nothing() -> None:
+    for num_workers in (0, 1):
+        assert list(loader_of(0, num_workers=num_workers)) == []
+    assert len(loader_of(0)) == 0
+
+
+def test_each_loop_shuffles_anew_and_a_named_epoch_as_it_did() -> None:
+    loader = loader_of(50, shuffle=True, seed=3)
+    loops = [indices_in(loader) for _ in range(3)]
+    assert all(sorted(each) == list(range(50)) for each in loops) and len({tuple(each) for each in loops}) == 3
+    loader.set_epoch(1)
+    assert indices_in(loader) == loops[1]
+    assert indices_in(loader_of(50, shuffle=True, seed=4)) != loops[0]
+    generator = torch.Generator().manual_seed(3)
+    assert indices_in(loader_of(50, shuffle=True, generator=generator)) == loops[0]
+
+
+def test_what_a_sampler_draws_depends_on_seed_and_epoch() -> None:
+    def drawn() -> list[list[int]]:
+        loader = loader_of(9, sampler=WeightedRandomSampler([1.0] * 9, 30))
+        return [indices_in(loader) for _ in range(2)]
+
+    first = drawn()
+    torch.rand(1)
+    assert drawn() == first and first[0] != first[1]
+
+
+def test_a_dataset_may_have_another_length_in_the_next_epoch() -> None:
+    dataset = Numbers(5)
+    loader = ElasticDataLoader(dataset, 2, shuffle=True)
+    assert sorted(indices_in(loader)) == list(range(5))
+    dataset.size = 8
+    assert sorted(indices_in(loader)) == list(range(8)) and len(loader) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_cannot_be_had_raises_what_it_raised(num_workers: int) -> None:
+    loader = ElasticDataLoader(Numbers(4), 2, sampler=[0, 1, 7, 2, 3, 1], num_workers=num_workers)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(IndexError, match="7"):
+        next(batches)
+    assert indices_in(batches) == [3, 1]  # as torch's goes on
+
+
+def test_workers_are_kept_from_epoch_to_epoch_where_that_is_asked_for() -> None:
+    for is_kept in (False, True):
+        loader = loader_of(40, num_workers=1, persistent_workers=is_kept)
+        pids = [{int(pid) for _, makers in loader for pid in makers} for _ in range(2)]
+        assert (pids[0] == pids[1]) is is_kept
+        del loader
+
+
+def test_a_loop_that_is_left_early_leaves_nothing() -> None:
+    loader = loader_of(1000, num_workers=2)
+    for _ in loader:
+        break
+    assert len(list(itertools.islice(loader, 3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: ElasticDataLoader(Numbers(5), 2, batch_sampler=[[1], [2]]), ValueError, "mutually exclusive"),
+        (lambda: ElasticDataLoader(Endless(), seed_samples=True), ValueError, "samples with an index"),
+        (lambda: ElasticDataLoader(Numbers(5), fast_forward=True), ValueError, "is for an IterableDataset"),
+        (lambda: ElasticDataLoader(Numbers(5), 0), ValueError, "batch_size should be a positive integer"),
+        (
+            lambda: ElasticDataLoader(Numbers(5), num_workers=-1),
+            ValueError,
+            "num_workers option",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+# --- what changes ---------------------------------------------------------------------------------------------------
+
+
+def test_workers_come_and_go_while_a_loop_goes_on() -> None:
+    loader = loader_of(6000, 2, shuffle=True, seed=1)
+    expected = indices_in(loader)
+    loader.set_epoch(0)
+    found: list[int] = []
+    makers: list[set[int]] = []
+    wanted = itertools.cycle([2, 0, 3, 1])
+    for number, (indices, pids) in enumerate(loader):
+        if number % 300 == 0:
+            changed(loader, num_workers=next(wanted), prefetch_factor=1 + number % 3)
+            makers.append(set())
+        found += indices.tolist()
+        makers[-1] |= set(pids.tolist())
+    assert found == expected
+    assert set.union(*makers) - {0}, "no worker made anything"
+
+
+def test_until_a_worker_is_ready_this_process_makes_what_is_taken_and_nothing_ahead(tmp_path: Path) -> None:
+    start = gate(tmp_path / "start")
+    loader = loader_of(400, 2, worker_init_fn=lambda _: WaitAt(start)())
+    batches = iter(loader)
+    next(batches)
+    changed(loader, num_workers=2, prefetch_factor=8)
+    (making,) = loader._makings
+    for _ in range(3):
+        (pids, is_settled) = next(batches)[1], making.is_settled
+        assert set(pids.tolist()) == {0} and not is_settled
+    open_gate(start)
+    assert making._pool is not None
+    making._pool.wait_ready()
+    assert 0 not in next(batches)[1].tolist()
+    open_gate(start)
+    making._pool.wait_ready(2)
+    assert making.is_settled
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("collate_fn", [None, collate_by_hand])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sizes_change_between_two_batches(num_workers: int, collate_fn: Any, num_ranks: int) -> None:
+    loaders = [loader_of(400, shuffle=True, num_workers=num_workers, collate_fn=collate_fn) for _ in range(num_ranks)]
+    expected = indices_in(loader_of(400, shuffle=True))
+    sizes = [8, 12, 5, 5, 1, 30, 8, *[9] * 40]
+    plans = [BatchPlan(global_batch=size * num_ranks, num_ranks=num_ranks, micro_batch=size) for size in sizes]
+    found: list[int] = []
+    for rank, loader in enumerate(loaders):
+        loader.plan(plans[0], rank)
+    for number, batches in enumerate(zip(*loaders, strict=True)):
+        found += indices_in(batches)
+        for rank, loader in enumerate(loaders):
+            loader.commit()
+            loader.plan(plans[number // 3 + 1], rank)
+    assert found == expected
+
+
+def test_what_workers_have_made_is_made_use_of_when_sizes_change(tmp_path: Path) -> None:
+    dataset = Counted(tmp_path / "counted")
+    loader = ElasticDataLoader(dataset, 8, num_workers=2, prefetch_factor=3)
+    loader.plan(BatchPlan(global_batch=8, num_ranks=1, micro_batch=8), 0)
+    found: list[int] = []
+    for number, indices in enumerate(loader):
+        found += indices.tolist()
+        loader.commit()
+        if number in (2, 6):
+            size = 12 if number == 2 else 5
+            loader.plan(BatchPlan(global_batch=size, num_ranks=1, micro_batch=size), 0)
+    assert found == list(range(300))
+    assert sorted(map(int, dataset.file.read_text().split())) == list(range(300))  # each was made once
+
+
+def test_a_sample_that_cannot_be_had_fails_its_own_batch_alone_when_sizes_change() -> None:
+    loader = ElasticDataLoader(Numbers(20), 10, sampler=[*range(18), 99, 19], num_workers=1, prefetch_factor=4)
+    loader.plan(BatchPlan(global_batch=10, num_ranks=1, micro_batch=10), 0)
+    batches = iter(loader)
+    found = indices_in([next(batches)])
+    loader.commit()
+    loader.plan(BatchPlan(global_batch=5, num_ranks=1, micro_batch=5), 0)
+    found += indices_in([next(batches)])
+    with pytest.raises(IndexError, match="99"):
+        next(batches)
+    assert found == list(range(15))
+
+
+class Counted:
+    """Notes which samples are made."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> int:
+        with self.file.open("a") as file:
+            file.write(f"{index}\n")
+        return index
+
+
+def test_workers_that_cannot_go_are_not_taken() -> None:
+    loader = loader_of(10, num_workers=1, persistent_workers=True)
+    told = loader.check(ElasticConfig.from_values({"dataloader.num_workers": 0}))
+    assert told is not None and "persistent_workers" in told
+
+
+def test_a_step_that_commits_early_is_followed_by_one_that_begins_there() -> None:
+    loader = loader_of(20, num_workers=1)
+    loader.plan(BatchPlan(global_batch=8, num_ranks=1, micro_batch=3), 0)
+    found = []
+    for indices, _ in loader:
+        loader.commit()  # every micro-step
+        found.append(indices.tolist())
+    assert list(itertools.chain(*found)) == list(range(20))
+    assert [len(each) for each in found][:3] == [2, 2, 2]
+
+
+def test_going_back_hands_out_again_in_the_same_loop() -> None:
+    loader = loader_of(40, shuffle=True, num_workers=1)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    found: list[list[int]] = []
+    state: dict[str, Any] = {}
+    for number, (indices, _) in enumerate(loader):
+        found.append(indices.tolist())
+        loader.commit()
+        if number == 2:
+            state = loader.state_dict()
+        if number == 5:
+            loader.rewind(state)
+    assert found[6:9] == found[3:6] and len(found) == 13
+    assert sorted(itertools.chain(*found[:3], *found[6:])) == list(range(40))
+
+
+# --- with a trainer -------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_has_it_cut_steps_and_resumes_where_it_was(tmp_path: Path) -> None:
+    def train(num_steps: int, batch_size: int, num_workers: int) -> tuple[list[list[int]], int]:
+        model = torch.nn.Linear(1, 1)
+        loader = loader_of(50, batch_size, shuffle=True, num_workers=num_workers)
+        assert isinstance(loader, MicroBatchSource)
+        trainer = ElasticTrainer(
+            model, loader, global_batch_size=8, shared_storage_path=tmp_path / "storage", job="job", run_dir=tmp_path
+        )
+        taken: list[list[int]] = []
+        with trainer:
+            optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+            begins_at = trainer.global_step
+            for epoch in range(trainer.start_epoch, 2):
+                with trainer.epoch(epoch):
+                    for indices, _ in loader:
+                        with trainer.step():
+                            model(indices[:, None].float()).sum().backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                        taken.append(indices.tolist())
+                        if trainer.global_step == num_steps and not trainer._session.steps.is_partial:
+                            trainer.save_checkpoint()
+                            return taken, begins_at
+        return taken, begins_at
+
+    first, _ = train(4, 4, 0)
+    second, begins_at = train(1 << 30, 3, 2)
+    assert begins_at == 4
+    whole = loader_of(50, 1, shuffle=True)
+    epochs = [indices_in(whole), indices_in(whole)]
+    taken = list(itertools.chain(*first, *second))
+    assert taken == epochs[0] + epochs[1]
+    assert {len(each) for each in [*first, *second]} == {4, 2}  # the batch size in force was saved, too
+
+
+AFTER_A_GROUP = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from elastic_ext.data.loader import ElasticDataLoader
+from tests.support.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
+from tests.support.pools import WaitAt, gate, open_gate
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]) * 2 + 1).sum()
+del mesh
+dist.destroy_process_group()
+print(sum(len(batch) for batch in ElasticDataLoader(torch.arange(20), 4, num_workers=2)))
+"""
+
+
+def test_workers_start_after_a_process_group_has_gone(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(AFTER_A_GROUP)
+    with Script(ranks, [str(tmp_path / "script.py")], folder=tmp_path, env=os.environ) as script:
+        told, _ = script.communicate(60)
+    assert told.split() == ["20"], told

@@ -1,0 +1,69 @@
+"""What of a job is stored: each change once, again where it could not be written, and nothing of what is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_ext.master.job import Job, JobSettings, Moment
+from elastic_ext.master.store import Store, Stored, Unsaved
+from elastic_ext.master.wire import master_pb2 as wire
+from tests.support.masters import join_request
+
+NOTHING = Stored(job="", job_id="id", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+DAY = 24 * 3600.0
+
+
+def at(seconds: float) -> Moment:
+    return Moment(seconds, 1e9 + seconds)
+
+
+def job(stored: Stored = NOTHING) -> Job:
+    return Job(stored, JobSettings(library="1"), at(0.0))
+
+
+def named(unsaved: Unsaved) -> list[str]:
+    return sorted(each.node_id for each in unsaved.nodes)
+
+
+def test_each_change_is_given_once_and_again_where_it_was_not_written() -> None:
+    found = job()
+    found.join(at(1.0), join_request("a"))
+    membership = wire.Membership(version=1, nodes=[wire.NodeShare(node_id="a", num_workers=1)])
+    found.beat(at(2.0), wire.BeatRequest(node_id="a", incarnation=1, membership=membership))
+    first = found.take_unsaved()
+    assert named(first) == ["a"] and first.job == "j" and first.membership is not None and first.pairs is None
+    second = found.take_unsaved()
+    assert not second.nodes and not second.events and second.job is None and second.membership is None
+    found.give_back(first)
+    again = found.take_unsaved()
+    assert named(again) == ["a"] and (again.job, again.membership) == (first.job, first.membership)
+    assert list(again.events) == list(first.events)
+
+
+def test_a_node_that_was_forgotten_and_has_come_back_is_stored(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    found = job(store.read())
+    found.join(at(1.0), join_request("a"))
+    kept(store, found.take_unsaved())
+    found.leave(at(2.0), wire.LeaveRequest(node_id="a", incarnation=1))
+    found.tick(at(3.0))
+    found.tick(at(DAY + 10.0))
+    gone = found.take_unsaved()
+    assert list(gone.forgotten) == ["a"]
+    found.give_back(gone)  # the disk is full
+    found.join(at(DAY + 11.0), join_request("a", 2))
+    kept(store, found.take_unsaved())
+    assert [each.incarnation for each in store.read().nodes] == [2]
+    store.close()
+
+
+def kept(store: Store, unsaved: Unsaved) -> None:
+    store.keep(
+        events=unsaved.events,
+        nodes=unsaved.nodes,
+        forgotten=unsaved.forgotten,
+        membership=unsaved.membership,
+        points=unsaved.points,
+        job=unsaved.job,
+        pairs=unsaved.pairs,
+    )

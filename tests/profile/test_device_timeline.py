@@ -1,0 +1,223 @@
+"""A timeline by the clock of a device that lags behind: one that is made up, and a GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ext.profile.device_timeline import DeviceTimeline
+from elastic_ext.profile.phases import Phase
+from elastic_ext.records.metrics import StepWindow
+from tests.support.training import make_data, trainer_of
+
+
+@dataclass
+class Device:
+    """Comes to what it is given when it is let, and has a clock of its own."""
+
+    now: float = 0.0  # milliseconds
+    queue: deque[Any] = field(default_factory=deque)
+    num_events: int = 0
+    fails: bool = False
+
+    def event(self) -> Mark:
+        self.num_events += 1
+        return Mark(self)
+
+    def work(self, milliseconds: float) -> None:
+        self.queue.append(milliseconds)
+
+    def run(self, num: int | None = None) -> None:
+        for _ in range(len(self.queue) if num is None else num):
+            item = self.queue.popleft()
+            if isinstance(item, Mark):
+                item.at = self.now
+            else:
+                self.now += item
+
+
+@dataclass
+class Mark:
+    device: Device
+    at: float | None = None
+
+    def record(self) -> None:
+        if self.device.fails:
+            raise RuntimeError("planted")
+        self.at = None
+        self.device.queue.append(self)
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def synchronize(self) -> None:
+        self.device.run()
+
+    def elapsed_time(self, end_event: Mark) -> float:
+        assert self.at is not None and end_event.at is not None
+        return end_event.at - self.at
+
+
+def timeline_on(device: Device) -> DeviceTimeline:
+    return DeviceTimeline(Phase.DATA, device.event, lambda: False)
+
+
+def take_step(timeline: DeviceTimeline, device: Device, forward: float, backward: float, data: float = 0.0) -> int:
+    """How many steps are known once it has ended."""
+    for phase, spent in ((Phase.DATA, data), (Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+        timeline.enter(phase)
+        if spent:
+            device.work(spent)
+    timeline.enter(Phase.OTHER)
+    return len(timeline.end_step())
+
+
+def test_steps_are_known_once_the_device_has_come_past_them() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    assert take_step(timeline, device, 3.0, 5.0) == 0
+    assert take_step(timeline, device, 4.0, 6.0) == 0
+    device.run()
+    timeline.enter(Phase.FORWARD)
+    device.work(7.0)
+    timeline.enter(Phase.OTHER)
+    found = timeline.end_step()
+    assert [after[Phase.FORWARD] - before[Phase.FORWARD] for before, after in found] == [3e6, 4e6]
+    assert [after[Phase.BACKWARD] - before[Phase.BACKWARD] for before, after in found] == [5e6, 6e6]
+    assert found[0][1] == found[1][0]
+    timeline.finish()
+    assert timeline.spent()[Phase.FORWARD] == 14e6 and sum(timeline.spent()[: len(Phase)]) == 25e6
+
+
+def test_waiting_counts_as_far_as_the_device_waits() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    take_step(timeline, device, 1.0, 1.0)
+    timeline.enter(Phase.DATA)
+    device.run()
+    device.now += 30.0  # it has nothing to do
+    timeline.enter(Phase.FORWARD)
+    timeline.finish()
+    assert timeline.spent()[Phase.DATA] == 30e6
+
+
+def test_events_are_used_again() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    for _ in range(200):
+        take_step(timeline, device, 1.0, 1.0)
+        device.run()
+    assert device.num_events < 30
+
+
+def test_a_step_that_is_taken_back_is_counted_as_that() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    take_step(timeline, device, 1.0, 2.0)
+    timeline.enter(Phase.FORWARD)
+    device.work(8.0)
+    timeline.enter(Phase.OTHER)
+    timeline.lose()
+    take_step(timeline, device, 1.0, 2.0)
+    timeline.finish()
+    spent = timeline.spent()
+    assert spent[Phase.ROLLED_BACK] == 8e6 and spent[Phase.FORWARD] == 2e6 and spent[Phase.BACKWARD] == 4e6
+
+
+def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> None:
+    device = Device()
+    timeline = DeviceTimeline(Phase.OTHER, device.event, lambda: False)
+    timeline.enter(Phase.OTHER)
+    device.work(1.0)
+    timeline.enter(Phase.OTHER)
+    timeline.begin_step()
+    device.work(2.0)
+    timeline.enter(Phase.FORWARD)
+    device.work(4.0)
+    timeline.lose()
+    device.run()
+    timeline.finish()
+    wall = timeline.spent()
+    assert wall[Phase.OTHER] == 1e6 and wall[Phase.ROLLED_BACK] == 6e6
+
+
+def test_marks_of_another_thread_take_no_processor_time_of_its() -> None:
+    device = Device()
+    timeline = DeviceTimeline(Phase.OTHER, device.event, lambda: False)
+
+    def run_backward() -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        timeline.enter(Phase.BACKWARD)
+        timeline.enter(Phase.OTHER)
+
+    for _ in range(3):
+        thread = threading.Thread(target=run_backward)
+        thread.start()
+        thread.join()
+    timeline.enter(Phase.OTHER)
+    had = timeline.spent()[len(Phase) :]
+    assert min(had) >= 0 and sum(had) < 0.05e9, "and none of the other's is taken for more or less of its own"
+
+
+def test_a_stream_that_is_captured_takes_no_marks() -> None:
+    device, captured = Device(), [True]
+    timeline = DeviceTimeline(Phase.DATA, device.event, lambda: captured[0])
+    take_step(timeline, device, 1.0, 1.0)
+    assert device.num_events == 0
+    captured[0] = False
+    take_step(timeline, device, 1.0, 1.0)
+    assert device.num_events > 0
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_where_the_device_cannot_be_read_the_hosts_clock_is(caplog: pytest.LogCaptureFixture, is_behind: bool) -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    take_step(timeline, device, 1.0, 1.0)
+    device.fails = not is_behind
+    with caplog.at_level(logging.WARNING, logger="elastic_ext"):
+        for _ in range(100 if is_behind else 3):
+            take_step(timeline, device, 1.0, 1.0)
+    assert sum("goes on by the host's clock" in message for message in caplog.messages) == 1
+    before = sum(timeline.spent()[: len(Phase)])
+    assert take_step(timeline, device, 1.0, 1.0) == 1
+    assert sum(timeline.spent()[: len(Phase)]) > before
+    timeline.finish()
+
+
+@pytest.mark.gpu
+def test_a_training_on_a_gpu_is_timed_by_it(tmp_path: Path) -> None:
+    inputs, targets = make_data(64, torch.float32)
+    wide = nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 5)).cuda()
+    trainer = trainer_of(tmp_path, wide, micro_batch_size=64, global_batch_size=64)
+    with trainer:
+        optimizer = trainer.prepare(torch.optim.SGD(wide.parameters(), lr=0.1))
+        for _ in range(200):
+            with trainer.step():
+                loss: Any = nn.functional.cross_entropy(wide(inputs.cuda()), targets.cuda())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    windows = [StepWindow.from_json(line) for line in (tmp_path / "0" / "profile-0.jsonl").read_text().splitlines()]
+    spent = {name: sum(each.seconds.get(name, 0.0) for each in windows) for name in ("forward", "backward", "transfer")}
+    assert all(spent.values()) and spent["backward"] > spent["transfer"]
+    made: Any = torch.cuda.Event
+    begin, wide_enough = made(enable_timing=True), made(enable_timing=True)
+    begin.record()
+    wide(inputs.cuda()).sum().backward()
+    wide_enough.record()
+    wide_enough.synchronize()
+    a_pass = begin.elapsed_time(wide_enough) / 1000
+    middle = [each.typical for each in windows if each.typical][-1]
+    assert 0.2 * a_pass < middle["forward"] + middle["backward"] < 5 * a_pass

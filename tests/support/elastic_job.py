@@ -1,0 +1,113 @@
+"""A training that agents start in tests: it writes the samples of each step that it has committed.
+
+    python -m tests.support.elastic_job FOLDER --steps N [--every K] [--hold-at STEP]
+
+In FOLDER: checkpoints/, and a file for each process, samples-<rank>-<pid>.txt: where it began, and then a line for each
+step: its number, then its samples. With --hold-at ranks wait at that step until there is a file FOLDER/go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer, ParallelPlan
+from tests.support.file_operations import FileOperations
+
+NUM_SAMPLES = 96
+GLOBAL_BATCH = 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--hang-at", type=int, default=-1, help="a step in which rank 1 waits for ever, once")
+    parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
+    parser.add_argument("--sharded", action="store_true", help="with a model whose plan can be changed")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if not options.sharded:
+        model = DistributedDataParallel(nn.Linear(4, 1))
+    dataset = TensorDataset(torch.arange(NUM_SAMPLES), torch.randn(NUM_SAMPLES, 4))
+    loader = ElasticDataLoader(dataset, batch_size=2, shuffle=True, seed=3)
+    trainer = ElasticTrainer(
+        model,
+        loader,
+        global_batch_size=GLOBAL_BATCH,
+        shared_storage_path=options.folder / "checkpoints",
+        checkpoint_interval=CheckpointInterval(steps=options.every),
+        when_save_fails="warn",
+    )
+    if options.sharded:
+        model = trainer.parallelize(model, ParallelPlan(strategy="full_shard"))
+    optimizer = trainer.prepare(torch.optim.Adam(model.parameters(), lr=1e-2))
+    rank = dist.get_rank()
+    with trainer, open(options.folder / f"samples-{rank}-{os.getpid()}.txt", "w") as file:
+        number = round_of_ranks()
+        print("from", trainer.global_step, "round", number, file=file, flush=True)
+        epoch = trainer.start_epoch
+        while trainer.global_step < options.steps:
+            with trainer.epoch(epoch):
+                train(trainer, model, optimizer, loader, file, options)
+            epoch += 1
+        print("done", file=file, flush=True)
+    dist.destroy_process_group()
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def was_restarted() -> bool:
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+
+
+def round_of_ranks() -> int:
+    """What all ranks that were started together have in common; larger for those that came later."""
+    now = torch.tensor([time.time_ns()])
+    dist.broadcast(now, 0)
+    return int(now)
+
+
+def train(trainer, model, optimizer, loader, file, options) -> None:  # type: ignore[no-untyped-def]
+    held: list[int] = []
+    for indices, inputs in loader:
+        step = trainer.global_step
+        with trainer.step():
+            if dist.get_rank() == 1 and step == options.hang_at and not was_restarted():
+                hang()
+            loss = model(inputs).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held += indices.tolist()
+        if trainer.global_step == options.full_from > step and not was_restarted():
+            FileOperations(options.folder / "checkpoints", "full", range(100000), like="os.mkdir")
+        if trainer.global_step > step:
+            print(trainer.global_step, *held, file=file, flush=True)
+            held = []
+        if options.pace:
+            time.sleep(options.pace)
+        while trainer.global_step == options.hold_at and not (options.folder / "go").exists():
+            time.sleep(0.02)
+        if trainer.global_step >= options.steps:
+            break
+
+
+if __name__ == "__main__":
+    main()

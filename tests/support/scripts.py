@@ -1,0 +1,73 @@
+"""Scripts in processes of their own that need not import torch first: the nursery of the ranks forks them.
+
+To a test each is what ``subprocess.Popen`` would give it, as far as tests ask. What is to be shown of a new interpreter
+is shown with one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from tests.support.ranks import RankPool
+
+__all__ = ["Script"]
+
+
+class Script:
+    """A process that runs a script; what it writes, to whichever stream, comes from ``stdout``."""
+
+    def __init__(self, pool: RankPool, argv: Sequence[str], *, folder: Path, env: Mapping[str, str]) -> None:
+        self._pool = pool
+        given, giving = os.pipe()
+        reading, written = os.pipe()
+        try:
+            self.pid = pool.start(argv, (given, written), folder=folder, env=env)
+        finally:
+            os.close(given)
+            os.close(written)
+        self.stdin, self.stdout = os.fdopen(giving, "w"), os.fdopen(reading)
+        self.returncode: int | None = None
+        self._end = os.pidfd_open(self.pid)
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+        self.wait()
+        self.stdin.close()
+        self.stdout.close()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended."""
+        if self.returncode is None:
+            if not wait([self._end], timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = self._pool.reap(self.pid)
+            os.close(self._end)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """What it still writes, and is not read, until it has ended."""
+        self.stdin.close()
+        parts: list[str] = []
+        reader = threading.Thread(target=lambda: parts.append(self.stdout.read()), daemon=True)
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        self.wait(timeout)
+        return "".join(parts), None
