@@ -220,13 +220,13 @@ def test_it_is_told_once_as_a_revision_with_its_reason_and_an_event(tmp_path: Pa
 
 
 def test_where_passes_are_not_seen_nothing_is_said_of_them(tmp_path: Path) -> None:
-    shortage = Shortage(phase="in backward", at=(5, 0))
+    shortage = Shortage(phase="in backward", at=(9, 0))
     with seen_by() as seen:
         run = Short(0, tmp_path, batch_size=8, num_micro_steps=4, has_moods=False, shortage=shortage)
         with run.trainer:
-            run.train(6)
+            run.train(10)
     (told,) = [line for line in seen.log if line.startswith("WARNING")]
-    assert told.startswith("WARNING memory ran out on rank 0 in micro-step 1 after step 5: the step is taken again")
+    assert told.startswith("WARNING memory ran out on rank 0 in micro-step 1 after step 9: the step is taken again")
 
 
 def test_a_decorated_function_is_taken_as_a_micro_step(tmp_path: Path) -> None:
