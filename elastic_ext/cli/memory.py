@@ -17,7 +17,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import KEYS, TuningSection
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
-from elastic_ext.master.observations import MOST_FACTS, facts_told
+from elastic_ext.master.facts import MOST_FACTS, facts_told
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES, read_value
 from elastic_ext.records.metrics import FILE, JobFacts, MemoryFacts

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_ext.agent.config_writer import agent_in
+from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.folder import NODES, spare_cache
-from elastic_ext.agent.master.report import EventFiles
 from elastic_ext.agent.status.files import is_run_directory, read_run_directory
 from elastic_ext.agent.status.status import NodeStatus, status_of
 from elastic_ext.agent.status.text import line_of, words

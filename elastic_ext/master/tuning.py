@@ -20,8 +20,9 @@ from elastic_ext.tuner.measurements import Seen
 from elastic_ext.tuner.space import KEYS
 
 from .configs import Author, Late, Page
+from .facts import facts_told
 from .nodes import Refused
-from .observations import Seeing, facts_told
+from .observations import Seeing
 from .wire import master_pb2
 
 __all__ = [

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ext.master.facts import MOST_FACTS, facts_told
 from elastic_ext.master.node_metrics import fitting_window
-from elastic_ext.master.observations import MOST_FACTS, Seeing, facts_told
+from elastic_ext.master.observations import Seeing
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_record
 from elastic_ext.profile.phases import Phase

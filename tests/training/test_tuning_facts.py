@@ -19,7 +19,7 @@ from elastic_ext.agent.master.report import NodeReport
 from elastic_ext.config.keys import TUNABLE, TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.master.address import MOST_BEAT_BYTES
-from elastic_ext.master.observations import facts_told
+from elastic_ext.master.facts import facts_told
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.records.metrics import FILE, JobFacts

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.journal import Journal
 from elastic_ext.errors import MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
 from elastic_ext.master.address import MasterPlace
@@ -25,7 +26,6 @@ from elastic_ext.records.text import age_in_words
 
 from .identity import Acquaintance, NodeSelf
 from .outbox import HeldConfig, Outbox
-from .report import EventFiles
 
 if TYPE_CHECKING:
     from elastic_ext.master.client import MasterClient

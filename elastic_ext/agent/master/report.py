@@ -1,21 +1,21 @@
-"""What an agent reports to its master, read from the files of the node's run directory."""
+"""NodeReport: what the files of a node's run directory say of it, as a master is told: its workers, how far they are,
+where their time goes, who belongs to the job, what the machine has.
+
+Each file has one writer, which is not here. What is of an earlier agent in the same place is left out.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from elastic_ext.master.wire import filled, window_message
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.profile.reader import tails_of
 from elastic_ext.ranks.processes import process_of
 from elastic_ext.records.agent import (
-    EVENTS_FILE,
     HARDWARE_FILE,
     MEMBERSHIP_FILE,
     MOST_BYTES,
@@ -25,18 +25,11 @@ from elastic_ext.records.agent import (
     WorkerSeen,
     WorkersRecord,
 )
-from elastic_ext.records.files import open_regular, read_at_most
+from elastic_ext.records.files import read_at_most
 from elastic_ext.records.metrics import FILE as JOB_FILE
 from elastic_ext.records.metrics import JobEvent, JobFacts, RankMetrics, StepWindow
 
-__all__ = ["EventFiles", "NewEvents", "NodeReport", "event_message", "wire_text"]
-
-
-# --- what the files of a node say, as a master is told ---------------------------------------------------------------
-# NodeReport: what the files of a node's run directory say of it, as a master is told: its workers, how far they are,
-# where their time goes, who belongs to the job, what the machine has.
-#
-# Each file has one writer, which is not here. What is of an earlier agent in the same place is left out.
+__all__ = ["NodeReport", "event_message", "wire_text"]
 
 _MOST_METRICS_BYTES = 64 << 10
 _MOST_HARDWARE_BYTES = _MOST_FACTS_BYTES = 256 << 10
@@ -235,105 +228,3 @@ def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Se
     except ValueError:  # a number that is too large, as in a damaged file
         return None
     return message
-
-
-# --- what is new in the files of events of a run directory, line by line, in bounded memory --------------------------
-# A line that has no end yet is still being written, and is left for the next look; a broken one is passed over.
-
-_FILE = re.compile(r"events-(\d{1,9}|agent)\.jsonl")
-_MOST_FILES = 4096
-_PIECE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewEvents:
-    """What one look has found."""
-
-    events: tuple[JobEvent, ...] = ()
-    """By their times."""
-    num_dropped: int = 0
-    """Lines that were passed over because there were too many."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Place:
-    """How far one file was read."""
-
-    inode: int
-    offset: int
-
-
-class EventFiles:
-    """Those of one run directory, each read on from where the last look has ended.
-
-    Of a file only the last ``most_bytes`` that are new are read. With ``of_agent=False`` the agent's own is left out.
-    """
-
-    def __init__(self, run_dir: Path, *, most_bytes: int, of_agent: bool = True) -> None:
-        self._run_dir = run_dir
-        self._most_bytes = most_bytes
-        self._of_agent = of_agent
-        self._places: dict[str, _Place] = {}
-
-    def skip(self) -> None:
-        """What is there now is not new."""
-        for name in self._names():
-            try:
-                status = os.stat(self._run_dir / name)
-            except OSError:
-                continue
-            self._places[name] = _Place(inode=status.st_ino, offset=status.st_size)
-
-    def look(self) -> NewEvents:
-        """What has come since the last look; of a file that cannot be read, nothing."""
-        found: list[JobEvent] = []
-        num_dropped = 0
-        for name in self._names():
-            lines, num_passed = self._new_lines(name)
-            found += [event for line in lines if (event := _event_in(line)) is not None]
-            num_dropped += num_passed
-        return NewEvents(events=tuple(sorted(found, key=lambda each: each.time)), num_dropped=num_dropped)
-
-    def _names(self) -> list[str]:
-        try:
-            names = sorted(name for name in os.listdir(self._run_dir) if _FILE.fullmatch(name))
-        except OSError:
-            return []
-        return [name for name in names if self._of_agent or name != EVENTS_FILE][:_MOST_FILES]
-
-    def _new_lines(self, name: str) -> tuple[list[bytes], int]:
-        try:
-            with open_regular(self._run_dir / name) as file:
-                status = os.fstat(file.fileno())
-                place = self._places.get(name)
-                if place is None or place.inode != status.st_ino or place.offset > status.st_size:
-                    place = self._places[name] = _Place(inode=status.st_ino, offset=0)
-                if place.offset == status.st_size:
-                    return [], 0
-                file.seek(place.offset)
-                begin = max(place.offset, status.st_size - self._most_bytes)
-                num_passed = _num_lines(file, begin - place.offset)
-                data = file.read(self._most_bytes)
-        except OSError:
-            return [], 0
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.split(b"\n")[:-1]
-        is_cut = begin > place.offset and lines  # the first of them, as a rule
-        place.offset = begin + len(whole)
-        return (lines[1:], num_passed + 1) if is_cut else (lines, num_passed)
-
-
-def _num_lines(file: IO[bytes], num_bytes: int) -> int:
-    """How many lines end in the next ``num_bytes``, which are passed over."""
-    found = 0
-    while num_bytes > 0 and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
-        found += piece.count(b"\n")
-        num_bytes -= len(piece)
-    return found
-
-
-def _event_in(line: bytes) -> JobEvent | None:
-    try:
-        return JobEvent.from_json(line.decode())
-    except ValueError:
-        return None

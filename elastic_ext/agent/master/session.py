@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
 from elastic_ext.master.address import MOST_BEAT_BYTES
 from elastic_ext.master.client import OLDEST_PROTOCOL, PROTOCOL, MasterClient, MasterStream
@@ -18,7 +19,7 @@ from elastic_ext.ranks.deadlines import Backoff
 
 from .identity import Acquaintance, NodeSelf
 from .outbox import Held, HeldConfig, Outbox
-from .report import EventFiles, NodeReport, event_message, wire_text
+from .report import NodeReport, event_message, wire_text
 
 __all__ = ["ConfigWatch", "Due", "MasterSession", "beat_due"]
 

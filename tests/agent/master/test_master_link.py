@@ -18,10 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.master.identity import INCARNATION_FILE, PLACE_FILE, Acquaintance, next_incarnation, node_id_of
 from elastic_ext.agent.master.link import FoundMaster, GivenMaster, LinkState, LinkStory
 from elastic_ext.agent.master.outbox import Outbox
-from elastic_ext.agent.master.report import EventFiles, NodeReport
+from elastic_ext.agent.master.report import NodeReport
 from elastic_ext.agent.master.session import Due, beat_due
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterAbsent

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
-from elastic_ext.master.observations import facts_told
+from elastic_ext.master.facts import facts_told
 from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.training.counters import NoiseScale
 from elastic_ext.training.gradients.noise import _EVERY_STEPS, _FIRST_PAIRS, _MORE_PAIRS, _OFTEN_STEPS

@@ -1,0 +1,95 @@
+"""JobFacts as they come over the wire: what of them can be, or why they are none. Pure.
+
+Whoever speaks to a master may be broken, or mean harm. What a newer version of the library has added is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from elastic_ext.config.keys import KEYS
+from elastic_ext.records.metrics import JobFacts, MemoryFacts
+from elastic_ext.records.text import on_one_line
+
+__all__ = ["MOST_FACTS", "facts_told"]
+
+MOST_FACTS = 256 << 10
+"""Characters."""
+_MOST_RANKS = 1 << 24
+_MOST_COUNT = 2**53
+_MOST_CHOICES = 256
+"""Of one key."""
+_MOST_REASON = 300
+_MOST_WHY = 1000
+_MOST_PASSES = 4096
+_MOST_BLOCKS = 1 << 14
+
+
+def facts_told(text: str) -> JobFacts:
+    """What was told; ValueError says what of it cannot be."""
+    if len(text) > MOST_FACTS:
+        raise ValueError(f"they have {len(text)} characters; allowed: {MOST_FACTS}")
+    facts = JobFacts.from_json(text)
+    _check_counts(facts)
+    if facts.memory is not None:
+        _check_memory(facts.memory)
+    return replace(
+        facts,
+        device=on_one_line(facts.device[:40]),
+        memory=None if facts.memory is None else _on_one_line(facts.memory),
+        values={key: _checked(key, value) for key, value in facts.values.items() if key in KEYS},
+        choices={key: _choices(key, given) for key, given in facts.choices.items() if key in KEYS},
+        fixed={key: on_one_line(str(why)[:_MOST_REASON]) for key, why in facts.fixed.items() if key in KEYS},
+    )
+
+
+def _check_counts(facts: JobFacts) -> None:
+    world_size = facts.world_size
+    if world_size > _MOST_RANKS or facts.num_local > world_size or facts.num_replicas > world_size:
+        raise ValueError("world_size, num_local and num_replicas do not go together")
+    if not facts.share <= facts.global_batch <= facts.share * facts.num_replicas:
+        raise ValueError("global_batch, share and num_replicas do not go together")
+    counts = (facts.restart, facts.config_version, facts.config_revision, facts.num_blocks, facts.num_parameters)
+    if not all(0 <= each < _MOST_COUNT for each in counts) or not 0 <= facts.time < _MOST_COUNT:
+        raise ValueError("restart, config_version, num_blocks, num_parameters or time is no amount")
+    if facts.learning is not None and not facts.learning.first_batch < _MOST_COUNT:
+        raise ValueError("learning.first_batch is no amount")
+    if facts.bound is not None and not 0 < facts.bound < _MOST_COUNT:
+        raise ValueError("bound is no number above 0")
+
+
+def _check_memory(memory: MemoryFacts) -> None:
+    """Sizes are such, and there are no more of them than any model needs."""
+    if len(memory.passes) > _MOST_PASSES:
+        raise ValueError("memory.passes has too many rows")
+    if len(memory.block_activation_bytes) > _MOST_BLOCKS:
+        raise ValueError("memory.block_activation_bytes has too many numbers")
+    if not all(row.micro_batch > 0 and row.activation_checkpoint <= 1 for row in memory.passes):
+        raise ValueError("memory.passes has a row of no samples, or of more blocks than there are")
+    told = asdict(memory)
+    of_blocks = (("block_activation_bytes", each) for each in memory.block_activation_bytes)
+    for name, value in (*told.items(), *of_blocks, *(each for row in told["passes"] for each in row.items())):
+        if type(value) in (int, float) and not 0 <= value < 2**60:
+            raise ValueError(f"memory.{name} is no amount")
+
+
+def _on_one_line(memory: MemoryFacts) -> MemoryFacts:
+    return replace(memory, why_measured=on_one_line(memory.why_measured[:_MOST_WHY]))
+
+
+def _choices(key: str, given: Sequence[Any]) -> tuple[Any, ...]:
+    if len(given) > _MOST_CHOICES:
+        raise ValueError(f"choices of {key} has {len(given)} values; allowed: {_MOST_CHOICES}")
+    return tuple(_checked(key, each) for each in given)
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A value as the table of keys has it; None is torch's or the library's own way."""
+    if value is None:
+        return None
+    try:
+        return KEYS[key].rule.check(value)
+    except ValueError as error:
+        raise ValueError(f"{key} is {str(value)[:40]!r}; allowed: {error}") from None
