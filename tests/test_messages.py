@@ -17,37 +17,31 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "elastic_ext"
 PAGE = ROOT / "docs" / "my_job_died.md"
 
-OF_COMMANDS = re.compile(  # what these refuse is of the command that was typed, and says itself what to type
-    "casting|convert|dcp.*|export.*|parts|pickled|removing|retain|shardstream|streamed|todcp|verifying|visiting"
-)
-OF_PLANS = re.compile(  # docs/parallelism.md tells of these
-    "blocks|cargo|carrier|companions|freight|fsdp2|holders|live|plan|recognise|refusals|replica|rewire|spread|transition|units"
-)
 MODULES = [
     *(
         path
-        for path in sorted((LIBRARY / "fsdp" / "checkpoint").glob("*.py"))
-        if OF_COMMANDS.fullmatch(path.stem) is None
+        for path in sorted((LIBRARY / "fsdp" / "checkpoint").rglob("*.py"))
+        if path.parent.name != "export" and path.stem != "verify"  # commands say themselves what is to be typed
     ),
-    *(path for path in sorted((LIBRARY / "fsdp").glob("*.py")) if OF_PLANS.fullmatch(path.stem) is None),
-    LIBRARY / "checkpoints.py",
-    LIBRARY / "saves.py",
-    LIBRARY / "held_copies.py",
-    LIBRARY / "training_state.py",
-    LIBRARY / "registered.py",
-    LIBRARY / "resuming.py",
-    LIBRARY / "saving.py",
-    LIBRARY / "leaving.py",
+    *(
+        path
+        for path in sorted((LIBRARY / "fsdp").glob("*.py"))
+        if path.stem not in ("blocks", "plan")  # docs/parallelism.md tells of these, and of fsdp/reshard
+    ),
+    *sorted((LIBRARY / "training" / "checkpoints").glob("*.py")),
+    LIBRARY / "torch_private" / "sharded.py",
 ]
-ELSEWHERE = [LIBRARY / "positions.py"]  # why an epoch begins anew, which is logged as a checkpoint is resumed from
+ELSEWHERE = [
+    LIBRARY / "training" / "batches.py",  # why an epoch begins anew, which is logged as a checkpoint is resumed from
+    LIBRARY / "ranks" / "board.py",
+]
 OPEN = "\0"  # what is filled in
 
 ONLY_REASONS = {
     # ValueErrors that are caught, and stand as a reason in another message
-    "fsdp/checkpoint/commit.py": "... is no COMMIT: ...",
-    "fsdp/checkpoint/lineage.py": "... is no COMMIT: ...",
-    "fsdp/checkpoint/shelved.py": "what is staged in ... cannot be used: ...",
-    "fsdp/checkpoint/meta.py": "... is damaged: ...",
+    "fsdp/checkpoint/folder/commit.py": "... is no COMMIT: ...",
+    "fsdp/checkpoint/saving/shared_memory.py": "what is staged in ... cannot be used: ...",
+    "fsdp/checkpoint/format/metadata.py": "... is damaged: ...",
 }
 REASONS = (
     # single ones of such, and what only a mistake of the library could raise
@@ -67,6 +61,11 @@ REASONS = (
     f"{OPEN} is no dtype",
     "it is of ",  # of a numpy generator, in "the random state ..."
     "has no attribute",
+    # of commands: which checkpoints are kept, and what is taken away
+    "another checkpoint has its name now",
+    "a run of this job has begun just now",
+    "keep_last is ",
+    "keep_every is ",
 )
 
 
@@ -90,7 +89,7 @@ def messages_in(path: Path) -> Iterator[tuple[int, str]]:
             continue
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         is_error = called.endswith("Error") or called.startswith("Checkpoint")
-        if called == "_refuse" and name.endswith("shardreader.py"):
+        if called == "_refuse" and name.endswith("format/reader.py"):
             is_error = True
         if not is_error and called != "warning":
             continue

@@ -13,7 +13,7 @@ from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import Entry
-from elastic_ext.doctor.hardware import is_network, mount_of, parse_mounts
+from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
 from elastic_ext.records.files import lock_holders, try_lock
 from elastic_ext.tuner.decisions import Decision

@@ -19,23 +19,18 @@ from hypothesis import strategies as st
 from elastic_ext.doctor.gpus import QUESTIONS, gpus_of
 from elastic_ext.doctor.hardware import (
     GroupLimits,
-    Mount,
     count_gpus_on_bus,
     cuda_of_torch,
     group_folders,
     group_limits,
-    is_memory,
-    is_network,
     look,
     model_name,
-    mount_of,
-    parse_mounts,
     parse_quota_v1,
     parse_quota_v2,
     parse_ranges,
     sizes_of_memory,
-    storage_of,
 )
+from elastic_ext.doctor.mounts import Mount, is_memory, is_network, mount_of, parse_mounts, storage_of
 from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 from tests.support.machines import ANSWERS, GIB, PlantedDriver, gpu, gpus, machine
