@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext import CheckpointInterval
-from elastic_ext.fsdp.checkpoint.saving import staging
+from elastic_ext.fsdp.checkpoint.saving.staging import Copying
 from tests.support.training import trainer_of
 
 __all__ = ["MICRO_BATCH", "SAVED_STEP", "WRAPS", "Gate", "Net", "forget_newer", "learn", "saving_trainer"]
@@ -34,13 +34,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._opened = threading.Event()
-        put = vars(staging)["put_bytes"]
+        run = Copying.run
 
-        def put_late(*arguments: Any) -> None:
+        def run_late(copying: Copying) -> None:
             assert self._opened.wait(JOIN_SECONDS)
-            put(*arguments)
+            run(copying)
 
-        monkeypatch.setattr(staging, "put_bytes", put_late)
+        monkeypatch.setattr(Copying, "run", run_late)
 
     def close(self) -> None:
         self._opened.clear()
