@@ -88,7 +88,7 @@ def change_static(rank: int, folder: Path, options: dict[str, Any], given: dict[
         loader = ResumableSlices(make_data(64, torch.float64), MICRO_BATCH, is_endless=True)
         return {**given, "loader": loader, "wrap": lambda model: DistributedDataParallel(model.double(), **options)}
 
-    losses, state = stayed(rank, folder, None, 15, **wrapped())
+    losses, state = stayed(rank, folder, None, 16, **wrapped())
     run = Retraining(rank, folder, None, **wrapped(static_graph=True, **options))
     is_static: list[bool] = []
 
@@ -102,9 +102,10 @@ def change_static(rank: int, folder: Path, options: dict[str, Any], given: dict[
 
     small = replace(WHOLE, bucket_cap_mb=0.001)
     again = replace(small, activation_checkpoint="all")
-    plans = {1: FULL, 3: WHOLE, 5: small, 7: again, 9: KEPT, 11: again, 13: replace(again, activation_checkpoint=0)}
+    # recomputing is tried in a pass each time it is turned on, and comes into force a step later
+    plans = {1: FULL, 3: WHOLE, 5: small, 7: again, 9: KEPT, 11: again, 14: replace(again, activation_checkpoint=0)}
     with run.trainer:
-        run.train(15, {step: ask(plan) for step, plan in plans.items()})
+        run.train(16, {step: ask(plan) for step, plan in plans.items()})
         changed = run.state()
     assert are_in_force(run)
     assert is_static == [False, False, True, True, True, False, True]  # the user's own wrapper at first
