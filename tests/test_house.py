@@ -10,6 +10,7 @@ import ast
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -695,6 +696,24 @@ def test_tables_of_files_with_and_without_torch_name_files_that_exist() -> None:
     assert set(WITHOUT_TORCH | WITH_TORCH | USES_GRPC) <= set(SOURCES)
     assert {_top(name) for name in WITHOUT_TORCH} <= TORCH_FOLDERS
     assert not {_top(name) for name in WITH_TORCH} & TORCH_FOLDERS
+
+
+def test_the_picture_of_the_house_has_its_folders_its_floors_and_no_file_that_is_gone() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    _, tree, _, floors, _ = text.split("```\n")
+    tree = tree[: tree.index("\ntests/")]
+    drawn, at = set(), [""]
+    for line in tree.splitlines()[2:]:
+        name = line.split()[0]
+        at[(len(line) - len(line.lstrip())) // 2 :] = [name.rstrip("/")]
+        drawn.add("/".join(at[1:]))
+    folders = {path.parent.relative_to(ROOT / PACKAGE).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")}
+    assert drawn == folders - {"."}
+    on_floors = {name: int(line.split()[0]) for line in floors.splitlines() for name in line.split()[1:]}
+    assert on_floors == dict(FLOORS)
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
+    named = set(re.findall(r"`([a-z_/]+\.py)`", text))
+    assert {name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)} == set()
 
 
 def test_lowest_floor_imports_the_standard_library_alone() -> None:

@@ -192,7 +192,7 @@ _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts
 
 
 class _Own(profile):
-    """A profile of this room's; those that have ended may not have been collected yet."""
+    """A profiler that this file began; those that have ended may not have been collected yet."""
 
 
 class Trace:
@@ -264,7 +264,7 @@ def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepT
 
 
 def is_profiling() -> bool:
-    """Whether there is any profile but those of this room: one that waits for its turn is not to be told otherwise."""
+    """Whether anybody else profiles with torch, or waits for its turn to: that is not to be disturbed."""
     is_on = getattr(torch.autograd, "_profiler_enabled", None)
     return (is_on is not None and is_on()) or any(
         issubclass(type(each), profile) and type(each) is not _Own for each in gc.get_objects()

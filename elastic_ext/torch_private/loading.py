@@ -1,4 +1,4 @@
-"""What torch keeps to itself of loading data in worker processes: the one place of this room that reaches for it.
+"""What torch keeps to itself of loading data in worker processes: the one place that reaches for it.
 
 ``private_parts`` looks for all of it first, and raises where this torch keeps it elsewhere: nothing is guessed.
 """

@@ -1,4 +1,4 @@
-"""What torch does not tell in public of models whose state is saved: the one place of this room that reaches for it.
+"""What torch does not tell in public of models whose state is saved: the one place that reaches for it.
 
 Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
 """
