@@ -268,6 +268,7 @@ class _Surroundings:
             if dist.is_initialized():
                 dist.destroy_process_group()
             forget_meshes()
+            forget_compiled_graphs()
             os.environ.clear()
             os.environ.update(self.environ)
             os.chdir(self.folder)
@@ -291,6 +292,13 @@ class _Surroundings:
             return False
         thread.join(max(deadline - time.monotonic(), 0.0))
         return thread.is_alive()
+
+
+def forget_compiled_graphs() -> None:
+    """Have torch count from nothing what is compiled: where something is, the library leaves some looks out."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if utils is not None:
+        utils.counters.clear()
 
 
 def forget_meshes() -> None:
