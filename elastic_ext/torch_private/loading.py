@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +21,9 @@ from torch.utils.data import get_worker_info
 
 from elastic_ext.errors import ElasticError
 
-__all__ = ["PrivateParts", "pinned", "private_parts", "thread_state"]
+__all__ = ["PrivateParts", "pinned", "private_parts", "remove_shared_memory_of", "thread_state"]
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 _PARAMETERS = (
     "dataset_kind",
@@ -102,6 +108,23 @@ def pinned(batch: Any, device: str = "") -> Any:
     if not torch.accelerator.is_available():
         return batch
     return _found("torch.utils.data._utils.pin_memory", "pin_memory")(batch, device or None)
+
+
+def remove_shared_memory_of(pid: int) -> None:
+    """Remove the shared memory that a process which has ended left under its name, where no other process has it open.
+
+    Torch names the memory of a tensor that is sent, opens it and takes the name away again. A process that is killed in
+    between leaves the name, and with it memory of the machine, which nobody would ever free. Processes of other
+    containers may share the folder and the pid; what is theirs they have open, and the kernel gives no lease on it.
+    """
+    for file in _SHARED_MEMORY.glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):  # it is in use, somebody else's, or gone
+            descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                file.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def private_parts() -> PrivateParts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext import ElasticTrainer
 from elastic_ext.errors import ElasticError
+from elastic_ext.torch_private.loading import remove_shared_memory_of
 
 
 @pytest.fixture
@@ -47,3 +50,34 @@ def test_a_sharded_module_that_keeps_its_parameters_elsewhere_is_declined(group:
         del parameter.unsharded_accumulated_grad
     with pytest.raises(ElasticError, match="keeps unsharded_accumulated_grad"):
         ElasticTrainer(model)
+
+
+def test_shared_memory_that_a_process_has_open_is_not_removed() -> None:
+    """As where the pid of a worker that has ended is also that of a process in another container."""
+    keeps_a_tensor = [sys.executable, "-c", _KEEPS_A_TENSOR]
+    with subprocess.Popen(keeps_a_tensor, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        file = Path("/dev/shm") / process.stdout.readline().strip()
+        assert file.name.startswith(f"torch_{process.pid}_")
+        remove_shared_memory_of(process.pid)
+        assert file.exists()
+        process.kill()
+    left = Path(f"/dev/shm/torch_{process.pid}_0_test")
+    with left.open("w"):
+        remove_shared_memory_of(process.pid)
+        assert left.exists()
+    remove_shared_memory_of(process.pid)
+    assert not left.exists()
+
+
+_KEEPS_A_TENSOR = """
+import os
+import torch
+import torch.multiprocessing as multiprocessing
+
+multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.zeros(4)
+tensor.share_memory_()
+print(*[name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")], flush=True)
+input()
+"""

@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from elastic_ext.errors import WorkerDiedError
-from elastic_ext.torch_private.loading import PrivateParts
+from elastic_ext.torch_private.loading import PrivateParts, remove_shared_memory_of
 
 from .fork_server import GONE_SECONDS, Ending, Nurseries, Separate, Starter, is_readable
 from .worker_process import READY, STACK_SIGNAL, STOP, Inbox, Outbox, Seat, Work
@@ -162,6 +162,8 @@ class Worker:
         """Give back what is left of a process that has ended."""
         self._indices.close()
         self._results.close()
+        if self.pid is not None:
+            remove_shared_memory_of(self.pid)
         self._child.close()
 
 

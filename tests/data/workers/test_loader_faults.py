@@ -15,12 +15,15 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
@@ -137,6 +140,38 @@ def test_samples_come_once_and_in_order_however_often_workers_are_killed_and_cha
             with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
                 os.kill(draw.choice(alive), signal.SIGKILL)
     assert found == expected
+
+
+class ShareUntilKilled:
+    """Say who does it, then share one tensor after another as torch does to send them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __call__(self) -> None:
+        self._file.write_text(str(os.getpid()))
+        while True:
+            torch.zeros(4).share_memory_()
+
+
+def test_workers_that_are_killed_while_they_share_tensors_leave_no_memory_of_the_machine(tmp_path: Path) -> None:
+    """Many of the kills come while a tensor's memory has a name; what is left is seen after each test."""
+    num_kills = 12
+    files = [tmp_path / f"pid of {number}" for number in range(num_kills)]
+    doing = {number: Once(tmp_path / f"mark of {number}", ShareUntilKilled(file)) for number, file in enumerate(files)}
+
+    def kill_each() -> None:
+        for number, file in enumerate(files):
+            while not file.exists() or not file.read_text():
+                time.sleep(0.01)
+            time.sleep(random.Random(number).uniform(0.0, 0.02))
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+    killing = threading.Thread(target=kill_each, daemon=True)
+    killing.start()
+    loader = ElasticDataLoader(SizedSamples(doing, num_kills), 1, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[number] for number in range(num_kills)]
+    killing.join()
 
 
 def test_a_sample_that_kills_three_workers_is_an_error_that_names_it_and_the_epoch_goes_on() -> None:
