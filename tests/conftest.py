@@ -6,6 +6,7 @@ The rules that sizes stand beside are in test_house.py; sizes are reported and n
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import shutil
 import signal
@@ -25,6 +26,12 @@ def pytest_configure() -> None:
     """One thread for what is computed here and in processes begun here, as ranks have it: tensors of tests are small,
     and threads of several test processes would wait for each other. Before torch is imported, which reads it then."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests and torch have made by now stays: collections look at what each test makes, not at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -87,14 +94,11 @@ def loader_class(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
-def started_once() -> Iterator[None]:
-    """What is started once and stays, and quick collections."""
-    from tests.support.loading import freezing_garbage
+def started_once() -> None:
+    """What is started once and stays."""
     from tests.support.pools import ensure_servers
 
     ensure_servers()
-    with freezing_garbage():
-        yield
 
 
 @pytest.fixture

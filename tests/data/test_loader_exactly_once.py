@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from elastic_ext.data.batch_plan import BatchPlan, StepPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.support import pools
-from tests.support.loading import changed, collate_by_hand, freezing_garbage, indices_in, loader_of, settled
+from tests.support.loading import changed, collate_by_hand, indices_in, loader_of, settled
 from tests.support.pools import worker_pids
 
 SECONDS = 60  # for each example
@@ -37,11 +37,10 @@ with_workers = settings(
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left() -> Iterator[None]:
     """No process, descriptor, thread or shared memory outlives the tests."""
-    with freezing_garbage():
-        list(loader_of(4, num_workers=1))  # what is opened once and stays
-        before = settled()
-        yield
-        assert settled() == before
+    list(loader_of(4, num_workers=1))  # what is opened once and stays
+    before = settled()
+    yield
+    assert settled() == before
 
 
 @dataclass(frozen=True)

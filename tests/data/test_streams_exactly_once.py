@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.support import pools
-from tests.support.loading import changed, freezing_garbage, settled
+from tests.support.loading import changed, settled
 from tests.support.pools import worker_pids
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors
@@ -201,11 +201,10 @@ def check_within(run: Run) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left() -> Iterator[None]:
     """No process, descriptor, thread or shared memory outlives the tests."""
-    with freezing_garbage():
-        check(Run(8, 1, True, 1, [], None), Path("."))  # what is opened once and stays
-        before = settled()
-        yield
-        assert settled() == before
+    check(Run(8, 1, True, 1, [], None), Path("."))  # what is opened once and stays
+    before = settled()
+    yield
+    assert settled() == before
 
 
 with_workers = settings(

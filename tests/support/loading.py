@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ __all__ = [
     "SizedSamples",
     "changed",
     "collate_by_hand",
-    "freezing_garbage",
     "indices_in",
     "loader_of",
     "main_that_is_interrupted",
@@ -91,17 +89,6 @@ def changed(loader: ElasticDataLoader, **values: Any) -> None:
 
 
 # --- what is left ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def freezing_garbage() -> Iterator[None]:
-    """In here a collection looks at new objects alone, and takes no time."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def settled() -> Held:

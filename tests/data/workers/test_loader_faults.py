@@ -33,7 +33,6 @@ from tests.support.loading import (
     SizedSamples,
     changed,
     collate_by_hand,
-    freezing_garbage,
     indices_in,
     loader_of,
     settled,
@@ -45,10 +44,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    with freezing_garbage():
-        list(loader_of(4, num_workers=1))  # what is opened once and stays
-        yield
+def _opened_once() -> None:
+    list(loader_of(4, num_workers=1))  # what is opened once and stays
 
 
 @pytest.fixture(autouse=True)

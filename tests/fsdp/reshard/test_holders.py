@@ -160,14 +160,10 @@ def test_what_was_frozen_is_found_and_stays_frozen(model: Any) -> None:
     kept = Keeper([model[0].weight, 1])
     gc.collect()
     gc.freeze()
-    try:
-        assert _found(model) == [f"a list of 2, 'kept' in a {__name__}.Keeper"]
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    assert _found(model) == [f"a list of 2, 'kept' in a {__name__}.Keeper"]
+    assert gc.get_freeze_count() > 0
     del kept
     assert _found(model) == []
-    assert gc.get_freeze_count() == 0
 
 
 def test_who_is_known_may(model: Any) -> None:
