@@ -133,16 +133,20 @@ _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 _MOST_CALLS = 32_768
 """At once, streams among them: one or two for each agent."""
-_MOST_PENDING = 8_192
-"""Calls that have come and were not looked at yet, which anybody may make: each holds some ten kilobytes."""
+_MOST_PENDING = 4_096
+"""Calls that have come and were not looked at yet, which anybody may make: each holds some ten kilobytes, and what came
+with it. An agent whose call is one too many, as where ten thousand come back at once, calls again a while later."""
+_MOST_METADATA_BYTES = 8 << 10
+"""Of a call: the longest token, and as much again."""
 _MOST_CONNECTIONS = 12_288
 """Of all nodes that there may be and of others; each holds some fifteen kilobytes, whoever made it."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
-    ("grpc.max_metadata_size", 8 << 10),
-    ("grpc.server.max_pending_requests", _MOST_PENDING),  # above that some are cancelled by chance
-    ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
+    ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.server.max_pending_requests", _MOST_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
     ("grpc.max_concurrent_streams", 16),  # of one connection, of which an agent needs two
     ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing

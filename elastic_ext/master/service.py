@@ -87,7 +87,7 @@ _CODES = {
 }
 _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
-_MOST_WAITING = 4_096
+_MOST_WAITING = 1_024
 _ENDED_PER_SECOND = 200.0
 """Of those that wait, one after another: who came together would else be ended together, and come again so."""
 _MOST_BYTES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -202,6 +203,52 @@ def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProces
     assert_it_goes_on(master)
     for each in kept:
         each.close()
+
+
+def test_thousands_of_calls_without_the_token_that_bring_much_with_them_are_borne(master: MasterProcess) -> None:
+    """As from a peer that keeps to no limit of gRPC's clients: 14,400 calls at once, each with 7 kB of metadata."""
+    kept = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(900)]
+    for each in kept:
+        each.setblocking(False)
+        with contextlib.suppress(OSError):  # it takes no more for now
+            each.send(calls_by_hand("/elastic_ext.v1.Master/Beat", num=16, metadata={"x-more": "y" * 7000}))
+    caller = master.caller()
+
+    def is_answered() -> bool:
+        with contextlib.suppress(grpc.RpcError):  # while more calls wait than may
+            caller.join("honest")
+            return True
+        return False
+
+    until(is_answered)  # and those that came before are seen to
+    assert caller.beat("honest").epoch == 1
+    assert most_memory_of(master) < 300 << 20
+    for each in kept:
+        each.close()
+
+
+def calls_by_hand(path: str, *, num: int, metadata: dict[str, str]) -> bytes:
+    """What a client of HTTP/2 sends for so many calls at once, whose messages do not come (RFC 9113, RFC 7541)."""
+
+    def text(value: str) -> bytes:
+        if len(value) < 127:
+            return bytes([len(value)]) + value.encode()
+        left, size = len(value) - 127, bytearray([127])
+        while left >= 128:
+            size.append(left % 128 + 128)
+            left //= 128
+        return bytes(size) + bytes([left]) + value.encode()
+
+    def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+        return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
+
+    method_and_scheme = b"\x83\x86"  # POST, http
+    block = method_and_scheme + b"\x04" + text(path) + b"\x01" + text("master")
+    for name, value in {"content-type": "application/grpc", "te": "trailers", **metadata}.items():
+        block += b"\x00" + text(name) + text(value)
+    settings, headers, end_headers = 4, 1, 4
+    begin = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings, 0, 0, b"")
+    return begin + b"".join(frame(headers, end_headers, 2 * number + 1, block) for number in range(num))
 
 
 @pytest.mark.slow  # it waits for gRPC to lose patience
