@@ -101,11 +101,19 @@ class EventFiles:
 
 
 def _num_lines(file: IO[bytes], num_bytes: int) -> int:
-    """How many lines end in the next ``num_bytes``, which are passed over."""
+    """How many lines end in the next ``num_bytes``, which are passed over; of a file's holes nothing is read."""
+    end = file.tell() + num_bytes
     found = 0
-    while num_bytes > 0 and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
+    while file.tell() < end:
+        try:
+            begin = file.seek(file.tell(), os.SEEK_DATA)
+        except OSError:  # there is no more
+            break
+        piece = file.read(min(max(end - begin, 0), _PIECE_BYTES))
+        if not piece:
+            break
         found += piece.count(b"\n")
-        num_bytes -= len(piece)
+    file.seek(end)
     return found
 
 

@@ -238,6 +238,16 @@ def test_of_too_many_new_events_the_last_are_read_and_the_others_counted(tmp_pat
 # ---- with a master ----
 
 
+def test_of_a_hole_of_a_terabyte_nothing_is_read(tmp_path: Path) -> None:
+    """Which a file is that somebody has made large without writing: reading through it would take an hour."""
+    files = EventFiles(tmp_path, most_bytes=2000)
+    (tmp_path / "events-0.jsonl").write_text("1\n2\n")
+    os.truncate(tmp_path / "events-0.jsonl", 1 << 40)
+    assert files.look().num_dropped == 2
+    append(tmp_path / "events-0.jsonl", "\n", event(7).to_json() + "\n")
+    assert [each.step for each in files.look().events] == [7]
+
+
 def test_a_node_joins_says_what_it_is_and_leaves_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "hardware.json").write_text('{"cpu": "of the test"}')
     with ScriptedMaster() as master:
