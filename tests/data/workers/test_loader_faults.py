@@ -148,7 +148,7 @@ class ShareUntilKilled:
     def __call__(self) -> None:
         self._file.write_text(str(os.getpid()))
         while True:
-            torch.zeros(4).share_memory_()
+            torch.zeros(4).share_memory_()  # type: ignore[no-untyped-call]
 
 
 def test_workers_that_are_killed_while_they_share_tensors_leave_no_memory_of_the_machine(tmp_path: Path) -> None:
