@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import inspect
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +120,10 @@ def remove_shared_memory_of(pid: int) -> None:
     """
     for file in _SHARED_MEMORY.glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):  # it is in use, somebody else's, or gone
-            descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
+                # Who opens it while the lease is held has a signal sent here: not SIGIO, which would end this process.
+                fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
                 fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
                 file.unlink()
             finally:

@@ -70,6 +70,29 @@ def test_shared_memory_that_a_process_has_open_is_not_removed() -> None:
     assert not left.exists()
 
 
+def test_who_opens_shared_memory_that_is_being_removed_ends_nobody() -> None:
+    done = subprocess.run([sys.executable, "-c", _OPENED_MEANWHILE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "opened meanwhile\n"), done.stderr
+
+
+_OPENED_MEANWHILE = """
+import os, subprocess, sys
+from pathlib import Path
+from elastic_ext.torch_private.loading import remove_shared_memory_of
+
+def unlink(file):
+    opening = f"import os; os.open({str(file)!r}, os.O_RDONLY | os.O_NONBLOCK)"
+    said = subprocess.run([sys.executable, "-c", opening], capture_output=True, text=True).stderr
+    assert "BlockingIOError" in said, said  # there was a lease, and this process was told
+    os.unlink(file)
+    print("opened meanwhile", flush=True)
+
+Path.unlink = unlink
+Path(f"/dev/shm/torch_{os.getpid()}_0_test").touch()
+remove_shared_memory_of(os.getpid())
+"""
+
+
 _KEEPS_A_TENSOR = """
 import os
 import torch
