@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from errno import ENXIO
 from pathlib import Path
 from typing import IO
 
@@ -107,8 +108,10 @@ def _num_lines(file: IO[bytes], num_bytes: int) -> int:
     while file.tell() < end:
         try:
             begin = file.seek(file.tell(), os.SEEK_DATA)
-        except OSError:  # there is no more
-            break
+        except OSError as error:
+            if error.errno != ENXIO:
+                raise
+            break  # all the rest is a hole
         piece = file.read(min(max(end - begin, 0), _PIECE_BYTES))
         if not piece:
             break

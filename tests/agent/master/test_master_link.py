@@ -235,9 +235,6 @@ def test_of_too_many_new_events_the_last_are_read_and_the_others_counted(tmp_pat
     assert files.look().events == ()
 
 
-# ---- with a master ----
-
-
 def test_of_a_hole_of_a_terabyte_nothing_is_read(tmp_path: Path) -> None:
     """Which a file is that somebody has made large without writing: reading through it would take an hour."""
     files = EventFiles(tmp_path, most_bytes=2000)
@@ -246,6 +243,9 @@ def test_of_a_hole_of_a_terabyte_nothing_is_read(tmp_path: Path) -> None:
     assert files.look().num_dropped == 2
     append(tmp_path / "events-0.jsonl", "\n", event(7).to_json() + "\n")
     assert [each.step for each in files.look().events] == [7]
+
+
+# ---- with a master ----
 
 
 def test_a_node_joins_says_what_it_is_and_leaves_with_the_reason(tmp_path: Path) -> None:
@@ -412,6 +412,18 @@ def test_a_node_that_the_master_has_forgotten_joins_again_and_nobody_is_told(tmp
     assert node.told() == ["master-joined"]
 
 
+@pytest.mark.parametrize("call", ["Join", "Beat"])
+def test_a_call_that_is_one_too_many_for_the_master_is_made_again(tmp_path: Path, call: str) -> None:
+    """gRPC cancels it, as where thousands of agents come back at once."""
+    with ScriptedMaster() as master:
+        master.answers[call] = Refusal(CODES.CANCELLED)
+        with linked(tmp_path, master.place) as node:
+            master.wait_for(call)
+            del master.answers[call]
+            node.journal.tell("worked", "something happened meanwhile")
+            master.wait_for("Beat", lambda request: "worked" in [each.kind for each in request.events])
+
+
 @pytest.mark.parametrize("call", ["Join", "Beat", "Watch"])
 def test_a_fenced_node_says_so_once_and_speaks_no_more(tmp_path: Path, call: str) -> None:
     with ScriptedMaster() as master:
@@ -434,7 +446,7 @@ def test_a_master_that_refuses_the_first_word_can_keep_a_node_from_starting(tmp_
             assert "has no memory left" in (node.link.refusal_within(20.0) or "")
 
 
-@pytest.mark.parametrize("code", [CODES.UNAUTHENTICATED, CODES.RESOURCE_EXHAUSTED, CODES.UNAVAILABLE])
+@pytest.mark.parametrize("code", [CODES.UNAUTHENTICATED, CODES.RESOURCE_EXHAUSTED, CODES.UNAVAILABLE, CODES.CANCELLED])
 def test_other_refusals_keep_no_node_from_starting(tmp_path: Path, code: grpc.StatusCode) -> None:
     with ScriptedMaster() as master:
         master.answers["Join"] = Refusal(code)
