@@ -162,8 +162,13 @@ def test_what_was_frozen_is_found_and_stays_frozen(model: Any) -> None:
     gc.freeze()
     assert _found(model) == [f"a list of 2, 'kept' in a {__name__}.Keeper"]
     assert gc.get_freeze_count() > 0
-    del kept
-    assert _found(model) == []
+    gc.unfreeze()
+    try:
+        del kept
+        assert _found(model) == []
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as all tests have it
 
 
 def test_who_is_known_may(model: Any) -> None:
