@@ -22,7 +22,6 @@ Not measured: a GPU, where memory that has run out is also given back before the
 from __future__ import annotations
 
 import dataclasses
-import gc
 import pickle
 import subprocess
 import sys
@@ -60,6 +59,7 @@ from benchmarks.harness import (
     Side,
     check_same_work,
     compare_measures,
+    frozen,
     shown_value,
 )
 
@@ -205,9 +205,7 @@ def cost_of_calls(*, budget_seconds: float = BUDGET_SECONDS) -> DifferenceTable:
             return Side(name=NAMES[name], run=run)
 
         sides = [side(name) for name in PAIRS["not guarded"]]
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(frozen())
         return compare_differences(
             "A step, not guarded, CPU time: one rank, a model that takes next to nothing",
             sides,

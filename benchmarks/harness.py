@@ -19,7 +19,8 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -46,6 +47,7 @@ __all__ = [
     "compare_measures",
     "comparison_of",
     "decide",
+    "frozen",
     "paired_ratios",
     "rotated",
     "rounded",
@@ -357,6 +359,19 @@ def compare_measures(
         return done
 
     return _compare(titles, sides, read, unit, num_rounds=num_rounds, num_warmup_rounds=num_warmup_rounds)
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """In here collections of garbage pass over what there is by now; what was frozen before stays so afterwards."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def run_rounds(

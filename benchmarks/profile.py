@@ -19,7 +19,6 @@ again is worth percents.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import multiprocessing
 import os
@@ -35,7 +34,7 @@ from unittest import mock
 import torch
 
 from benchmarks.differences import DifferenceTable, compare_differences, compare_shares
-from benchmarks.harness import Reading, Readings, Side, shortened, shown_value
+from benchmarks.harness import Reading, Readings, Side, frozen, shortened, shown_value
 from benchmarks.trainer_ranks import Loop, Task, make_loop
 from elastic_ext.profile import probe, windows
 from elastic_ext.profile.phases import Phase, Timeline
@@ -165,9 +164,7 @@ def _one_loop(task: Task) -> Iterator[tuple[list[Side], float, int]]:
         seconds = min(loop.run(80).wall_seconds for loop in loops)  # the census is taken, and the machine is measured
         num_in_cycle = probe.steps_between(seconds) + probe.steps_together(seconds)
         switch = _Switch(stack, num_in_cycle=num_in_cycle)
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(frozen())
         yield [switch.side(looks, loops) for looks in LOOKS], seconds, num_in_cycle
 
 
@@ -211,9 +208,7 @@ def _loops(task: Task, num_in_block: int) -> Iterator[list[Side]]:
         # A loop trains for a fifteenth of the time, and is to write a window after a second of that.
         stack.enter_context(mock.patch.object(windows, "window_seconds", return_value=float(3 * NUM_LOOPS)))
         both = sides(task, Path(folder), num_in_block, stack)
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(frozen())
         yield both
 
 

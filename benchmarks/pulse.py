@@ -12,7 +12,6 @@ Not measured: what an agent's looks take from workers that leave it no core of i
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from unittest import mock
 import torch
 
 from benchmarks.differences import DifferenceTable, compare_differences
-from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare, shortened, shown_value
+from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare, frozen, shortened, shown_value
 from benchmarks.trainer_ranks import Task, make_loop
 from elastic_ext.agent.workers.hangs import HangLimits
 from elastic_ext.agent.workers.monitor import Monitor, Watched
@@ -83,9 +82,7 @@ def share_of_steps(*, num_rounds: int) -> Comparison:
 def _loops(task: Task, folder: Path, num_in_block: int) -> Iterator[list[Side]]:
     with ExitStack() as stack:
         both = sides(task, folder, num_in_block, stack)
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(frozen())
         yield both
 
 

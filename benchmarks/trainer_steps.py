@@ -16,7 +16,6 @@ Not measured: a dataloader, an accelerator, schedulers, and Fabric on two ranks.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import math
 import tempfile
@@ -32,7 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.differences import DifferenceTable, compare_differences
 from benchmarks.gang import Gang
-from benchmarks.harness import Claim, Comparison, Reading, Readings, Result, Side, compare_measures
+from benchmarks.harness import Claim, Comparison, Reading, Readings, Result, Side, compare_measures, frozen
 from benchmarks.trainer_ranks import Block, Done, LoopName, Rank, Task, make_loop, training_rank
 
 __all__ = [
@@ -122,9 +121,7 @@ def on_one_rank(plan: Plan) -> DifferenceTable:
     task = dataclasses.replace(SMALL, num_micro_steps=plan.num_micro_steps)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         sides = sides_of_one_rank(task, plan.names, plan.num_in_block, Path(folder), stack)
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(frozen())
         return compare_differences(
             f"A micro-step, CPU time: one rank, {_steps(plan)}",
             sides,

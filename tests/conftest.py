@@ -28,10 +28,21 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection() -> None:
+    """Nothing that is made while tests are collected becomes garbage; looking for it takes seconds."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What thousands of tests and torch have made by now stays: collections look at what each test makes, not at it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """A test that unfreezes that, or leaves collections off, would make each later one slower, or unlike others."""
+    assert gc.isenabled() and gc.get_freeze_count() > 0, "the collector is not as this test found it"
 
 
 @pytest.fixture(scope="session", autouse=True)

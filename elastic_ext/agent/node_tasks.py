@@ -24,7 +24,7 @@ from .config_writer import ConfigTuner
 from .control import Control
 from .folder import NodeFolders
 from .journal import Journal
-from .workers.hangs import Hang, find_hang, standings_from_json, standings_to_json
+from .workers.hangs import Hang, WaitingNews, find_hang, standings_from_json, standings_to_json
 from .workers.monitor import Monitor, Seen, Watched
 from .workers.stacks import capture
 from .workers.stragglers import SlowWorkers
@@ -143,7 +143,7 @@ class Duties:
         self._py_spy = py_spy
         self._board: RoundBoard | None = None
         self._membership_version = self._world_size = 0
-        self._said = ""
+        self._waiting_news = WaitingNews()
         self._has_warned = False
         self._ended: Ended | None = None
         self._round = Since(0.0)
@@ -159,7 +159,7 @@ class Duties:
         """All nodes have met; ``is_new`` where this one joins a job that has worked already, and follows its config."""
         self._board, self._membership_version, self._world_size = board, membership_version, world_size
         self._monitor.forget()
-        self._said = ""
+        self._waiting_news = WaitingNews()
         self._round = Since(time.time())
         self._is_after_others = self._ended is not None
         self._slow_workers.forget(since=self._round.seconds)
@@ -294,9 +294,8 @@ class Duties:
                     hang, said = verdict.hang if is_heard else None, verdict.said
             except (BoardGone, ValueError):
                 hang = None
-        if said and said != self._said:
+        if self._waiting_news.is_due(said, time.monotonic()):
             self._journal.tell("waiting", said)
-        self._said = said
         return hang
 
     def _tell_slow(self, workers: Sequence[Watched]) -> None:

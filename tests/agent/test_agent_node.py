@@ -198,6 +198,24 @@ def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_p
     assert f"checkpoints: {tmp_path / 'checkpoints'}" in node.text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loader_that_locks_up_is_a_hang_of_its_rank_between_two_steps(tmp_path: Path, num_ranks: int) -> None:
+    """After ten minutes, in which a loop may do something that it did not say; who waits for it is told meanwhile."""
+    launch = ("--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=1", "--hang-seconds=2")
+    options = (str(tmp_path), "--steps=20", "--every=4", "--deadlock-at=7")
+    with nodes(Node(tmp_path / "node", [*launch, *JOB, *options])) as (node,):
+        assert node.end(within=900) == 0, node.text
+    (hang,) = [event for event in node.events() if event["kind"] == "hang"]
+    (stacks,) = [event for event in node.events() if event["kind"] == "stacks"]
+    assert f"rank {num_ranks - 1}:" in hang["text"] and "between two steps" in hang["text"], hang["text"]
+    assert f"rank {num_ranks - 1}" in stacks["text"] and "in the dataloader" in stacks["text"], stacks["text"]
+    waiting = [event for event in node.events() if event["kind"] == "waiting"]
+    assert (1 <= len(waiting) <= 10) if num_ranks > 1 else not waiting
+    assert sorted(samples_of_steps(tmp_path)) == list(range(1, 21))
+    assert "training goes on after step 4" in node.text
+
+
 def test_the_config_is_changed_through_the_agent_and_what_others_write_is_noticed(tmp_path: Path) -> None:
     with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000")) as (node,):
         until(lambda: last_step(tmp_path) > 2 or None)

@@ -9,6 +9,8 @@ step: its number, then its samples. With --hold-at ranks wait at that step until
 from __future__ import annotations
 
 import argparse
+import contextlib
+import multiprocessing
 import os
 import threading
 import time
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--hang-at", type=int, default=-1, help="a step in which rank 1 waits for ever, once")
+    parser.add_argument("--deadlock-at", type=int, default=-1, help="a step before which a loader locks up, once")
     parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
     parser.add_argument("--sharded", action="store_true", help="with a model whose plan can be changed")
     options = parser.parse_args()
@@ -43,8 +46,11 @@ def main() -> None:
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     if not options.sharded:
         model = DistributedDataParallel(nn.Linear(4, 1))
-    dataset = TensorDataset(torch.arange(NUM_SAMPLES), torch.randn(NUM_SAMPLES, 4))
-    loader = ElasticDataLoader(dataset, batch_size=2, shuffle=True, seed=3)
+    dataset: TensorDataset = TensorDataset(torch.arange(NUM_SAMPLES), torch.randn(NUM_SAMPLES, 4))
+    num_workers = 0
+    if options.deadlock_at >= 0 and dist.get_rank() == dist.get_world_size() - 1 and not was_restarted():
+        dataset, num_workers = LocksUp(dataset, options.deadlock_at * GLOBAL_BATCH // dist.get_world_size()), 1
+    loader = ElasticDataLoader(dataset, batch_size=2, shuffle=True, seed=3, num_workers=num_workers)
     trainer = ElasticTrainer(
         model,
         loader,
@@ -67,6 +73,21 @@ def main() -> None:
             epoch += 1
         print("done", file=file, flush=True)
     dist.destroy_process_group()
+
+
+class LocksUp(TensorDataset):
+    """Samples read under a lock, which one of this process's threads has when the worker is forked."""
+
+    def __init__(self, dataset: TensorDataset, num_read: int) -> None:
+        super().__init__(*dataset.tensors)
+        self.num_left = num_read
+        self.lock = multiprocessing.Lock()
+        self.lock.acquire()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.num_left -= 1
+        with self.lock if self.num_left < 0 else contextlib.nullcontext():
+            return super().__getitem__(index)
 
 
 def hang() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -26,6 +27,7 @@ __all__ = [
     "Judge",
     "Standing",
     "Verdict",
+    "WaitingNews",
     "WorkerLook",
     "find_hang",
     "ranks_in_words",
@@ -38,6 +40,8 @@ Place = tuple[int, ...]
 
 _NUM_DURATIONS = 200  # of the last steps, whose slowest in a hundred the limit follows
 _NUM_FIRST = 3  # steps that may compile, or look for the fastest way
+_LEAST_UNTIL_TOLD_AGAIN = 10.0  # seconds
+_SECONDS_IN_WORDS = re.compile(r"\b\d+ s\b")
 _MOST_BETWEEN_LOOKS = 5.0  # seconds; whoever did not look for longer, stopped or asleep, knows of no more
 _SLOW = 0.5  # of the limit
 _WITH_LIMIT = frozenset({Activity.STEP, Activity.BOUNDARY, Activity.CHANGING, Activity.BETWEEN})
@@ -292,6 +296,24 @@ def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
             may_be_elsewhere=not is_sure,
         )
     )
+
+
+class WaitingNews:
+    """When to tell who waits for whom: as it begins, and again each time that it has lasted twice as long."""
+
+    def __init__(self) -> None:
+        self._who = ""
+        self._since = self._next = 0.0
+
+    def is_due(self, said: str, now: float) -> bool:
+        """Whether ``Verdict.said`` is to be told at this time, in seconds of a clock that only goes forward."""
+        who = _SECONDS_IN_WORDS.sub("", said)
+        if who != self._who:
+            self._who, self._since, self._next = who, now, now
+        if not said or now < self._next:
+            return False
+        self._next = now + max(now - self._since, _LEAST_UNTIL_TOLD_AGAIN)
+        return True
 
 
 def standings_to_json(standings: Sequence[Standing]) -> str:

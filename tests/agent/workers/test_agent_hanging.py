@@ -16,6 +16,7 @@ from elastic_ext.agent.workers.hangs import (
     Judge,
     Standing,
     Verdict,
+    WaitingNews,
     WorkerLook,
     find_hang,
     ranks_in_words,
@@ -444,3 +445,15 @@ def test_ranks_are_told_in_their_order() -> None:
     assert ranks_in_words([Standing(rank=3)]) == "rank 3"
     assert ranks_in_words([Standing(rank=rank) for rank in (2, 0)]) == "ranks 0 and 2"
     assert ranks_in_words([Standing(rank=rank) for rank in (2, 0, 11)]) == "ranks 0, 2 and 11"
+
+
+# --- when it is told ------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_whom_is_told_as_it_begins_and_each_time_it_has_lasted_twice_as_long() -> None:
+    news = WaitingNews()
+    for_rank_1 = [second for second in range(700) if news.is_due(f"rank 1 is between for {second} s", START + second)]
+    assert for_rank_1 == [0, 10, 20, 40, 80, 160, 320, 640]
+    assert not news.is_due("", START + 700)
+    assert news.is_due("rank 1 is between for 1 s", START + 701)  # it is another time
+    assert news.is_due("rank 2 is between for 2 s", START + 702)
