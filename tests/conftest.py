@@ -65,11 +65,15 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def forked_jobs(ranks: RankPool) -> Iterator[None]:
-    """The processes of tests.support.leaving's jobs are forked, and need not import torch."""
-    from tests.support.leaving import forked_from
+def forked_jobs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tests.support.scripts begins is forked, and need not import torch."""
+    from tests.support.scripts import forked_from
 
-    with forked_from(ranks):
+    def pool() -> RankPool:
+        found: RankPool = request.getfixturevalue("ranks")
+        return found
+
+    with forked_from(pool):
         yield
 
 

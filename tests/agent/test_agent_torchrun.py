@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_ext.agent.arguments import parser
 from tests.support.nodes import ELASTIC_RUN, TORCHRUN
+from tests.support.scripts import begun
 
 SCRIPT = """
 import json, os, sys
@@ -51,47 +50,58 @@ class Ran:
     """What lies in the folder for logs; run ids and random parts of names left out."""
 
 
-def run(
-    launcher: tuple[str, ...], folder: Path, options: list[str], arguments: list[str], environ: dict[str, str]
-) -> Ran:
-    folder.mkdir()
-    script, logs, out = folder / "script.py", folder / "logs", folder / "out"
-    script.write_text(SCRIPT)
-    script.chmod(0o755)
-    out.mkdir()
-    options = [option.replace("LOGS", str(logs)) for option in options]
-    if "--no-python" in options or "--no_python" in options:
-        command = [*options, sys.executable, str(script)]
-    elif "-m" in options:
-        command = [*options, "script"]
-    else:
-        command = [*options, str(script)]
-    given = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PET_", "ELASTIC_EXT", "TORCHELASTIC"))
-        and name != "OMP_NUM_THREADS"  # launchers set it
-    }
-    given |= {"OUT": str(out), "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, str(folder)] if path)}
-    given |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), **environ}
-    done = subprocess.run(
-        [sys.executable, *launcher, *command, *arguments], env=given, capture_output=True, text=True, timeout=240
-    )
-    found = {file.name: json.loads(file.read_text()) for file in sorted(out.iterdir())}
-    for values in found.values():
-        if values["PYTHONPATH"]:
-            values["PYTHONPATH"] = values["PYTHONPATH"].replace(str(folder), "FOLDER")
-    return Ran(
-        status=done.returncode,
-        workers=found,
-        stdout=sorted(done.stdout.splitlines()),
-        stderr=sorted(line for line in done.stderr.splitlines() if "err of" in line),
-        logs={
-            re.sub("^[^/]*", "RUN", str(file.relative_to(logs))): file.read_text()
-            for file in sorted(logs.rglob("*"))
-            if file.is_file()
-        },
-    )
+class Run:
+    """A launch that has begun."""
+
+    def __init__(
+        self, launcher: tuple[str, ...], folder: Path, options: list[str], arguments: list[str], environ: dict[str, str]
+    ) -> None:
+        self.folder, self.logs, self.out = folder, folder / "logs", folder / "out"
+        self.out.mkdir(parents=True)
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        script.chmod(0o755)
+        options = [option.replace("LOGS", str(self.logs)) for option in options]
+        if "--no-python" in options or "--no_python" in options:
+            command = [*options, sys.executable, str(script)]
+        elif "-m" in options:
+            command = [*options, "script"]
+        else:
+            command = [*options, str(script)]
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PET_", "ELASTIC_EXT", "TORCHELASTIC"))
+            and name != "OMP_NUM_THREADS"  # launchers set it
+        }
+        given |= {
+            "OUT": str(self.out),
+            "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, str(folder)] if path),
+        }
+        given |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), **environ}
+        self.errors = folder / "stderr"
+        with self.errors.open("wb") as file:
+            self.process = begun([*launcher, *command, *arguments], env=given, stderr=file.fileno())
+
+    def end(self) -> Ran:
+        with self.process:
+            output, _ = self.process.communicate(timeout=240)
+            status = self.process.wait()
+        found = {file.name: json.loads(file.read_text()) for file in sorted(self.out.iterdir())}
+        for values in found.values():
+            if values["PYTHONPATH"]:
+                values["PYTHONPATH"] = values["PYTHONPATH"].replace(str(self.folder), "FOLDER")
+        return Ran(
+            status=status,
+            workers=found,
+            stdout=sorted(output.splitlines()),
+            stderr=sorted(line for line in self.errors.read_text().splitlines() if "err of" in line),
+            logs={
+                re.sub("^[^/]*", "RUN", str(file.relative_to(self.logs))): file.read_text()
+                for file in sorted(self.logs.rglob("*"))
+                if file.is_file()
+            },
+        )
 
 
 CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
@@ -133,11 +143,10 @@ def test_every_option_of_its_own_is_told_of_and_no_other() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_torchrun_does_elastic_run_does(case: str, tmp_path: Path) -> None:
     options, arguments, environ = CASES[case]
-    with ThreadPoolExecutor(2) as threads:
-        both = [
-            threads.submit(run, launcher, tmp_path / name, options, arguments, environ)
-            for launcher, name in ((TORCHRUN, "torch"), (ELASTIC_RUN, "ours"))
-        ]
-        theirs, ours = (each.result() for each in both)
+    both = [
+        Run(launcher, tmp_path / name, options, arguments, environ)
+        for launcher, name in ((TORCHRUN, "torch"), (ELASTIC_RUN, "ours"))
+    ]
+    theirs, ours = (each.end() for each in both)
     assert theirs.workers, case
     assert ours == theirs

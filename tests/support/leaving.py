@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,24 +15,12 @@ import psutil
 
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
 from tests.support.ports import free_port
-from tests.support.ranks import RankPool
-from tests.support.scripts import Script
+from tests.support.scripts import begun
 
-__all__ = ["Job", "forked_from", "started"]
+__all__ = ["Job", "started"]
 
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
 _DEADLINE_SECONDS = 60
-_POOLS: list[RankPool] = []  # the last one's nursery forks the processes of jobs; without one each is begun anew
-
-
-@contextmanager
-def forked_from(pool: RankPool) -> Iterator[None]:
-    """In here the processes of jobs have imported torch when they begin; but for those that torchrun begins."""
-    _POOLS.append(pool)
-    try:
-        yield
-    finally:
-        _POOLS.remove(pool)
 
 
 class Job:
@@ -62,10 +49,7 @@ class Job:
                 "MASTER_PORT": str(free_port()) if num_ranks > 1 else "0",
             }
             environs = [{**environ, "RANK": str(rank)} for rank in range(num_ranks)]
-        self.processes = [
-            Script(_POOLS[-1], argv, folder=Path.cwd(), env=each) if _POOLS and not launched else _begun(argv, each)
-            for each in environs
-        ]
+        self.processes = [begun(argv, env=each) for each in environs]
         self.lines: list[list[str]] = [[] for _ in self.processes]
         self._begun: list[psutil.Process] = []  # by these processes, as far as they are known
 
@@ -171,15 +155,3 @@ def started(
                 assert pipe is not None
                 with suppress(BrokenPipeError):
                     pipe.close()
-
-
-def _begun(argv: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *argv],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a process group of its own
-    )

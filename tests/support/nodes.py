@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from elastic_ext.ranks.processes import Process, is_alive, process_of
 from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, AgentRecord
+from tests.support.scripts import Script, begun
 
 __all__ = ["Node", "nodes", "samples_of_steps", "set_config", "until"]
 
@@ -52,14 +53,18 @@ class Node:
             "OMP_NUM_THREADS": "1",
             **(environ or {}),
         }
-        self.process = subprocess.Popen(
-            [*within, sys.executable, *launcher, *arguments],
-            env=self._environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process: Script | subprocess.Popen[str]
+        if within:
+            self.process = subprocess.Popen(
+                [*within, sys.executable, *launcher, *arguments],
+                env=self._environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        else:
+            self.process = begun([*launcher, *arguments], env=self._environ)
         self._more = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -120,8 +125,9 @@ class Node:
             if is_alive(worker):
                 os.kill(worker.pid, signal.SIGKILL)
         self._reader.join(5)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,11 +210,11 @@ class RankPool:
                     self._replace(worker)
             raise
 
-    def start(self, argv: Sequence[str], descriptors: tuple[int, int], *, folder: Path, env: Mapping[str, str]) -> int:
-        """The pid of a process that runs a script, with these for its standard input and output, and whose end is that
-        of an interpreter; it has a session of its own."""
+    def start(self, argv: Sequence[str], streams: tuple[int, int, int], *, folder: Path, env: Mapping[str, str]) -> int:
+        """The pid of a process that runs a script, or a module after ``-m``, with these for its standard input, output
+        and error, and whose end is that of an interpreter; it has a session of its own."""
         told = json.dumps([list(argv), str(folder), dict(env)])
-        return self._nursery.start(told.encode(), descriptors)
+        return self._nursery.start(told.encode(), streams)
 
     def reap(self, pid: int) -> int:
         """The exit code of a script's process that has ended, as those of ``subprocess`` are."""
@@ -279,6 +280,7 @@ class _Nursery:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_NURSERY_START_SECONDS)
         program = (
@@ -309,9 +311,9 @@ class _Nursery:
             pid = self._ask(b"f", 0, [theirs.fileno()])
         return _Worker(pid, ours, self._folder)
 
-    def start(self, told: bytes, descriptors: tuple[int, int]) -> int:
+    def start(self, told: bytes, streams: tuple[int, int, int]) -> int:
         """The pid of a new process that runs a script."""
-        return self._ask(b"s", 0, list(descriptors), told)
+        return self._ask(b"s", 0, list(streams), told)
 
     def reap(self, pid: int) -> int:
         """The exit code of a dead worker (a negative one is a signal); until then its pid cannot be given again."""
@@ -328,8 +330,9 @@ class _Nursery:
 
     def _ask(self, request: bytes, number: int, descriptors: list[int], told: bytes = b"") -> int:
         try:
-            socket.send_fds(self._socket, [NURSERY_REQUEST.pack(request, number) + told], descriptors)
-            reply: tuple[int] = NURSERY_REPLY.unpack(self._socket.recv(NURSERY_REPLY.size))
+            with self._lock:
+                socket.send_fds(self._socket, [NURSERY_REQUEST.pack(request, number) + told], descriptors)
+                reply: tuple[int] = NURSERY_REPLY.unpack(self._socket.recv(NURSERY_REPLY.size))
         except (OSError, struct.error) as error:
             output = (self._folder / "nursery.output").read_text(errors="replace")
             message = f"the nursery of the ranks does not answer; its output ends with:\n{output[-4000:]}"

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -128,7 +129,7 @@ def nursery_main(descriptor: int, folder: str) -> None:
     children: set[int] = set()
     with socket.socket(fileno=descriptor) as requests:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(requests, _MOST_REQUEST_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(requests, _MOST_REQUEST_BYTES, 3)
             if not message:
                 break
             request, number = NURSERY_REQUEST.unpack_from(message)
@@ -158,16 +159,19 @@ def nursery_main(descriptor: int, folder: str) -> None:
 
 
 def _script_main(descriptors: Sequence[int], argv: list[str], folder: str, environ: dict[str, str]) -> None:
-    """Runs a script, as the one of this process, whose end is that of an interpreter."""
+    """Runs a script, or a module after ``-m``, as the one of this process, whose end is that of an interpreter."""
     os.setsid()
-    given, written = descriptors
-    for place, descriptor in enumerate((given, written, written)):
+    for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv[:] = argv
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = argv[0]

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own that need not import torch first: the nursery of the ranks forks them.
+"""Scripts and modules in processes of their own that need not import torch first: the nursery of the ranks forks them.
 
 To a test each is what ``subprocess.Popen`` would give it, as far as tests ask. What is to be shown of a new interpreter
 is shown with one.
@@ -9,25 +9,67 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.support.ranks import RankPool
 
-__all__ = ["Script"]
+__all__ = ["Script", "begun", "forked_from"]
+
+_POOLS: list[Callable[[], RankPool]] = []  # the last one's nursery forks what is begun
+
+
+@contextmanager
+def forked_from(pool: Callable[[], RankPool]) -> Iterator[None]:
+    """In here what is begun has imported torch already."""
+    _POOLS.append(pool)
+    try:
+        yield
+    finally:
+        _POOLS.remove(pool)
+
+
+def begun(argv: Sequence[str], *, env: Mapping[str, str], stderr: int | None = None) -> Script | subprocess.Popen[str]:
+    """``python argv...`` in a session of its own: forked where a pool was given, and else a new interpreter.
+
+    What it writes to ``stderr`` goes to that descriptor, or else where the rest does.
+    """
+    if _POOLS:
+        return Script(_POOLS[-1](), argv, folder=Path.cwd(), env=env, stderr=stderr)
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if stderr is None else stderr,
+        text=True,
+        start_new_session=True,
+    )
 
 
 class Script:
-    """A process that runs a script; what it writes, to whichever stream, comes from ``stdout``."""
+    """A process that runs a script, or ``-m`` and a module; what it writes to either stream comes from ``stdout``,
+    unless there is another descriptor for ``stderr``."""
 
-    def __init__(self, pool: RankPool, argv: Sequence[str], *, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        pool: RankPool,
+        argv: Sequence[str],
+        *,
+        folder: Path,
+        env: Mapping[str, str],
+        stderr: int | None = None,
+    ) -> None:
         self._pool = pool
         given, giving = os.pipe()
         reading, written = os.pipe()
         try:
-            self.pid = pool.start(argv, (given, written), folder=folder, env=env)
+            streams = (given, written, written if stderr is None else stderr)
+            self.pid = pool.start(argv, streams, folder=folder, env=env)
         finally:
             os.close(given)
             os.close(written)
@@ -43,6 +85,12 @@ class Script:
         self.wait()
         self.stdin.close()
         self.stdout.close()
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        if self.returncode is None and wait([self._end], 0):
+            self.wait()
+        return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.returncode is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from elastic_ext.training.options import LaunchSize
 from tests.support.nodes import ELASTIC_RUN, TORCHRUN
+from tests.support.scripts import begun
 from tests.support.training import make_model, trainer_of
 
 LAUNCH_SECONDS = 120.0
@@ -59,13 +59,13 @@ def launch(launcher: tuple[str, ...], folder: Path, *arguments: str) -> tuple[in
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     environ |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
     environ |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), "STORAGE": str(folder / "storage")}
-    command = [sys.executable, *launcher, "--standalone", "--nproc-per-node=2", str(script), *arguments]
-    done = subprocess.run(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LAUNCH_SECONDS
-    )
-    return done.returncode, done.stdout
+    command = [*launcher, "--standalone", "--nproc-per-node=2", str(script), *arguments]
+    with begun(command, env=environ) as process:
+        output, _ = process.communicate(timeout=LAUNCH_SECONDS)
+        return process.wait(), output
 
 
+@pytest.mark.usefixtures("forked_jobs")
 @pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "elastic-run"])
 def test_two_processes_without_a_process_group_are_refused_before_anything_is_saved(
     launcher: tuple[str, ...], tmp_path: Path
@@ -76,6 +76,7 @@ def test_two_processes_without_a_process_group_are_refused_before_anything_is_sa
     assert not (tmp_path / "storage").exists()
 
 
+@pytest.mark.usefixtures("forked_jobs")
 @pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "elastic-run"])
 def test_two_processes_each_with_a_group_of_one_train_and_resume_each_for_itself(
     launcher: tuple[str, ...], tmp_path: Path

@@ -1,0 +1,10 @@
+"""What the tests of agents share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def agents_are_forked(forked_jobs: None) -> None:
+    """Agents need not import torch first; the workers that they start are new interpreters, as ever."""
