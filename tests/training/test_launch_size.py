@@ -81,11 +81,11 @@ def test_two_processes_without_a_process_group_are_refused_before_anything_is_sa
 def test_two_processes_each_with_a_group_of_one_train_and_resume_each_for_itself(
     launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for begun in (0, 4):
+    for first in (0, 4):
         status, output = launch(launcher, tmp_path, "alone")
         assert status == 0, output
         for rank in (0, 1):
-            assert f"rank {rank} from {begun} to {begun + 4}" in output, output
+            assert f"rank {rank} from {first} to {first + 4}" in output, output
     jobs = [folder.name for folder in (tmp_path / "storage" / "fsdp_checkpoint").iterdir()]
     assert {name.partition("_")[0] for name in jobs if not name.startswith(".")} == {"alone-0", "alone-1"}
 
