@@ -39,7 +39,10 @@ class Node:
         environ: dict[str, str] | None = None,
         within: Sequence[str] = (),
     ) -> None:
-        """``within`` is what the command begins with, as for one that is run on another host."""
+        """``within`` is what the command begins with, as for one that is run on another host.
+
+        With either of them it is a new interpreter, which reads its environment as it starts.
+        """
         self.run_dir = folder
         self.lines: list[str] = []
         self._environ = {
@@ -54,7 +57,7 @@ class Node:
             **(environ or {}),
         }
         self.process: Script | subprocess.Popen[str]
-        if within:
+        if within or environ:
             self.process = subprocess.Popen(
                 [*within, sys.executable, *launcher, *arguments],
                 env=self._environ,
