@@ -44,13 +44,19 @@ def held(folder: Path, step: int, *, ranks: int = 2) -> bool:
     return sum(f"\n{step} " in file.read_text() for file in files) >= ranks
 
 
-def test_a_worker_that_is_killed_is_named_and_training_goes_on_from_what_was_staged(tmp_path: Path) -> None:
-    with nodes(started(tmp_path, "--steps=16", "--every=4", "--hold-at=10", launch=("--max-restarts=1",))) as (node,):
+def test_a_worker_that_is_killed_is_named_and_training_goes_on_from_what_all_ranks_had_staged(tmp_path: Path) -> None:
+    arguments = ("--steps=16", "--every=4", "--full-from=6", "--hold-at=10")
+    with nodes(started(tmp_path, *arguments, launch=("--max-restarts=1",))) as (node,):
+        node.wait_for("No space left")
         until(lambda: held(tmp_path, 10))
         (tmp_path / "go").touch()
         os.kill(node.workers()[1].pid, signal.SIGKILL)
         assert node.end() == 0, node.text
     assert "rank 1" in node.text and "SIGKILL" in node.text
+    (staged,) = [event for event in node.events() if event["kind"] == "staged"]
+    assert staged["details"]["path"].endswith("step_8"), staged
+    began = [json.loads(line) for line in (node.run_dir / "events-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in began if event["kind"] == "training-began"] == [0, 8]
     steps = samples_of_steps(tmp_path)
     assert sorted(steps) == list(range(1, 17))
     assert sorted(sample for step in range(1, 9) for sample in steps[step]) == list(range(NUM_SAMPLES))
@@ -166,20 +172,6 @@ def test_a_node_that_is_told_to_end_while_it_waits_for_others_says_so(tmp_path: 
         assert node.end() == 128 + number, node.text
         assert not memory.exists()
     assert f"before it has started workers, after {number.name}" in node.text and "Traceback" not in node.text
-
-
-def test_what_was_staged_on_all_ranks_is_a_checkpoint_before_they_are_restarted(tmp_path: Path) -> None:
-    arguments = ("--steps=20", "--every=4", "--full-from=6", "--hold-at=10")
-    with nodes(started(tmp_path, *arguments, launch=("--max-restarts=1",))) as (node,):
-        node.wait_for("No space left")
-        until(lambda: held(tmp_path, 10))
-        (tmp_path / "go").touch()
-        os.kill(node.workers()[0].pid, signal.SIGKILL)
-        assert node.end() == 0, node.text
-    (staged,) = [event for event in node.events() if event["kind"] == "staged"]
-    assert staged["details"]["path"].endswith("step_8"), staged
-    began = [json.loads(line) for line in (node.run_dir / "events-0.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in began if event["kind"] == "training-began"] == [0, 8]
 
 
 def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_path: Path) -> None:
