@@ -175,7 +175,9 @@ class NewFiles:
 
     def _close(self) -> None:
         while self._open:
-            os.close(self._open.pop()[1])
+            path, file = self._open.pop()
+            with naming(path):
+                os.close(file)
 
     def __enter__(self) -> NewFiles:
         return self
@@ -193,7 +195,10 @@ class NewFiles:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError of the system name ``path`` where it names no file, as those of calls on descriptors do not."""
+    """Have an OSError of the system name ``path`` where it names no file, as those of calls on descriptors do not.
+
+    Also of those that close one: NFS may tell only then of what it could not write.
+    """
     try:
         yield
     except OSError as error:
@@ -265,14 +270,14 @@ def remove_folder(folder: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` survive a power cut, where its file system can promise that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with naming(folder):
+    with naming(folder):
+        try:
             os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def look_afresh(folder: Path) -> None:
@@ -306,7 +311,7 @@ class NotRegularError(OSError):
 def read_at_most(path: Path, limit: int) -> bytes:
     """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; raises what ``open_regular``
     does."""
-    with open_regular(path) as file, naming(path):
+    with naming(path), open_regular(path) as file:
         return file.read(limit + 1)
 
 

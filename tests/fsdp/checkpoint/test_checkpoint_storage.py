@@ -468,6 +468,8 @@ def test_ranks_that_save_different_steps_at_once_all_hear_of_it(ranks: RankPool,
 
 def save_with_a_stale_view(rank: int, storage: Path, log: Path, what: WhatIsStale, in_background: bool) -> str:
     """A rank of a run that goes on, saves, and loads what it has saved; none knows of what the other has made."""
+    if rank == 1:  # its names come after the first rank's last, which the first rank is not to know of by itself
+        FileOperations(storage, "slow", range(1000), like="os.link")
     StaleView(storage, log, f"rank {rank}", what)
     model, optimizer = make_state(seed=9)
     with checkpointer_of(storage, in_background=in_background) as checkpointer:

@@ -241,7 +241,7 @@ def checksum_of(data: bytes) -> str:
 
 def read_checked(path: Path, checksum: str) -> bytes:
     """The contents of a file that is checked as a whole; CheckpointDamaged where they are missing or others."""
-    with _opened(path) as file, naming(path):
+    with naming(path), _opened(path) as file:
         data = file.read(_MOST_BYTES + 1)
     _check(path, checksum_of(data), checksum)
     return data

@@ -348,8 +348,8 @@ def _size_of(path: Path) -> int:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return -1
         raise
-    try:
-        with naming(path):
+    with naming(path):
+        try:
             return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
