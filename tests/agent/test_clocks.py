@@ -172,6 +172,46 @@ def test_a_node_that_has_fallen_silent_is_lost_whatever_its_clock_says() -> None
         assert num_present(first) == 1
 
 
+def test_a_silent_node_is_lost_though_another_writes_down_again_and_again_what_it_told_last() -> None:
+    clock = Clock()
+    with two_nodes(lambda: clock.seconds) as (memory, (first, _)):
+        memory.shift(1, HOUR)
+        assert num_present(first) == 2
+        for num_left in (2, 2, 1):
+            clock.pass_by(6)
+            before = memory.get_state()
+            first._keep_alive()
+            assert memory.get_state() != before
+            assert num_present(first) == num_left
+
+
+class DeadlineAhead(Memory):
+    """... where a clock that is an hour ahead has said until when more nodes are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_put_off = 0
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool]:
+        found = pickle.loads(state)
+        if found.deadline is not None and self.num_put_off == 0:
+            self.num_put_off += 1
+            found.deadline += timedelta(seconds=HOUR)
+            state = pickle.dumps(found)
+        return super().set_state(state, token)
+
+
+def test_more_nodes_are_waited_for_no_longer_where_the_clock_that_said_until_when_is_an_hour_ahead() -> None:
+    memory, store = DeadlineAhead(), HashStore()
+    limits = RendezvousTimeout(join=timedelta(seconds=30), last_call=timedelta(seconds=1))
+    only = DynamicRendezvousHandler.from_backend("job", store, memory, 1, 2, "127.0.0.1", limits, keep_alive_interval=1)
+    serve_workers_by(only, lambda: loopback_store("127.0.0.1"))
+    assert judge_silence_here(only)
+    only.next_rendezvous()  # which raises where that takes longer than ``join``
+    only._stop_heartbeats()
+    assert memory.num_put_off == 1
+
+
 def test_a_node_whose_clock_was_put_back_goes_on_telling_that_it_lives() -> None:
     clock = Clock()
     with two_nodes(lambda: clock.seconds) as (memory, (first, second)):

@@ -26,6 +26,51 @@ JOB = ("-m", "tests.support.elastic_job")
 TOKEN = "a-token-of-tests-alone"
 RENDEZVOUS_PORT, MASTER_PORT = 29400, 7788
 NUM_STEPS = 60
+SILENT_SECONDS = 4.0  # how long a node may say nothing before the rendezvous takes it for lost
+NUM_SENT = 250_000  # two seconds at 1 Mbit/s, of which a bucket of 32 kB takes a quarter
+
+SENDS = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[4])) as line:
+    began = time.monotonic()
+    line.sendall(bytes(int(sys.argv[3])))
+    assert line.recv(1) == b"!"
+    print(time.monotonic() - began)
+"""
+TAKES = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    print("ready", flush=True)
+    while True:
+        line, left = server.accept()[0], int(sys.argv[3])
+        while left and (data := line.recv(left)):
+            left -= len(data)
+        line.sendall(b"!")
+"""
+
+
+def seconds_to_send(between: Link, patience: float) -> float | None:
+    """How long it takes until the other host has ``NUM_SENT`` bytes, None where it has not in time."""
+    send = [*between.within(1), sys.executable, "-c", SENDS, between.address(0), str(MASTER_PORT), str(NUM_SENT)]
+    done = subprocess.run([*send, str(patience)], check=False, capture_output=True, text=True)
+    return float(done.stdout) if done.returncode == 0 else None
+
+
+def test_a_link_lets_as_much_through_as_it_was_made_for_and_nothing_while_it_is_cut() -> None:
+    with link() as between:
+        take = [*between.within(0), sys.executable, "-c", TAKES, between.address(0), str(MASTER_PORT), str(NUM_SENT)]
+        with subprocess.Popen(take, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+            try:
+                assert (seconds_to_send(between, 60.0) or 60.0) < 1.0
+                between.set_rate("1mbit")
+                assert (seconds_to_send(between, 60.0) or 0.0) > 1.0
+                between.cut()
+                assert seconds_to_send(between, 2.0) is None
+                between.mend()
+                assert (seconds_to_send(between, 60.0) or 0.0) > 1.0
+            finally:
+                other.kill()
 
 
 class LinkedJob:
@@ -98,12 +143,20 @@ def test_a_node_that_is_cut_off_and_comes_back_trains_on_with_the_other(tmp_path
         with job.master(), nodes(job.node(0), job.node(1)) as (first, second):
             job.wait_for_steps(dice.randrange(1, NUM_STEPS // 2))
             between.cut()
-            threading.Event().wait(dice.choice([1.0, 3.0, 8.0, 15.0]))  # what is tried, and nothing to wait for
+            before, seconds = last_step(tmp_path), dice.choice([1.0, 3.0, 8.0, 15.0])
+            threading.Event().wait(seconds)  # what is tried, and nothing to wait for
+            if seconds < SILENT_SECONDS:
+                assert last_step(tmp_path) <= before + 1, "one without the other"
             between.mend()
             assert (first.end(), second.end()) == (0, 0), f"{first.text}\n\n{second.text}"
         kinds = first.kinds()
     job.check_samples(NUM_STEPS)
-    assert "worker-failed" not in kinds or "left or was lost" in first.text
+    is_told = "left or was lost" in first.text
+    assert is_told or "worker-failed" not in kinds
+    if seconds < SILENT_SECONDS / 2:  # what was sent meanwhile comes up to as long after that again
+        assert [event["generation"] for event in first.events() if event["kind"] == "membership"] == [0]
+    elif seconds > SILENT_SECONDS:
+        assert is_told, first.text
 
 
 @pytest.mark.parametrize("moment", ["a save", "a change of plan", "a join"])
