@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,16 @@ from elastic_ext.agent.arguments import check_options, parse
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def start(*arguments: str | bytes, cwd: Path, **environ: str | None) -> subprocess.CompletedProcess[str]:
+def start(
+    *arguments: str | bytes, cwd: Path, within: Sequence[str] = (), **environ: str | None
+) -> subprocess.CompletedProcess[str]:
+    """What came of a launch; ``within`` is what its command begins with."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_EXT", "PET_"))}
     given |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     given |= {name: value for name, value in environ.items() if value is not None}
     for name in (name for name, value in environ.items() if value is None):
         given.pop(name, None)
-    command = [sys.executable, "-m", "elastic_ext.run", *arguments]
+    command = [*within, sys.executable, "-m", "elastic_ext.run", *arguments]
     return subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
@@ -150,3 +154,17 @@ def test_a_worker_may_start_an_agent_of_its_own(tmp_path: Path) -> None:
     inner = ["--no-python", sys.executable, "-m", "elastic_ext.run", "--standalone", "script.py"]
     done = start("--standalone", "--nproc-per-node=2", *inner, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "started\nstarted\n", done.stderr
+
+
+WITHOUT_PROC = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+
+
+def test_where_processes_cannot_be_told_apart_nothing_is_started(tmp_path: Path) -> None:
+    if subprocess.run([*WITHOUT_PROC, "true"], capture_output=True).returncode != 0:
+        pytest.skip("nobody may cover /proc here: it takes namespaces of users and mounts")
+    script = tmp_path / "script.py"
+    script.write_text("print('started')")
+    done = start("--standalone", str(script), cwd=tmp_path, within=WITHOUT_PROC)
+    assert done.returncode == 2 and "started" not in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("elastic-run: refused: processes cannot be told apart here: ") and line.endswith("(/proc)")
