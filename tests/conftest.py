@@ -40,9 +40,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_teardown() -> None:
-    """A test that unfreezes that, or leaves collections off, would make each later one slower, or unlike others."""
-    assert gc.isenabled() and gc.get_freeze_count() > 0, "the collector is not as this test found it"
+@pytest.fixture(scope="session", autouse=True)
+def garbage_is_collected_as_it_was() -> Iterator[None]:
+    """A test that unfreezes what there was, or leaves collections off, makes each later one slower, or unlike others."""
+    yield
+    assert gc.isenabled() and gc.get_freeze_count() > 0, "a test has left the collector of garbage otherwise"
 
 
 @pytest.fixture(scope="session", autouse=True)
