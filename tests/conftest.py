@@ -42,7 +42,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def garbage_is_collected_as_it_was() -> Iterator[None]:
-    """A test that unfreezes what there was, or leaves collections off, makes each later one slower, or unlike others."""
+    """A test that unfreezes what there was, or leaves collections off, makes later ones slower, or unlike others."""
     yield
     assert gc.isenabled() and gc.get_freeze_count() > 0, "a test has left the collector of garbage otherwise"
 
