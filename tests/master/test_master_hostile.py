@@ -208,26 +208,24 @@ def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProces
 def test_thousands_of_calls_without_the_token_that_bring_much_with_them_are_borne(master: MasterProcess) -> None:
     """As from a peer that keeps to no limit of gRPC's clients: up to 14,400 calls, each with 7 kB of metadata."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    kept = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(900)]
-    for each in kept:
-        each.setblocking(False)
-        with contextlib.suppress(OSError):  # it takes no more for now
-            each.send(calls_by_hand("/elastic_ext.v1.Master/Beat", num=16, metadata={"x-more": "y" * 7000}))
-    caller = master.caller()
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+        for _ in range(900):
+            each = stack.enter_context(socket.create_connection(("127.0.0.1", master.port)))
+            each.setblocking(False)
+            with contextlib.suppress(OSError):  # it takes no more for now
+                each.send(calls_by_hand("/elastic_ext.v1.Master/Beat", num=16, metadata={"x-more": "y" * 7000}))
+        caller = master.caller()
 
-    def is_answered() -> bool:
-        with contextlib.suppress(grpc.RpcError):  # while more calls wait than may
-            caller.join("honest")
-            return True
-        return False
+        def is_answered() -> bool:
+            with contextlib.suppress(grpc.RpcError):  # while more calls wait than may, as agents do
+                caller.join("honest")
+                return caller.beat("honest").epoch == 1
+            return False
 
-    until(is_answered)  # and those that came before are seen to
-    assert caller.beat("honest").epoch == 1
-    assert most_memory_of(master) < 300 << 20
-    for each in kept:
-        each.close()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        until(is_answered)  # and those that came before are seen to
+        assert most_memory_of(master) < 300 << 20
 
 
 def calls_by_hand(path: str, *, num: int, metadata: dict[str, str]) -> bytes:

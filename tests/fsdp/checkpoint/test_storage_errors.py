@@ -44,7 +44,7 @@ _BY_DESCRIPTOR = frozenset(
 """Calls whose errors the system puts no name of a file to."""
 _NOT_OF_FILES = frozenset({"geteuid", "_path_normpath", "posix_fadvise"})
 _CLOSES = frozenset({"close", "__exit__"})
-_LOOKS = frozenset({"lstat", "open", "fstat", "read"}) | _CLOSES
+_LOOKS = frozenset({"lstat", "open", "fstat", "read", "readlink"}) | _CLOSES
 """Calls that may fail without a word, where all that is lost is a look at what lies there of before: what cannot be
 read now is neither renamed nor removed. Whatever writes, makes durable or locks is told of."""
 _DOING = ("claiming the job's folder", "beginning checkpoint", "writing checkpoint", "committing checkpoint")
