@@ -40,6 +40,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_files_of_tests_before_have_left_stays() -> None:
+    """What they imported and keep would make each collection of the tests to come longer."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def garbage_is_collected_as_it_was() -> Iterator[None]:
     """A test that unfreezes what there was, or leaves collections off, makes later ones slower, or unlike others."""

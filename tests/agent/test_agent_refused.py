@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def start(
-    *arguments: str | bytes, cwd: Path, within: Sequence[str] = (), **environ: str | None
+    *arguments: str | bytes, cwd: Path, within: str | None = None, **environ: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """What came of a launch; ``within`` is what its command begins with."""
+    """What came of a launch; ``within`` is what its command begins with, as a shell has it."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_EXT", "PET_"))}
     given |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     given |= {name: value for name, value in environ.items() if value is not None}
     for name in (name for name, value in environ.items() if value is None):
         given.pop(name, None)
-    command = [*within, sys.executable, "-m", "elastic_ext.run", *arguments]
+    command = [*shlex.split(within or ""), sys.executable, "-m", "elastic_ext.run", *arguments]
     return subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
@@ -156,11 +156,11 @@ def test_a_worker_may_start_an_agent_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout == "started\nstarted\n", done.stderr
 
 
-WITHOUT_PROC = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+WITHOUT_PROC = """unshare --map-root-user --mount sh -c 'mount -t tmpfs none /proc && exec "$@"' sh"""
 
 
 def test_where_processes_cannot_be_told_apart_nothing_is_started(tmp_path: Path) -> None:
-    if subprocess.run([*WITHOUT_PROC, "true"], capture_output=True).returncode != 0:
+    if subprocess.run([*shlex.split(WITHOUT_PROC), "true"], capture_output=True).returncode != 0:
         pytest.skip("nobody may cover /proc here: it takes namespaces of users and mounts")
     script = tmp_path / "script.py"
     script.write_text("print('started')")

@@ -87,7 +87,7 @@ class LocksUp(TensorDataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         self.num_left -= 1
         with self.lock if self.num_left < 0 else contextlib.nullcontext():
-            return super().__getitem__(index)
+            return tuple(tensor[index] for tensor in self.tensors)
 
 
 def hang() -> None:
