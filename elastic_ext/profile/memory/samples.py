@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -71,6 +72,7 @@ class Sample:
         return self._account.base_bytes
 
     def begin(self) -> None:
+        gc.collect()  # what earlier steps have left would be given back in these passes, which would seem to take less
         with ExitStack() as undo:
             undo.callback(self._let_go)
             for each in self._parameters:

@@ -4,6 +4,7 @@ another process."""
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,31 @@ def test_somebody_elses_profile_is_left_alone() -> None:
         assert not readiness.is_given()
         assert readiness.is_refused and not readiness.is_hopeless
     assert not readiness.is_given()  # it is asked again after a while
+
+
+def test_garbage_of_an_earlier_step_is_not_given_back_in_a_sample() -> None:
+    num_floats = 1 << 18
+
+    def taken(act: Callable[[], object]) -> int:
+        sample = sample_on(CPU, ())
+        sample.begin()
+        sample.see(Phase.FORWARD)
+        kept = act(), torch.ones(num_floats)
+        sample.end_forward()
+        peaks = sample.end(0)
+        assert peaks is not None and kept
+        return peaks.forward_bytes
+
+    def leave_a_circle() -> None:
+        circle: list[object] = [torch.ones(num_floats)]
+        circle.append(circle)
+
+    gc.disable()
+    try:
+        taken(leave_a_circle)
+        assert taken(gc.collect) >= 4 * num_floats
+    finally:
+        gc.enable()
 
 
 def test_a_sample_that_cannot_be_begun_leaves_nothing_behind() -> None:
