@@ -34,24 +34,16 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests and torch have made by now stays: collections look at what each test makes, not at it."""
     gc.enable()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_files_of_tests_before_have_left_stays() -> None:
-    """What they imported and keep would make each collection of the tests to come longer."""
+def collections_look_at_what_these_tests_make() -> Iterator[None]:
+    """And not at what thousands of tests and torch have made before, which stays: each would take ten times as long."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def garbage_is_collected_as_it_was() -> Iterator[None]:
-    """A test that unfreezes what there was, or leaves collections off, makes later ones slower, or unlike others."""
     yield
-    assert gc.isenabled() and gc.get_freeze_count() > 0, "a test has left the collector of garbage otherwise"
+    assert gc.isenabled(), "a test of this file has left garbage uncollected for all that come after it"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from statistics import median
@@ -21,6 +22,7 @@ from benchmarks.harness import (
     check_same_work,
     compare,
     decide,
+    frozen,
     generic_cpu_name,
     paired_ratios,
     rotated,
@@ -210,6 +212,20 @@ def test_side_may_measure_itself() -> None:
     assert compared.rows[1].ratio == 0.5
     assert compared.rows[1].verdict == "pass"
     assert "| ours | 1 MiB | 0.500 |" in table(compared)
+
+
+def test_what_was_frozen_before_a_benchmark_stays_frozen_after_it_and_nothing_else() -> None:
+    assert gc.get_freeze_count() > 0  # by the test run
+    with frozen():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        with frozen():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_sides_that_do_unlike_work_end_the_comparison_in_its_first_round() -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from elastic_ext.ranks.processes import Process, is_alive, process_of
 from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, AgentRecord
-from tests.support.scripts import Script, begun
+from tests.support.scripts import begun
 
 __all__ = ["Node", "nodes", "samples_of_steps", "set_config", "until"]
 
@@ -56,18 +56,8 @@ class Node:
             "OMP_NUM_THREADS": "1",
             **(environ or {}),
         }
-        self.process: Script | subprocess.Popen[str]
-        if within or environ:
-            self.process = subprocess.Popen(
-                [*within, sys.executable, *launcher, *arguments],
-                env=self._environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        else:
-            self.process = begun([*launcher, *arguments], env=self._environ)
+        command = [*launcher, *arguments]
+        self.process = begun(command, env=self._environ, within=within, is_new=bool(environ))
         self._more = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -129,8 +119,8 @@ class Node:
                 os.kill(worker.pid, signal.SIGKILL)
         self._reader.join(5)
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+            assert pipe is not None
+            pipe.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

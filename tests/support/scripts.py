@@ -33,15 +33,23 @@ def forked_from(pool: Callable[[], RankPool]) -> Iterator[None]:
         _POOLS.remove(pool)
 
 
-def begun(argv: Sequence[str], *, env: Mapping[str, str], stderr: int | None = None) -> Script | subprocess.Popen[str]:
+def begun(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stderr: int | None = None,
+    within: Sequence[str] = (),
+    is_new: bool = False,
+) -> Script | subprocess.Popen[str]:
     """``python argv...`` in a session of its own: forked where a pool was given, and else a new interpreter.
 
-    What it writes to ``stderr`` goes to that descriptor, or else where the rest does.
+    What it writes to ``stderr`` goes to that descriptor, or else where the rest does. With ``is_new`` it is a new
+    interpreter, which reads its environment as it starts; so it is with ``within``, which its command begins with.
     """
-    if _POOLS:
+    if _POOLS and not within and not is_new:
         return Script(_POOLS[-1](), argv, folder=Path.cwd(), env=env, stderr=stderr)
     return subprocess.Popen(
-        [sys.executable, *argv],
+        [*within, sys.executable, *argv],
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
