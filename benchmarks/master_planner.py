@@ -22,8 +22,8 @@ from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Author
 from elastic_ext.master.tuning import Mode
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.tuner.decisions import Decision, Standing
-from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.decisions import Decision, TuningStanding
+from elastic_ext.tuner.measurements import MeasuredSteps
 
 __all__ = ["Planner", "main"]
 
@@ -49,7 +49,7 @@ class Planner:
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
         return []
 
-    def see(self, now: float, seen: Seen) -> list[Decision]:
+    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
         return []
 
     def pause(self, now: float, why: str) -> list[Decision]:
@@ -68,8 +68,8 @@ class Planner:
         return []
 
     @property
-    def standing(self) -> Standing:
-        return Standing(stand="settled", sentence="it plans")
+    def standing(self) -> TuningStanding:
+        return TuningStanding(stand="settled", sentence="it plans")
 
     def _made(self) -> Iterator[float]:
         """What each plan takes, one after another."""

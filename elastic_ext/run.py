@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from .agent.arguments import Refused, parse
+from .agent.arguments import LaunchRefused, parse
 from .agent.launcher import launch
 
 __all__ = ["main"]
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(for_itself)
     try:
         return launch(options, given, as_given=partial(_without, for_itself))
-    except Refused as error:
+    except LaunchRefused as error:
         return _refuse(error)
 
 

@@ -208,7 +208,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "agent.workers.at_start.sitecustomize:_write_exceptions.write": (
         "whatever cannot be written, the exception is printed"
     ),
-    "agent.launcher:_Node._run": "torch's event log hears of it, and raises again",
+    "agent.launcher:_Launch._run": "torch's event log hears of it, and raises again",
     "agent.rendezvous:_make_handler": "the top of a thread: kept for the one who waits, who raises it",
     "agent.workers.workers:Workers._start": "ends what it has started, and raises again",
     "agent.control:Control.start": "closes what it has opened, and raises again",
@@ -253,7 +253,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.checkpoint.saving.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
     "fsdp.checkpoint.coordination:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
     "fsdp.checkpoint.storage:Storage.within.run": "the top of a thread: kept for the one who waits, who raises it",
-    "master.tuning:Asking._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
+    "master.tuning:StrategyQueue._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
     "fsdp.reshard.change:Change.run": "whatever it is, what was there has to come back; raised on all ranks",
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
@@ -536,6 +536,20 @@ def _is_broad(caught: ast.expr | None) -> bool:
     return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
 
 
+def class_name_faults(sources: Mapping[str, str]) -> list[str]:
+    """Class names that several classes of the package have, with the modules that define them."""
+    modules_of: dict[str, list[str]] = {}
+    for module, source in sorted(sources.items()):
+        for node in ast.walk(parsed(source)):
+            if isinstance(node, ast.ClassDef):
+                modules_of.setdefault(node.name, []).append(module)
+    return [
+        f"{name} is a class of {' and of '.join(modules)}: give each its own name"
+        for name, modules in sorted(modules_of.items())
+        if len(modules) > 1
+    ]
+
+
 def stale_broad_excepts(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
     """The places on the list of broad excepts that no longer have one."""
     seen: set[str] = set()
@@ -631,6 +645,10 @@ def test_module_writes_nothing_the_house_forbids(module: str) -> None:
 
 def test_list_of_broad_excepts_is_not_stale() -> None:
     assert stale_broad_excepts(SOURCES, BROAD_EXCEPT) == []
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    _no_faults(class_name_faults(SOURCES))
 
 
 # --- the checks can fail --------------------------------------------------------------------------------------------
@@ -812,3 +830,8 @@ def test_named_place_may_catch_everything_and_its_neighbour_may_not() -> None:
 
 def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:
     assert stale_broad_excepts({"a": "def f() -> None: ..."}, {"a:f": "why"}) == ["a:f"]
+
+
+def test_class_name_that_stands_for_two_things_is_found() -> None:
+    sources = {"data.order": "class Place: ...", "config.rounds": "if True:\n    class Place: ...\nclass Other: ..."}
+    assert class_name_faults(sources) == ["Place is a class of config.rounds and of data.order: give each its own name"]

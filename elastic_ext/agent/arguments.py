@@ -21,8 +21,8 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, p
 
 __all__ = [
     "OF_AGENT",
-    "Place",
-    "Refused",
+    "LaunchRefused",
+    "WorkerPlace",
     "check_launch",
     "check_options",
     "devices_of",
@@ -199,8 +199,8 @@ AT_START = Path(__file__).with_name("workers") / "at_start"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where one worker stands among all of its job."""
+class WorkerPlace:
+    """The ranks of one worker among all workers of its job."""
 
     rank: int
     local_rank: int
@@ -220,7 +220,7 @@ class Place:
     use_agent_store: bool
 
 
-def environment_of(place: Place) -> dict[str, str]:
+def environment_of(place: WorkerPlace) -> dict[str, str]:
     """What torchrun tells a worker of its place."""
     return {
         "RANK": str(place.rank),
@@ -278,8 +278,8 @@ def with_start(environment: Mapping[str, str], path: str | None, agent_pid: int)
 # Torch checks some of it with assertions, some only once nodes have met, and some never.
 
 
-class Refused(Exception):
-    """This cannot be started as asked; it says why."""
+class LaunchRefused(Exception):
+    """The launcher cannot start a job as asked; the message says why."""
 
 
 def check_options(options: argparse.Namespace, environ: Mapping[str, str]) -> None:

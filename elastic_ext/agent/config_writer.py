@@ -18,7 +18,7 @@ from typing import Any
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import ConfigHistory
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.ranks.processes import Process, is_alive
+from elastic_ext.ranks.processes import ProcessIdentity, is_alive
 from elastic_ext.records.agent import AGENT_FILE, MOST_BYTES, AgentRecord
 from elastic_ext.records.files import FileStamp, read_at_most, stamp_of, write_whole
 from elastic_ext.records.json import MAX_BYTES
@@ -402,7 +402,7 @@ def agent_in(folder: Path) -> AgentRecord | None:
 def is_running(agent: AgentRecord, folder: Path, host: str) -> bool:
     """Whether the agent of the run directory ``folder`` has not ended, as far as ``host`` can tell."""
     if agent.host == host:
-        return is_alive(Process(pid=agent.pid, start_ticks=agent.start_ticks))
+        return is_alive(ProcessIdentity(pid=agent.pid, start_ticks=agent.start_ticks))
     try:
         return is_held(folder)
     except OSError:  # storage without locks, of which nothing can be told

@@ -34,7 +34,7 @@ from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, failure_of, first_of, hung, told
 from .node_tasks import Duties
 from .orphan_guard import Warden
-from .rendezvous import Meeting, NodeWords, judge, persist, settle
+from .rendezvous import NodeRendezvous, NodeWords, judge, persist, settle
 from .workers.hangs import Hang
 from .workers.monitor import Watched
 from .workers.workers import Launch, StopSignals, Workers, environments, workers_of
@@ -56,7 +56,7 @@ class ElasticAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         logs_specs: LogsSpecs,
-        meeting: Meeting,
+        meeting: NodeRendezvous,
         launch: Launch,
         folders: NodeFolders,
         warden: Warden,

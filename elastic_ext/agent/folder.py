@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic_ext.errors import in_words
 from elastic_ext.records.files import is_locked, lock_holders, try_lock
-from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.run_dir import StartSettings
 
 __all__ = [
     "NODES",
@@ -92,7 +92,7 @@ def with_cache(environ: Mapping[str, str]) -> Mapping[str, str]:
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return environ
     try:
-        jobs = Settings.jobs_folder(environ)
+        jobs = StartSettings.jobs_folder(environ)
         jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(jobs, os.W_OK | os.X_OK):
             return environ

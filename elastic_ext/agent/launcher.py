@@ -35,12 +35,12 @@ from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from elastic_ext.records.files import write_whole
-from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.records.text import counted, expanded, on_one_line
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .arguments import (
-    Refused,
+    LaunchRefused,
     check_launch,
     check_options,
     seconds_in,
@@ -58,13 +58,13 @@ from .master.embedded import link_with, master_choice, tuning_mode
 from .master.link import MasterLink
 from .node_tasks import Duties
 from .orphan_guard import Warden
-from .rendezvous import Meeting, handler_for, on_loopback, persist
+from .rendezvous import NodeRendezvous, handler_for, on_loopback, persist
 from .status.files import read_run_directory
 from .status.status import status_of
 from .workers.hangs import HangLimits
 from .workers.monitor import Monitor, NvidiaGpus
 from .workers.stragglers import SlowWorkers
-from .workers.workers import Launch, NotStarted, StopSignals
+from .workers.workers import Launch, StopSignals, WorkerNotStarted
 
 __all__ = ["folders_of", "is_in_worker", "launch", "settings_of"]
 
@@ -76,10 +76,10 @@ _logger = logging.getLogger(__name__)
 _NO_RUN = ("", "none")
 
 
-def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> StartSettings:
     """What a command line and its environment say of the job; ValueError for what cannot be."""
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
-    return Settings.resolve(
+    return StartSettings.resolve(
         with_cache(environ),
         script=_script_of(options),
         job=options.job or environ.get("ELASTIC_EXT_JOB") or given_run_id,
@@ -87,14 +87,14 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     )
 
 
-def folders_of(settings: Settings, host: str, *, is_given: bool) -> NodeFolders:
+def folders_of(settings: StartSettings, host: str, *, is_given: bool) -> NodeFolders:
     """The node's own, which no other agent has; ``is_given`` where somebody has said which. Else Refused."""
     try:
         return NodeFolders.make(settings.run_dir if is_given else settings.run_dir / NODES / host, is_given=is_given)
     except NodeTaken as error:
-        raise Refused(str(error)) from None
+        raise LaunchRefused(str(error)) from None
     except OSError as error:
-        raise Refused(
+        raise LaunchRefused(
             f"the run directory cannot be made: {in_words(error)}; give another one: ELASTIC_EXT_RUN_DIR"
         ) from error
 
@@ -139,9 +139,9 @@ def launch(
         settings = settings_of(options, environ)
         this_process()
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise LaunchRefused(str(error)) from None
     except OSError as error:
-        raise Refused(f"processes cannot be told apart here: {in_words(error)}") from None
+        raise LaunchRefused(f"processes cannot be told apart here: {in_words(error)}") from None
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
@@ -153,28 +153,30 @@ def launch(
 def _made(
     options: argparse.Namespace,
     environ: Mapping[str, str],
-    settings: Settings,
+    settings: StartSettings,
     folders: NodeFolders,
     signals: StopSignals,
     host: str,
     as_given: Callable[[], AbstractContextManager[None]],
-) -> _Node:
+) -> _Launch:
     try:
-        return _Node(options, environ, settings, folders, signals, host=host, as_given=as_given)
+        return _Launch(options, environ, settings, folders, signals, host=host, as_given=as_given)
     except (ValueError, AssertionError, RuntimeError) as error:  # torch asserts what was given
-        raise Refused(str(error)) from error
+        raise LaunchRefused(str(error)) from error
     except OSError as error:
-        raise Refused(f"the folder for logs cannot be made: {in_words(error)}; --log-dir names another") from error
+        raise LaunchRefused(
+            f"the folder for logs cannot be made: {in_words(error)}; --log-dir names another"
+        ) from error
 
 
-class _Node:
-    """One launch, with all that belongs to it."""
+class _Launch:
+    """One launch of a node's workers, with the objects that it owns."""
 
     def __init__(
         self,
         options: argparse.Namespace,
         environ: Mapping[str, str],
-        settings: Settings,
+        settings: StartSettings,
         folders: NodeFolders,
         signals: StopSignals,
         *,
@@ -239,7 +241,7 @@ class _Node:
         try:
             self._signals.let_through()
             launch, loopback = on_loopback(self._launch)
-            meeting = Meeting(
+            meeting = NodeRendezvous(
                 handler_for(launch),
                 is_pending=lambda: agent is not None and agent.is_change_pending,
                 loopback=loopback,
@@ -256,7 +258,7 @@ class _Node:
             left = "" if agent is None else duties.words_of_leaving(each.rank for each in agent.watched)
             self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
             status = 128 + int(error.sigval)
-        except NotStarted as error:
+        except WorkerNotStarted as error:
             self._journal.tell("failed", f"workers could not be started: {error}", is_bad=True)
         finally:
             self._signals.hold()
@@ -298,7 +300,7 @@ class _Node:
         except OSError as error:
             _logger.debug("what this machine has cannot be written: %s", error)
 
-    def _run(self, agent: ElasticAgent, meeting: Meeting) -> int:
+    def _run(self, agent: ElasticAgent, meeting: NodeRendezvous) -> int:
         handler = self._launch.event_log_handler
         is_over = True
         try:
@@ -374,7 +376,7 @@ class _Node:
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
 
-    def _agent(self, meeting: Meeting, warden: Warden, duties: Duties) -> ElasticAgent:
+    def _agent(self, meeting: NodeRendezvous, warden: Warden, duties: Duties) -> ElasticAgent:
         launch, folders = self._launch, self._folders
         spec = WorkerSpec(
             role=launch.role,

@@ -25,11 +25,11 @@ from .control import Control
 from .folder import NodeFolders
 from .journal import Journal
 from .workers.hangs import Hang, WaitingNews, find_hang, standings_from_json, standings_to_json
-from .workers.monitor import Monitor, Seen, Watched
+from .workers.monitor import Monitor, Watched, WorkersLook
 from .workers.stacks import capture
 from .workers.stragglers import SlowWorkers
 
-__all__ = ["Begun", "Duties", "Ended", "begun_in", "cost_in_words", "left_in"]
+__all__ = ["Begun", "Duties", "LastProgress", "begun_in", "cost_in_words", "left_in"]
 
 
 # --- the cost of a restart -------------------------------------------------------------------------------------------
@@ -40,8 +40,8 @@ _Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """Where training was as its workers were ended."""
+class LastProgress:
+    """How far training was when its workers were ended."""
 
     step: int
     """The last that was committed."""
@@ -60,7 +60,7 @@ class Begun:
     """The folder in which they are saved; None where none are."""
 
 
-def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
+def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
     """What was lost, as the first new step has been taken; ``now`` on the same clock as the end."""
     num_steps = max(ended.step - begun.step, 0)
     if num_steps == 0:
@@ -145,7 +145,7 @@ class Duties:
         self._membership_version = self._world_size = 0
         self._waiting_news = WaitingNews()
         self._has_warned = False
-        self._ended: Ended | None = None
+        self._ended: LastProgress | None = None
         self._round = Since(0.0)
         self._is_after_others = False  # whether it comes after one whose workers were ended
         self._has_told_checkpoints = False
@@ -193,7 +193,7 @@ class Duties:
             if reading is not None and reading.num_boundaries > 0:
                 steps.append(reading.step)
         if steps and self._ended is None:
-            self._ended = Ended(step=max(steps), clock=time.monotonic())
+            self._ended = LastProgress(step=max(steps), clock=time.monotonic())
         return bool(steps)
 
     def words_of_leaving(self, ranks: Iterable[int]) -> str:
@@ -278,7 +278,7 @@ class Duties:
                 self._has_warned = True
                 self._journal.tell("trouble", f"what workers do cannot be written: {error}", is_bad=True)
 
-    def _judge(self, seen: Seen) -> Hang | None:
+    def _judge(self, seen: WorkersLook) -> Hang | None:
         """Whether there is a hang, by the workers of all nodes."""
         board, hang, said = self._board, seen.hang, seen.said
         if board is not None and board.num_nodes > 1:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from elastic_ext.ranks.processes import Process, end_groups
+from elastic_ext.ranks.processes import ProcessIdentity, end_groups
 
 from .folder import STAGING, remove_memory_folder
 
@@ -42,7 +42,7 @@ class Warden:
             start_new_session=True,
         )
 
-    def watch(self, workers: Iterable[Process]) -> None:
+    def watch(self, workers: Iterable[ProcessIdentity]) -> None:
         """These are the workers now."""
         self._say([[worker.pid, worker.start_ticks] for worker in workers])
 
@@ -87,16 +87,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _last_told(pipe: IO[bytes]) -> list[Process] | None:
+def _last_told(pipe: IO[bytes]) -> list[ProcessIdentity] | None:
     """The workers at the end of the pipe; None where the agent has said that it is done."""
-    workers: list[Process] = []
+    workers: list[ProcessIdentity] = []
     for line in pipe:
         if not line.endswith(b"\n"):
             break  # it was killed as it wrote
         row = json.loads(line)
         if row == _DONE:
             return None
-        workers = [Process(pid=pid, start_ticks=ticks) for pid, ticks in row]
+        workers = [ProcessIdentity(pid=pid, start_ticks=ticks) for pid, ticks in row]
     return workers
 
 

@@ -29,23 +29,23 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.fsdp.checkpoint.saving.rescue import Choice, Completion, Outcome, choose, clear, complete, rows_in
-from elastic_ext.fsdp.checkpoint.saving.shared_memory import Row
+from elastic_ext.fsdp.checkpoint.saving.rescue import Completion, Outcome, RescuePlan, choose, clear, complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.records.agent import MembershipPlan, NodeShare
 from elastic_ext.records.text import counted
 from elastic_ext.torch_private.agent import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 
-from .arguments import Refused, seconds_in
+from .arguments import LaunchRefused, seconds_in
 from .journal import Failure, first_of, is_consequence
 
 __all__ = [
     "Counted",
+    "FailureVerdict",
     "Loopback",
-    "Meeting",
+    "NodeRendezvous",
     "NodeWords",
     "Settled",
-    "Verdict",
     "count",
     "handler_for",
     "judge",
@@ -155,7 +155,7 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
             **configs,
         )
     except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
-        raise Refused(f"nodes cannot meet so: {error}") from error
+        raise LaunchRefused(f"nodes cannot meet so: {error}") from error
     limit = _seconds_to_answer(launch)
     made: list[RendezvousHandler | BaseException] = []
     thread = threading.Thread(target=_make_handler, args=(parameters, made), daemon=True, name="elastic_ext rendezvous")
@@ -164,7 +164,7 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
     if not made:
         raise RendezvousConnectionError(f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds")
     if isinstance(made[0], ValueError):
-        raise Refused(f"nodes cannot meet so: {made[0]}") from made[0]
+        raise LaunchRefused(f"nodes cannot meet so: {made[0]}") from made[0]
     if isinstance(made[0], RendezvousConnectionError):  # of which torch says that it has failed, and no more
         raise RendezvousConnectionError(f"{launch.rdzv_endpoint} does not answer") from made[0]
     if isinstance(made[0], BaseException):
@@ -172,7 +172,7 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
     return made[0]
 
 
-class Meeting(RendezvousHandler):
+class NodeRendezvous(RendezvousHandler):
     """A rendezvous handler around torch's, which was told not to share its own store."""
 
     def __init__(
@@ -374,8 +374,8 @@ def _why_no_answer(launch: LaunchConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What to make of workers that have failed on this node."""
+class FailureVerdict:
+    """What an agent does about workers that failed on its node, and why."""
 
     kind: Literal["failure", "membership", "wait"]
     reason: str
@@ -399,7 +399,7 @@ def judge(
     num_left: int,
     waited_seconds: float,
     silence_seconds: float,
-) -> Verdict:
+) -> FailureVerdict:
     """What the failures mean that this node's workers and others have told of in this round.
 
     ``departed`` are nodes that left or fell silent, ``num_left`` how many restarts there are, and ``silence_seconds``
@@ -407,14 +407,16 @@ def judge(
     """
     cause = first_of(failures)
     if departed:
-        return Verdict(kind="membership", reason=f"the round ended as {_listed(departed)} left or fell silent")
+        return FailureVerdict(kind="membership", reason=f"the round ended as {_listed(departed)} left or fell silent")
     if num_nodes == 1 or not is_consequence(cause):
-        return Verdict(kind="failure", reason=f"rank {cause.rank} {cause.ending}")
+        return FailureVerdict(kind="failure", reason=f"rank {cause.rank} {cause.ending}")
     if num_left > 0:  # should it turn out that a node was lost, it is not counted
-        return Verdict(kind="failure", reason=f"rank {cause.rank} lost another rank, and {cause.ending}")
+        return FailureVerdict(kind="failure", reason=f"rank {cause.rank} lost another rank, and {cause.ending}")
     if waited_seconds < silence_seconds:
-        return Verdict(kind="wait", reason="whether a node is gone is not known yet")
-    return Verdict(kind="failure", reason=f"rank {cause.rank} lost another rank, and {cause.ending}; no node is gone")
+        return FailureVerdict(kind="wait", reason="whether a node is gone is not known yet")
+    return FailureVerdict(
+        kind="failure", reason=f"rank {cause.rank} lost another rank, and {cause.ending}; no node is gone"
+    )
 
 
 def count(rows: Sequence[Counted], *, num_lost: int) -> int:
@@ -534,11 +536,11 @@ def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_second
 
 def _persist_together(folder: Path, exchange: _Exchange) -> list[Outcome]:
     own = [asdict(row) for row in rows_in(folder)]
-    rows = [Row(**row) for each in exchange("staged", own) for row in each]
+    rows = [StagedCopy(**row) for each in exchange("staged", own) for row in each]
     return [_completed(folder, exchange, choice) for choice in choose(rows)]
 
 
-def _completed(folder: Path, exchange: _Exchange, choice: Choice) -> Outcome:
+def _completed(folder: Path, exchange: _Exchange, choice: RescuePlan) -> Outcome:
     """One run's newest save: each node writes its part, between two meetings of all."""
     if choice.generation is None:
         return Outcome(run_id=choice.run_id, path=None, why=choice.why)

@@ -20,7 +20,7 @@ from typing import TextIO
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit
 from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER
-from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing, is_name, is_set_aside, newest_of
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, Listing, is_name, is_set_aside, newest_of
 from elastic_ext.records.text import Progress, counted, on_one_line
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "ONLY_TO",
     "REFUSED",
     "Command",
-    "Place",
+    "FolderContents",
     "Terminal",
     "add_arguments_of_convert",
     "add_arguments_of_export",
@@ -346,8 +346,8 @@ _WANTED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """What was found at a path; ``jobs`` are folders of jobs, and there are none where it is one checkpoint's."""
+class FolderContents:
+    """The checkpoints at a path; ``jobs`` are folders of jobs, and there are none where the path is one checkpoint."""
 
     path: Path
     jobs: tuple[Path, ...] = ()
@@ -357,7 +357,7 @@ class Place:
         return not self.jobs
 
 
-def place_of(path: Path) -> Place:
+def place_of(path: Path) -> FolderContents:
     """What ``path`` leads to; CheckpointNotFound says what it is instead, OSError that nobody can tell."""
     path = Path(os.path.abspath(path))
     try:
@@ -367,19 +367,19 @@ def place_of(path: Path) -> Place:
     except NotADirectoryError:
         raise CheckpointNotFound(f"{path} is no folder; give {_WANTED}") from None
     if COMMIT in names:
-        return Place(path=path)
+        return FolderContents(path=path)
     if FOLDER in names:
         path = path / FOLDER
         names = os.listdir(path)
     elif _is_job(names):
-        return Place(path=path, jobs=(path,))
+        return FolderContents(path=path, jobs=(path,))
     jobs = tuple(path / name for name in sorted(names) if _is_job_folder(path / name))
     if not jobs:
         raise CheckpointNotFound(_refusal(path, names))
-    return Place(path=path, jobs=jobs)
+    return FolderContents(path=path, jobs=jobs)
 
 
-def one_checkpoint(place: Place) -> Path:
+def one_checkpoint(place: FolderContents) -> Path:
     """The folder of the checkpoint that is meant: the newest one, where the place is a job's folder."""
     if place.is_checkpoint:
         return place.path
@@ -387,7 +387,7 @@ def one_checkpoint(place: Place) -> Path:
         names = ", ".join(job.name for job in place.jobs)
         raise CheckpointNotFound(f"{place.path} holds several jobs; give the folder of one of them: {names}")
     listing = Listing.counting(place.jobs[0])
-    newest: Found | None = newest_of(listing.found)
+    newest: ListedCheckpoint | None = newest_of(listing.found)
     for error in listing.unreadable.values():
         if newest is None or not isinstance(error, CheckpointDamaged):  # of a newer format, or out of reach
             raise error

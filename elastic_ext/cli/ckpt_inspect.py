@@ -26,10 +26,10 @@ from elastic_ext.fsdp.checkpoint.folder.cleanup import (
 )
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.fsdp.checkpoint.folder.listing import (
-    Found,
+    ListedCheckpoint,
     Listing,
     Retention,
-    Verdict,
+    RetentionVerdict,
     abandoned_for_nothing,
     is_set_aside,
 )
@@ -44,7 +44,7 @@ from .ckpt import (
     DAMAGED,
     DONE,
     REFUSED,
-    Place,
+    FolderContents,
     Terminal,
     age_of,
     bytes_of,
@@ -73,7 +73,7 @@ def run_ls(options: argparse.Namespace, terminal: Terminal) -> int:
     place = place_of(options.path)
     now = time.time()
     if place.is_checkpoint:
-        _tell_rows([_row(Found.read(place.path), place.path.parent, now)], terminal)
+        _tell_rows([_row(ListedCheckpoint.read(place.path), place.path.parent, now)], terminal)
         return DONE
     statuses = [DONE]
     for number, job in enumerate(place.jobs):
@@ -90,7 +90,7 @@ def run_ls(options: argparse.Namespace, terminal: Terminal) -> int:
     return DAMAGED if DAMAGED in statuses else max(statuses)
 
 
-def _row(found: Found, job: Path, now: float, *, counts: bool = False) -> _Row:
+def _row(found: ListedCheckpoint, job: Path, now: float, *, counts: bool = False) -> _Row:
     """A checkpoint in words; ``counts`` says of one that was abandoned that this was for nothing."""
     commit, state = found.commit, "abandoned" if is_set_aside(found.name) else "committed"
     record: dict[str, object] = {
@@ -173,7 +173,7 @@ _MOST_CHARACTERS = 100
 def run_show(options: argparse.Namespace, terminal: Terminal) -> int:
     path = one_checkpoint(place_of(options.path))
     with Reading(path):
-        found = Found.read(path)
+        found = ListedCheckpoint.read(path)
         _tell_commit(found, terminal)
         _tell_state(found, terminal)
         for kind in KINDS:
@@ -181,7 +181,7 @@ def run_show(options: argparse.Namespace, terminal: Terminal) -> int:
     return DONE
 
 
-def _tell_commit(found: Found, terminal: Terminal) -> None:
+def _tell_commit(found: ListedCheckpoint, terminal: Terminal) -> None:
     commit = found.commit
     age = age_in_words(age_of(commit, time.time()))
     record: dict[str, object] = {
@@ -214,7 +214,7 @@ def _tell_commit(found: Found, terminal: Terminal) -> None:
     terminal.tell({"checkpoint": record}, "\n".join(map(on_one_line, lines)))
 
 
-def _tell_state(found: Found, terminal: Terminal) -> None:
+def _tell_state(found: ListedCheckpoint, terminal: Terminal) -> None:
     """The plain values, each in a few words."""
     if STATE_FILE not in found.commit.states:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {STATE_FILE}")
@@ -232,7 +232,7 @@ def _shown(value: object) -> str:
     return shown(value, _MOST_CHARACTERS)
 
 
-def _tell_tensors(found: Found, kind: FileKind, terminal: Terminal, *, with_boxes: bool) -> None:
+def _tell_tensors(found: ListedCheckpoint, kind: FileKind, terminal: Terminal, *, with_boxes: bool) -> None:
     file = meta_file(kind)
     if file not in found.commit.metas:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {file}")
@@ -288,7 +288,7 @@ def run_verify(options: argparse.Namespace, terminal: Terminal) -> int:
     return DAMAGED if DAMAGED in statuses else max(statuses)
 
 
-def _checkpoints(place: Place) -> Iterator[Path]:
+def _checkpoints(place: FolderContents) -> Iterator[Path]:
     """Every checkpoint with a COMMIT, whatever that is worth."""
     if place.is_checkpoint:
         yield place.path
@@ -301,7 +301,7 @@ def _checkpoints(place: Place) -> Iterator[Path]:
 def _verify(path: Path, terminal: Terminal) -> int:
     with Reading(path):
         try:
-            found = Found.read(path)
+            found = ListedCheckpoint.read(path)
             with terminal.bar(path.name, sum(shard.num_bytes for shard in found.commit.shards.values())) as advance:
                 return _tell_damages(found, advance, terminal)
         except CheckpointNotFound:
@@ -317,7 +317,7 @@ def _verify(path: Path, terminal: Terminal) -> int:
             return status
 
 
-def _tell_damages(found: Found, advance: Callable[[int], None], terminal: Terminal) -> int:
+def _tell_damages(found: ListedCheckpoint, advance: Callable[[int], None], terminal: Terminal) -> int:
     commit = found.commit
     damages: list[Damage] = []
     for damage in damage_in(found, advance):
@@ -374,7 +374,7 @@ def _rule(options: argparse.Namespace) -> Retention | None:
     )
 
 
-def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> list[Verdict]:
+def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> list[RetentionVerdict]:
     """Remove what the rule does not keep; what became of each checkpoint."""
     verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else retained(job, rule)
     for verdict in verdicts:
@@ -387,7 +387,7 @@ def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> 
     return verdicts
 
 
-def _tell_verdict(verdict: Verdict, terminal: Terminal, *, is_dry: bool) -> None:
+def _tell_verdict(verdict: RetentionVerdict, terminal: Terminal, *, is_dry: bool) -> None:
     found = verdict.found
     done = "stays" if verdict.stays else _removed(is_dry)
     num_bytes = bytes_of(found.commit)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from elastic_ext.agent.config_writer import AgentsConfig, living_agent_of
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory, Entry
+from elastic_ext.config.history import ConfigHistory, HistoryEntry
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import read_value, shown
 from elastic_ext.records.text import counted, expanded, on_one_line
@@ -26,7 +26,7 @@ class ConfigPlace(Protocol):
     name: str
 
     def current(self) -> ElasticConfig | None: ...
-    def entries(self) -> list[Entry]: ...
+    def entries(self) -> list[HistoryEntry]: ...
     def json_lines(self) -> list[str]: ...
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
@@ -47,7 +47,7 @@ class FilesConfig:
     def current(self) -> ElasticConfig | None:
         return self._history.current()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[HistoryEntry]:
         return self._history.entries()
 
     def json_lines(self) -> list[str]:
@@ -166,7 +166,7 @@ def _existing(place: ConfigPlace) -> ElasticConfig:
     return current
 
 
-def _version(entries: Sequence[Entry], version: int) -> ElasticConfig:
+def _version(entries: Sequence[HistoryEntry], version: int) -> ElasticConfig:
     found = [entry.config for entry in entries if entry.config.version == version]
     if not found:
         known = ", ".join(str(entry.config.version) for entry in entries)

@@ -22,7 +22,7 @@ from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES, read_value
 from elastic_ext.records.metrics import FILE, JobFacts, MemoryFacts
 from elastic_ext.records.text import age_in_words, counted, on_one_line, size_in_words
-from elastic_ext.tuner.memory import HEADROOM, Memory, usable_bytes
+from elastic_ext.tuner.memory import HEADROOM, JobMemory, usable_bytes
 from elastic_ext.tuner.space import Point, Shape, point_of, shape_of
 
 from .ckpt import Terminal, path_of
@@ -32,7 +32,7 @@ __all__ = [
     "Asked",
     "Limit",
     "Plan",
-    "Row",
+    "PredictionRow",
     "add_memory",
     "limit_of",
     "memory_record",
@@ -76,8 +76,8 @@ class Plan(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One prediction."""
+class PredictionRow:
+    """One line of the memory command's table: the prediction for one micro-batch."""
 
     micro_batch: int
     plan: Plan
@@ -125,7 +125,7 @@ def present_plan(facts: JobFacts) -> Plan:
     return _plan(shape_of(point_of(facts.values), facts))
 
 
-def predicted(facts: JobFacts, asked: Asked, limit: Limit) -> list[Row]:
+def predicted(facts: JobFacts, asked: Asked, limit: Limit) -> list[PredictionRow]:
     """By share of blocks, by micro-batch, by plan; ValueError for what no plan of this job can be."""
     present = point_of(facts.values)
     now = shape_of(present, facts)
@@ -140,7 +140,7 @@ def predicted(facts: JobFacts, asked: Asked, limit: Limit) -> list[Row]:
     for ratio in dict.fromkeys(ratios):
         for micro_batch in dict.fromkeys(asked.micro_batches or _sizes(facts.share, now.micro_batch)):
             of_size = _with_share(facts, micro_batch)
-            memory = Memory(of_size)
+            memory = JobMemory(of_size)
             rows += [
                 _row(memory, of_size, point._replace(batch_size=micro_batch, activation_checkpoint=ratio), now, limit)
                 for point in points
@@ -216,10 +216,10 @@ def _with_share(facts: JobFacts, micro_batch: int) -> JobFacts:
     return replace(facts, share=micro_batch, global_batch=micro_batch * facts.num_replicas)
 
 
-def _row(memory: Memory, facts: JobFacts, point: Point, now: Shape, limit: Limit) -> Row:
+def _row(memory: JobMemory, facts: JobFacts, point: Point, now: Shape, limit: Limit) -> PredictionRow:
     shape, peak, usable = shape_of(point, facts), memory.peak(point), limit.usable_bytes
     is_alike = _plan(shape) == _plan(now) and shape.activation_checkpoint == now.activation_checkpoint
-    return Row(
+    return PredictionRow(
         micro_batch=shape.micro_batch,
         plan=_plan(shape),
         activation_checkpoint=shape.activation_checkpoint,
@@ -248,7 +248,7 @@ _NAMES = ("parameters", "gradients", "optimizer state", "buffers", "besides")
 _NOW, _NO_FIT, _RAN_OUT, _UNTOLD = "*", "!", "!!", "?"
 
 
-def memory_record(facts: JobFacts, limit: Limit, rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
+def memory_record(facts: JobFacts, limit: Limit, rows: Sequence[PredictionRow], notes: Sequence[str]) -> dict[str, Any]:
     """One object: what is known of the model, the limit, and every prediction."""
     memory = facts.memory
     names = ("source", "why_measured", *_OF_MODEL, "update_bytes", "flops_per_sample", "scale")
@@ -277,7 +277,9 @@ def why_unknown(facts: JobFacts) -> str:
     return f"{_UNKNOWN}; {_GIVE_A_FACTORY}; {without}; {_NEVER}"
 
 
-def memory_words(facts: JobFacts, limit: Limit, rows: Sequence[Row], notes: Sequence[str], *, now: float) -> str:
+def memory_words(
+    facts: JobFacts, limit: Limit, rows: Sequence[PredictionRow], notes: Sequence[str], *, now: float
+) -> str:
     """The same on some lines, with a table for each share of blocks that are computed again."""
     lines = []
     if facts.memory is not None:
@@ -285,7 +287,7 @@ def memory_words(facts: JobFacts, limit: Limit, rows: Sequence[Row], notes: Sequ
     lines += [] if not why_unknown(facts) else why_unknown(facts).split("; ")
     lines += [f"note: {each}" for each in notes]
     if not why_unknown(facts):
-        by_ratio: dict[float, list[Row]] = {}
+        by_ratio: dict[float, list[PredictionRow]] = {}
         for row in rows:
             by_ratio.setdefault(row.activation_checkpoint, []).append(row)
         for ratio, found in by_ratio.items():
@@ -295,7 +297,7 @@ def memory_words(facts: JobFacts, limit: Limit, rows: Sequence[Row], notes: Sequ
     return "\n".join(lines)
 
 
-def _row_record(row: Row) -> dict[str, Any]:
+def _row_record(row: PredictionRow) -> dict[str, Any]:
     return {
         "micro_batch": row.micro_batch,
         **row.plan._asdict(),
@@ -353,7 +355,7 @@ def _share(ratio: float) -> str:
     return {0.0: "no block", 1.0: "all blocks"}.get(ratio, f"{100 * ratio:.4g}% of blocks")
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[PredictionRow]) -> Iterator[str]:
     """Micro-batches down, plans across."""
     plans = list(dict.fromkeys(row.plan for row in rows))
     by_place = {(row.micro_batch, row.plan): row for row in rows}
@@ -372,14 +374,14 @@ def _heading(plan: Plan, plans: Sequence[Plan]) -> str:
     return f"{plan}, unit {plan.unit}" if any(each.unit > 1 for each in plans) and plan.unit else str(plan)
 
 
-def _cell(row: Row) -> str:
+def _cell(row: PredictionRow) -> str:
     if row.peak_bytes is None:
         return _UNTOLD
     mark = _RAN_OUT if row.is_refuted else _NO_FIT if row.fits is False else ""
     return " ".join([size_in_words(row.peak_bytes) + (_NOW if row.is_present else ""), *([mark] if mark else [])])
 
 
-def _legend(rows: Sequence[Row]) -> list[str]:
+def _legend(rows: Sequence[PredictionRow]) -> list[str]:
     known = {
         f"{_NOW} now": any(row.is_present for row in rows),
         f"{_NO_FIT} does not fit": any(row.fits is False and not row.is_refuted for row in rows),
@@ -404,7 +406,7 @@ status: 0 done, 2 there is no such job, or the input was refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
+class _KnownMemory:
     facts: JobFacts
     tuning: TuningSection
     notes: tuple[str, ...]
@@ -519,14 +521,14 @@ def _files_in(folder: Path) -> Iterator[Path]:
     yield from (each / FILE for each in (folder, *inside) if (each / FILE).is_file())
 
 
-def _known(file: Path) -> _Known:
+def _known(file: Path) -> _KnownMemory:
     data = read_at_most(file, MOST_FACTS)
     try:
         facts = facts_told(data.decode())
     except ValueError as error:
         raise ValueError(f"{file} is damaged, or no {FILE}: {error}; its rank 0 writes it anew as it trains") from None
     tuning, note = _tuning_beside(file.parent)
-    return _Known(facts=facts, tuning=tuning, notes=(note,) if note else ())
+    return _KnownMemory(facts=facts, tuning=tuning, notes=(note,) if note else ())
 
 
 def _tuning_beside(folder: Path) -> tuple[TuningSection, str]:

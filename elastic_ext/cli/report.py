@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic_ext.errors import in_words
 from elastic_ext.records.files import open_regular, write_whole
-from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.report.load import find_places, gather
 from elastic_ext.report.markup import percent, seconds_in_words
 from elastic_ext.report.page import MARK, page
@@ -82,7 +82,7 @@ def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -
     if run_dir is not None:
         return run_dir.expanduser()
     if job is not None:
-        return Settings.run_dir_of(environ, job)
+        return StartSettings.run_dir_of(environ, job)
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser()
     raise ValueError("no run is named; give a run directory, or --job NAME, or set ELASTIC_EXT_RUN_DIR")

@@ -20,7 +20,7 @@ from elastic_ext.agent.status.text import line_of, words
 from elastic_ext.errors import in_words
 from elastic_ext.master.address import add_ways
 from elastic_ext.records.metrics import JobEvent
-from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.records.text import expanded
 
 from .ckpt import Terminal
@@ -110,9 +110,9 @@ def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) 
 
 def _jobs_folders(environ: Mapping[str, str]) -> list[Path]:
     """Where run directories are by default, and where agents make them that can make none there."""
-    spare = Settings.jobs_folder({"XDG_CACHE_HOME": str(spare_cache())})
+    spare = StartSettings.jobs_folder({"XDG_CACHE_HOME": str(spare_cache())})
     try:
-        return [Settings.jobs_folder(environ), spare]
+        return [StartSettings.jobs_folder(environ), spare]
     except ValueError:  # there is no home folder
         return [spare]
 
@@ -120,7 +120,7 @@ def _jobs_folders(environ: Mapping[str, str]) -> list[Path]:
 def _folders_of(job: str, environ: Mapping[str, str]) -> list[Path]:
     """The run directories of a job on this machine: its own, where no agent runs it, and one per agent."""
     places = _jobs_folders(environ)
-    folders = [Settings.run_dir_of({"XDG_CACHE_HOME": str(place.parent)}, job) for place in places]
+    folders = [StartSettings.run_dir_of({"XDG_CACHE_HOME": str(place.parent)}, job) for place in places]
     found = [each for folder in folders for each in _of_job(folder)]
     if not found:
         there = [each.relative_to(place).parts[0] for place in places for each in _run_directories(place)]

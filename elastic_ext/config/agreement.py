@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError
 
-from .apply import Applied, Applier, Appliers, ConfigSource, Proposal, Rounds
-from .control_word import AgreedWord, ControlWord, Lag, Pace, Place, Purpose, start_differences
+from .apply import Applied, Applier, Appliers, ConfigRounds, ConfigSource, Proposal
+from .control_word import AgreedWord, AgreementPace, ControlWord, Lag, Purpose, RoundPlace, start_differences
 from .elastic_config import ElasticConfig
 
 if TYPE_CHECKING:
@@ -103,14 +103,14 @@ class Pacing:
         """Whether anything follows from what is noted."""
         first = 1 if every == "auto" else every
         self._wanted = self._told = first
-        self._pace = Pace(pulse_seconds=0.0)
+        self._pace = AgreementPace(pulse_seconds=0.0)
         self._passed_at: float | None = None
         self._spent_seconds = 0.0  # on the agreement under way
 
     def measure(self) -> None:
         """Measure what a pulse takes, with all ranks, before the first step."""
         if self._is_chosen:
-            self._pace = Pace(pulse_seconds=_pulse_seconds(self._ranks))
+            self._pace = AgreementPace(pulse_seconds=_pulse_seconds(self._ranks))
 
     def note_step(self, now: float) -> None:
         """A boundary is passed."""
@@ -223,7 +223,7 @@ class Agreement:
         self._ranks = ranks
         self._source = source
         self.appliers = Appliers(ranks)
-        self._rounds = Rounds(ranks, source, self.appliers, base, warns=warns)
+        self._rounds = ConfigRounds(ranks, source, self.appliers, base, warns=warns)
         self._lag = Lag(patience_seconds=lag_warning_seconds)
         self._pacing = Pacing(ranks, every)
         self._is_pacing = self._pacing.is_needed
@@ -459,8 +459,8 @@ class Agreement:
             self._pacing.note_beginning(self._clock() - began)
 
     @property
-    def _place(self) -> Place:
-        return Place(boundary=self._num_boundaries, step=self.step)
+    def _place(self) -> RoundPlace:
+        return RoundPlace(boundary=self._num_boundaries, step=self.step)
 
     def _take(self, applied: Applied | None) -> None:
         """Keep what was applied for the caller; of two at one boundary nothing ran under the first."""

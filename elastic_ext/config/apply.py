@@ -16,7 +16,7 @@ from elastic_ext.errors import ApplyError, ConfigError, RanksDisagreeError, Rank
 from elastic_ext.ranks.heartbeat import Activity, Pulse
 from elastic_ext.records.json import shown
 
-from .control_word import Choice, Place, Report, choose
+from .control_word import RankReport, RoundDecision, RoundPlace, choose
 from .elastic_config import ElasticConfig
 from .keys import SECTIONS, Value, section_of
 
@@ -27,13 +27,13 @@ __all__ = [
     "Applied",
     "Applier",
     "Appliers",
+    "ConfigRounds",
     "ConfigSource",
     "Declined",
     "FunctionApplier",
     "Later",
     "NoSource",
     "Proposal",
-    "Rounds",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -239,8 +239,8 @@ class Proposal:
     """Why it was refused, where it was."""
 
 
-class Rounds:
-    """One rank's view of the config in force. All ranks hold the same rounds in the same order."""
+class ConfigRounds:
+    """One rank's view of the running config. All ranks hold the same rounds in the same order."""
 
     def __init__(
         self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig, *, warns: bool
@@ -274,12 +274,12 @@ class Rounds:
         """What must be the same on all ranks, by dotted keys."""
         return {**self._base.values(), "version": self._base.version, "revision": self._base.revision}
 
-    def start(self, place: Place) -> Applied | None:
+    def start(self, place: RoundPlace) -> Applied | None:
         """Take the file found now, whatever its version, if every rank finds it."""
         self._is_started = True
         return self._hold(self._unsettled_file(), place, at_start=True)
 
-    def start_again(self, place: Place) -> Applied | None:
+    def start_again(self, place: RoundPlace) -> Applied | None:
         """After ``resume`` of a config once started: the file comes into force over it, or else it does itself.
 
         In one change: to leave the file for what is resumed, and to come back to it, may take long.
@@ -294,7 +294,7 @@ class Rounds:
             applied, reasons = self._put_in_force(self._base, place.step)
             self._log_refusal(f"the resumed {self._base.label}", _in_words(reasons))
         if choice.kind == "revision":
-            applied = self._consider_proposal(Report.from_bytes(content), place.step) or applied
+            applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
@@ -321,7 +321,7 @@ class Rounds:
         self._told = key
         return (self._newest_agreed if newer is None else newer).version, is_fresh
 
-    def hold(self, place: Place) -> Applied | None:
+    def hold(self, place: RoundPlace) -> Applied | None:
         """Hold a round: whatever all ranks agree on comes into force here, if all are at the same place."""
         return self._hold(self._newer_file(), place, at_start=False)
 
@@ -388,23 +388,23 @@ class Rounds:
         file = self._unsettled_file()
         return None if file is None or file.version <= self._newest_agreed.version else file
 
-    def _hold(self, file: ElasticConfig | None, place: Place, *, at_start: bool) -> Applied | None:
+    def _hold(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
         choice, content = self._choose(file, place)
         try:
             if choice.kind == "file":
                 return self._consider_file(_file_in(content), place.step, at_start=at_start)
             if choice.kind == "revision":
-                return self._consider_proposal(Report.from_bytes(content), place.step)
+                return self._consider_proposal(RankReport.from_bytes(content), place.step)
         except Later:  # it comes again with the next agreement
             if choice.kind == "file":
                 self._settled.discard(_key(_file_in(content)))
                 self._told = None
         return None
 
-    def _choose(self, file: ElasticConfig | None, place: Place) -> tuple[Choice, bytes]:
+    def _choose(self, file: ElasticConfig | None, place: RoundPlace) -> tuple[RoundDecision, bytes]:
         """What comes next of what the ranks bring, and its content."""
         proposal = self._proposals[0] if self._proposals else None
-        report = Report(
+        report = RankReport(
             place=place,
             version=None if file is None else file.version,
             digest="" if file is None else file.digest,
@@ -412,7 +412,7 @@ class Rounds:
             reason="" if proposal is None else proposal.reason,
         )
         doing = "exchanging configs"
-        reports = [Report.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)]
+        reports = [RankReport.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)]
         if any(each.place != place for each in reports):
             places = "; ".join(f"rank {rank}: {each.place}" for rank, each in enumerate(reports))
             raise RanksDisagreeError(f"ranks are at different places: {places}")
@@ -470,7 +470,7 @@ class Rounds:
         self._log_refusal(f"a revision ({reason})", refusal)
         return applied, refusal
 
-    def _consider_proposal(self, report: Report, step: int) -> Applied | None:
+    def _consider_proposal(self, report: RankReport, step: int) -> Applied | None:
         assert report.changes is not None
         applied, refusal = self.revise(report.changes, report.reason, step)
         self._answer_proposals(ElasticConfig.from_values(report.changes).values(), refusal)

@@ -19,13 +19,13 @@ from elastic_ext.records.json import shown
 __all__ = [
     "REFUSES_ONE",
     "AgreedWord",
-    "Choice",
+    "AgreementPace",
     "ControlWord",
     "Lag",
-    "Pace",
-    "Place",
     "Purpose",
-    "Report",
+    "RankReport",
+    "RoundDecision",
+    "RoundPlace",
     "choose",
     "start_differences",
 ]
@@ -258,8 +258,8 @@ _FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a rank is when it comes to a round; all must be at the same."""
+class RoundPlace:
+    """The step and call at which a rank joins a round; all ranks must be at the same."""
 
     boundary: int
     step: int
@@ -269,10 +269,10 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What one rank brings to a round."""
+class RankReport:
+    """What one rank tells the others in a round."""
 
-    place: Place
+    place: RoundPlace
     version: int | None = None
     """Of the config file it holds, where that is news."""
     digest: str = ""
@@ -284,14 +284,14 @@ class Report:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
+    def from_bytes(cls, data: bytes) -> RankReport:
         record = json.loads(data)
-        return cls(**record | {"place": Place(**record["place"])})
+        return cls(**record | {"place": RoundPlace(**record["place"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What all ranks make of the reports."""
+class RoundDecision:
+    """What all ranks decide from the reports of one round."""
 
     kind: Literal["file", "revision", "nothing"]
     source: int = 0
@@ -300,7 +300,7 @@ class Choice:
     """Why the files that the ranks hold cannot be taken, where they contradict each other."""
 
 
-def choose(reports: Sequence[Report]) -> Choice:
+def choose(reports: Sequence[RankReport]) -> RoundDecision:
     """A config that every rank holds a file for comes first, else the lowest rank's proposal.
 
     Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
@@ -315,13 +315,13 @@ def choose(reports: Sequence[Report]) -> Choice:
             if report.version == version:
                 digests.setdefault(report.digest, []).append(rank)
         if len(digests) == 1:
-            return Choice(kind="file", source=held.index(version))
+            return RoundDecision(kind="file", source=held.index(version))
         groups = " unlike ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
         conflict = f"version {version} has different contents: {groups}; put one content under a higher version"
     for rank, report in enumerate(reports):
         if report.changes is not None:
-            return Choice(kind="revision", source=rank, conflict=conflict)
-    return Choice(kind="nothing", conflict=conflict)
+            return RoundDecision(kind="revision", source=rank, conflict=conflict)
+    return RoundDecision(kind="nothing", conflict=conflict)
 
 
 def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
@@ -337,7 +337,7 @@ def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(told)
 
 
-class Pace:
+class AgreementPace:
     """How many boundaries should lie between two agreements for their cost to stay below a share of the time.
 
     ``pulse_seconds`` is what a pulse takes in threads that this one does not see; what it takes of the training thread

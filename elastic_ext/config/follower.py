@@ -42,7 +42,7 @@ from elastic_ext.records.metrics import (
     StepTrace,
     StepWindow,
 )
-from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, RunDirectory, Settings
+from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, RunDirectory, StartSettings
 
 from .agreement import Agreement, Boundary, Every
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
@@ -51,7 +51,7 @@ from .elastic_config import ElasticConfig
 from .keys import KEYS, section_of
 from .watcher import ConfigWatcher
 
-__all__ = ["ConfigFollower", "Knobs", "Reports", "follow_config"]
+__all__ = ["ConfigFollower", "Reports", "UserKnobs", "follow_config"]
 
 _logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ _logger = logging.getLogger(__name__)
 # --- values that a script reads by name while it runs, of the types that it expects ----------------------------------
 
 
-class Knobs:
-    """The names that a script has read so far; the applier of the section ``user``."""
+class UserKnobs:
+    """The names of the section ``user`` that a script has read so far; it is that section's applier."""
 
     section = "user"
 
@@ -126,7 +126,7 @@ _METRICS_SECONDS = 10.0
 class Reports:
     """One rank's reports; with the library switched off there are none."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: StartSettings, ranks: Ranks) -> None:
         self.measure: Callable[[], Measures] = Measures
         """What the next metrics say of speed and memory."""
         self.on_window: Callable[[StepWindow], None] | None = None
@@ -253,11 +253,11 @@ def follow_config(
     of steps that lie behind when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
     """
     enabled = True
-    settings: Settings | None = None
+    settings: StartSettings | None = None
     error: Exception | None = None
     try:
-        enabled = Settings.is_enabled(os.environ)
-        settings = Settings.resolve(
+        enabled = StartSettings.is_enabled(os.environ)
+        settings = StartSettings.resolve(
             os.environ,
             script=sys.argv[0] if sys.argv else "",
             job=job,
@@ -299,7 +299,7 @@ class ConfigFollower:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: StartSettings,
         ranks: Ranks,
         base: ElasticConfig,
         *,
@@ -336,7 +336,7 @@ class ConfigFollower:
         if self._watcher is not None:
             self._watcher.on_news = self._agreement.rouse
         self._agreement.tell_refusals(self._tell_refusal)
-        self._knobs = Knobs()
+        self._knobs = UserKnobs()
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
         self._finished = False

@@ -23,7 +23,7 @@ from elastic_ext.records.json import MAX_BYTES
 
 from .elastic_config import ElasticConfig
 
-__all__ = ["ConfigHistory", "Entry", "edited", "next_version", "restored", "undone"]
+__all__ = ["ConfigHistory", "HistoryEntry", "edited", "next_version", "restored", "undone"]
 
 _logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ _POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One version that the file has had."""
+class HistoryEntry:
+    """One version that the config file has had."""
 
     time: float
     """When it was written, or first seen; seconds since 1970."""
@@ -52,7 +52,7 @@ class Entry:
         return json.dumps({"time": self.time, "restores": self.restores, "config": self.config.to_dict()})
 
     @classmethod
-    def from_json(cls, line: str) -> Entry:
+    def from_json(cls, line: str) -> HistoryEntry:
         """The entry that ``to_json`` gave; ValueError if the line holds anything else."""
         try:
             record = json.loads(line)
@@ -66,7 +66,7 @@ class Entry:
         return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
-def undone(entries: Sequence[Entry]) -> Entry:
+def undone(entries: Sequence[HistoryEntry]) -> HistoryEntry:
     """The entry to go back to: the one before the newest content was first written, further at each undo in a row."""
     for index in range(len(entries) - 1, 0, -1):
         if entries[index].restores is None and entries[index].config.version == entries[-1].origin:
@@ -94,7 +94,7 @@ def edited(
     return replace(ElasticConfig.from_values(values, version=version, reason=reason), apply_at_step=at_step)
 
 
-def restored(target: Entry, *, version: int) -> ElasticConfig:
+def restored(target: HistoryEntry, *, version: int) -> ElasticConfig:
     """The content of ``target`` as another version."""
     return replace(
         target.config,
@@ -105,7 +105,7 @@ def restored(target: Entry, *, version: int) -> ElasticConfig:
     )
 
 
-def next_version(entries: Sequence[Entry]) -> int:
+def next_version(entries: Sequence[HistoryEntry]) -> int:
     """The version that comes after all of these."""
     return max((entry.config.version for entry in entries), default=0) + 1
 
@@ -130,7 +130,7 @@ class ConfigHistory:
         except FileNotFoundError:
             return None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[HistoryEntry]:
         """The versions so far, oldest first, with the file's present one."""
         return self._with_current(self._read(), self.current())
 
@@ -184,7 +184,7 @@ class ConfigHistory:
             self._history.unlink(missing_ok=True)
 
     @contextmanager
-    def _alone(self) -> Iterator[list[Entry]]:
+    def _alone(self) -> Iterator[list[HistoryEntry]]:
         make_folder(self.path.parent)
         with exclusive(self._lock) if self._patience_seconds is None else self._locked(self._patience_seconds):
             yield self._read()
@@ -202,7 +202,7 @@ class ConfigHistory:
         finally:
             os.close(lock)
 
-    def _read(self) -> list[Entry]:
+    def _read(self) -> list[HistoryEntry]:
         try:
             lines = read_at_most(self._history, _MOST_BYTES).decode(errors="replace").splitlines()
         except FileNotFoundError:
@@ -210,28 +210,28 @@ class ConfigHistory:
         entries = []
         for line in lines:
             try:
-                entries.append(Entry.from_json(line))
+                entries.append(HistoryEntry.from_json(line))
             except ValueError:  # a damaged line loses its own version only
                 continue
         return entries
 
-    def _with_current(self, entries: list[Entry], current: ElasticConfig | None) -> list[Entry]:
+    def _with_current(self, entries: list[HistoryEntry], current: ElasticConfig | None) -> list[HistoryEntry]:
         if current is None or (entries and entries[-1].config.digest == current.digest):
             return entries
-        return [*entries, Entry(time=time.time(), config=current)]
+        return [*entries, HistoryEntry(time=time.time(), config=current)]
 
-    def _write(self, new: ElasticConfig, entries: list[Entry], restores: int | None = None) -> ElasticConfig:
+    def _write(self, new: ElasticConfig, entries: list[HistoryEntry], restores: int | None = None) -> ElasticConfig:
         """The config file first: a history that lacks its newest version takes it in at the next call."""
         data = new.to_json().encode()
         ElasticConfig.parse(data)  # values that are allowed one by one can make a file that is too large
         write_whole(self.path, data)
         try:
-            self._write_history([*entries, Entry(time=time.time(), config=new, restores=restores)])
+            self._write_history([*entries, HistoryEntry(time=time.time(), config=new, restores=restores)])
         except OSError as error:
             _logger.warning("version %d is written, but not its history %s: %s", new.version, self._history, error)
         return new
 
-    def _write_history(self, entries: Sequence[Entry]) -> None:
+    def _write_history(self, entries: Sequence[HistoryEntry]) -> None:
         write_whole(self._history, "".join(entry.to_json() + "\n" for entry in entries[-_MOST_ENTRIES:]).encode())
 
 

@@ -24,14 +24,14 @@ __all__ = [
     "Boolean",
     "Bounds",
     "CheckpointSection",
-    "Choice",
     "CommunicationSection",
     "DataloaderSection",
     "Integer",
     "Key",
     "KnobBounds",
-    "Knobs",
+    "KnobRules",
     "Number",
+    "OneOf",
     "OptimizerSection",
     "OrTorch",
     "ParallelismSection",
@@ -158,8 +158,8 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One of a few words."""
+class OneOf:
+    """The rule of a key whose value is one of a few words."""
 
     words: tuple[str, ...]
 
@@ -262,7 +262,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
+class KnobRules:
     """An object that gives bounds for some of the knobs in ``rules``."""
 
     rules: Mapping[str, Rule]
@@ -334,7 +334,7 @@ _TUNABLE = (
     Key("dataloader.pin_memory", Boolean(), "copy batches into page-locked memory"),
     Key("optimizer.learning_rate", Number(above=0.0), "the first group's base rate; other groups keep their ratio"),
     Key("optimizer.weight_decay", Number(at_least=0.0), "the first group's base value; others keep their ratio"),
-    Key("parallelism.strategy", Choice(_STRATEGIES), "how parameters, gradients and optimizer state are sharded"),
+    Key("parallelism.strategy", OneOf(_STRATEGIES), "how parameters, gradients and optimizer state are sharded"),
     Key("parallelism.shard_degree", Integer(1), "ranks that share one copy of the sharded state"),
     Key("parallelism.unit", BlocksOrWhole(), "what is gathered at once"),
     Key("parallelism.activation_checkpoint", Number(at_least=0.0, at_most=1.0), "share of blocks recomputed"),
@@ -353,8 +353,8 @@ KEYS: Mapping[str, Key] = {
         Key("checkpoint.steps", Integer(1), "save every so many steps; not together with epochs"),
         Key("checkpoint.epochs", Integer(1), "save every so many epochs; not together with steps"),
         Key("checkpoint.now", Boolean(), "save once, for the version that introduces it"),
-        Key("tuning.mode", Choice(("off", "advise", "auto")), "what the tuner may do"),
-        Key("tuning.knobs", Knobs({key.path: key.rule for key in _TUNABLE}), "what the tuner may choose from"),
+        Key("tuning.mode", OneOf(("off", "advise", "auto")), "what the tuner may do"),
+        Key("tuning.knobs", KnobRules({key.path: key.rule for key in _TUNABLE}), "what the tuner may choose from"),
         Key("tuning.headroom", Number(at_least=0.0, at_most=0.5), "share of memory to leave free"),
         Key("tuning.memory_bytes", Integer(1), "memory that a rank may take of its device, where not all there is"),
         Key("tuning.probe_steps", Integer(1), "steps measured per trial"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from .batch_plan import BatchPlan
-from .order import BatchOrder, EvenOrder, Order, Place, num_chunks
+from .order import BatchOrder, EpochPosition, EvenOrder, Order, num_chunks
 from .prefetch import Ahead, can_be_recut
 from .sampler import ElasticDistributedSampler
 from .seeding import SeededDataset, SeededOrder
@@ -193,7 +193,7 @@ class Indexed:
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
         self._is_drawn = False  # for the loop that comes: those of a batch sampler's own generator would not come again
-        self._place = Place()  # at which the loop under way has begun, or the one that comes will
+        self._place = EpochPosition()  # at which the loop under way has begun, or the one that comes will
 
     @property
     def epoch(self) -> int:
@@ -338,10 +338,10 @@ class Indexed:
             self._sampler.load_state_dict({key: value for key, value in state.items() if key != "completed"})
         self.running = None
         if is_over:
-            self._place = Place(epoch=epoch, is_left=True, is_over=True)
+            self._place = EpochPosition(epoch=epoch, is_left=True, is_over=True)
             return
         completed = tuple((int(start), int(stop)) for start, stop in state.get("completed", ()))
-        self._place = Place(epoch=epoch, position=int(state["position"]), completed=completed)
+        self._place = EpochPosition(epoch=epoch, position=int(state["position"]), completed=completed)
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         running = self.running
@@ -359,7 +359,7 @@ class Indexed:
         return self.running is not None and not self.running.has_ended
 
     @property
-    def _now(self) -> Place:
+    def _now(self) -> EpochPosition:
         """Where the loop under way stands, or the last one left it, or the one that comes will begin.
 
         A loop by itself has taken what it was given; of one that a trainer counts, what is committed counts alone.
@@ -375,16 +375,16 @@ class Indexed:
         )
         return replace(place, position=position, completed=completed, is_left=is_left)
 
-    def _to_come(self) -> Place:
+    def _to_come(self) -> EpochPosition:
         """Where the next loop begins; the sampler's own epoch may have been set meanwhile."""
         place = self._now
         return place.at(self.epoch) if place.named is None and place.epoch != self.epoch else place.to_come()
 
-    def _start_of(self, place: Place) -> int:
+    def _start_of(self, place: EpochPosition) -> int:
         """The position at which a loop from there begins: the sampler's own state may say it."""
         return place.position or (self._sampler.goes_on_at if place.epoch == self.epoch else 0)
 
-    def _order(self, place: Place) -> Order:
+    def _order(self, place: EpochPosition) -> Order:
         """The epoch's, to the position at which it ends for a loop that begins at a place."""
         order: Order = self._sampler.order
         if self._is_of_batches:
@@ -394,7 +394,7 @@ class Indexed:
         num_more = self._num_left(place, order.num_samples) - _num_after(place, order.num_samples)
         return EvenOrder(order, order.num_samples + num_more) if num_more else order
 
-    def _num_left(self, place: Place, num_samples: int) -> int:
+    def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, of an epoch of so many.
 
         Where the sampler leaves out those that do not go round among ranks, or gives some again, all have as many; with
@@ -431,6 +431,6 @@ class Indexed:
         )
 
 
-def _num_after(place: Place, num_samples: int) -> int:
+def _num_after(place: EpochPosition, num_samples: int) -> int:
     """How many of so many samples are not consumed at a place."""
     return num_samples - place.position - sum(stop - start for start, stop in place.completed)

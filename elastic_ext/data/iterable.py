@@ -21,11 +21,11 @@ from elastic_ext.errors import WorkerDiedError
 
 from .batch_plan import BatchPlan
 from .order import Chunk, chunks
-from .prefetch import Late
-from .streams import Answer, Request, Slot, Stream, StreamsPosition, Turns, can_tell_state
+from .prefetch import BatchNotReady
+from .streams import Stream, StreamAnswer, StreamRequest, StreamsPosition, Turns, WorkerStream, can_tell_state
 from .workers.producer import Making
 
-__all__ = ["NO_STATE", "StreamMaker", "Streamed", "Streams"]
+__all__ = ["NO_STATE", "StreamMaker", "StreamedEpochs", "Streams"]
 
 
 # --- the batches of an IterableDataset, asked for ahead --------------------------------------------------------------
@@ -62,9 +62,9 @@ class StreamMaker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _RequestedBatch:
     chunk: Chunk
-    slot: Slot
+    slot: WorkerStream
     start: int
     number: int
     turn: int
@@ -126,7 +126,7 @@ class Streams:
         self._handed: deque[_Handed] = deque()
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[_RequestedBatch] = deque()
         self._go_to(position)
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class Streams:
             slot, chunk, start = asked.slot, asked.chunk, asked.start
             try:
                 answer = self._taken(slot, asked.number)
-            except (Late, KeyboardInterrupt):  # the next call may have it
+            except (BatchNotReady, KeyboardInterrupt):  # the next call may have it
                 raise
             except BaseException:
                 self._pass(asked)
@@ -275,25 +275,25 @@ class Streams:
             start = slot.asked
             number = self._submit(slot, start, chunk.num_samples)
             slot.asked = start + chunk.num_samples
-            self._asked.append(_Asked(chunk, slot, start, number, self._turns.asked))
+            self._asked.append(_RequestedBatch(chunk, slot, start, number, self._turns.asked))
 
     @property
     def _keeps_order(self) -> bool:
         return self._in_order or self._plan is not None
 
-    def _next_asked(self) -> _Asked:
+    def _next_asked(self) -> _RequestedBatch:
         if self._keeps_order:
             return self._asked[0]
-        first: dict[int, _Asked] = {}  # of each stream
+        first: dict[int, _RequestedBatch] = {}  # of each stream
         for asked in self._asked:
             first.setdefault(asked.slot.number, asked)
         by_number = {asked.number: asked for asked in first.values()}
         return by_number[self._maker.first_made(list(by_number))]
 
-    def _submit(self, slot: Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
+    def _submit(self, slot: WorkerStream, start: int, num_samples: int, *, is_raw: bool = False) -> int:
         mark = None if slot.is_found else slot.marks[0]
         slot.is_found = True
-        request = Request(
+        request = StreamRequest(
             slot.number,
             self._loop,
             self._attempt,
@@ -308,22 +308,22 @@ class Streams:
         )
         return self._maker.submit([request], slot.number)
 
-    def _taken(self, slot: Slot, number: int) -> Answer:
+    def _taken(self, slot: WorkerStream, number: int) -> StreamAnswer:
         try:
             answer = self._maker.take(number)
         except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
             raise RuntimeError(f"making a batch of the stream of worker {slot.number} raised StopIteration") from error
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, StreamAnswer)
         if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
             slot.marks.append(answer.mark)
         return answer
 
-    def _pass(self, asked: _Asked) -> None:
+    def _pass(self, asked: _RequestedBatch) -> None:
         """It is handed out, also where it cannot be made."""
         self._asked.remove(asked)
         asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
 
-    def _find_again(self, slot: Slot, chunk: Chunk) -> None:
+    def _find_again(self, slot: WorkerStream, chunk: Chunk) -> None:
         """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
 
         The chunk that it was to give is then to come from another.
@@ -338,11 +338,11 @@ class Streams:
             )
         slot.is_found = False
 
-    def _pieced_together(self, slot: Slot, chunk: Chunk) -> list[Any] | None:
+    def _pieced_together(self, slot: WorkerStream, chunk: Chunk) -> list[Any] | None:
         """As many samples of a stream that has too few, and of those after it; None where all have too few."""
         self._take_back()
         samples: list[Any] = []
-        each: Slot | None = slot
+        each: WorkerStream | None = slot
         while each is not None:
             answer = self._raw(each, chunk, chunk.num_samples - len(samples))
             samples += answer.batch or []
@@ -354,7 +354,7 @@ class Streams:
             each = self._turns.next_slot()
         return None  # all of them are over now
 
-    def _raw(self, slot: Slot, chunk: Chunk, num_samples: int) -> Answer:
+    def _raw(self, slot: WorkerStream, chunk: Chunk, num_samples: int) -> StreamAnswer:
         """The next samples of one stream as they are."""
         while True:
             answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
@@ -391,7 +391,7 @@ def _warn_of_more(turns: Turns, told_length: int) -> None:
 # --- the loops over an IterableDataset, of which each worker has a stream; where one stands is told for each ---------
 
 
-class Streamed:
+class StreamedEpochs:
     """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
 
     remaining = seed = None

@@ -37,7 +37,7 @@ from elastic_ext.torch_private.loading import pinned
 
 from .batch_plan import BatchPlan
 from .indexed import Epochs, Indexed, Running
-from .iterable import Streamed
+from .iterable import StreamedEpochs
 from .sampler import ElasticDistributedSampler, OfTorch, OwnBatches
 from .workers.producer import Making
 from .workers.worker_process import Work
@@ -68,10 +68,10 @@ def epochs_of(loader: DataLoader[Any], ordering: Ordering, *, seeds_samples: boo
     return _indexed(loader, ordering, seeds_samples, fast_forward)
 
 
-def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Streamed:
+def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> StreamedEpochs:
     if seeds_samples:
         raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
-    return Streamed(
+    return StreamedEpochs(
         loader.dataset,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,

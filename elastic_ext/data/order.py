@@ -22,10 +22,10 @@ __all__ = [
     "Chunk",
     "Cursor",
     "Drawn",
+    "EpochPosition",
     "EvenOrder",
     "InTurn",
     "Order",
-    "Place",
     "Ranges",
     "Shuffled",
     "Without",
@@ -43,8 +43,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """An epoch, and how much of it is consumed. It never changes: what happens makes another one of it."""
+class EpochPosition:
+    """An epoch, and how many of its samples are consumed. It never changes: what happens makes another one of it."""
 
     epoch: int = 0
     position: int = 0
@@ -58,16 +58,20 @@ class Place:
     named: int | None = None
     """The epoch of the next loop, which was named while one was under way."""
 
-    def at(self, epoch: int) -> Place:
+    def at(self, epoch: int) -> EpochPosition:
         """The place when an epoch is named: what no loop has taken of goes on, all else begins anew."""
         goes_on = epoch == self.epoch and not self.is_left
-        return Place(epoch=epoch, position=self.position, completed=self.completed) if goes_on else Place(epoch=epoch)
+        return (
+            EpochPosition(epoch=epoch, position=self.position, completed=self.completed)
+            if goes_on
+            else EpochPosition(epoch=epoch)
+        )
 
-    def to_come(self) -> Place:
+    def to_come(self) -> EpochPosition:
         """Where the next loop begins."""
         if self.named is not None:
             return self.at(self.named)
-        return Place(epoch=self.epoch + 1) if self.is_left else self
+        return EpochPosition(epoch=self.epoch + 1) if self.is_left else self
 
 
 def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:

@@ -17,7 +17,7 @@ from .batch_plan import BatchPlan
 from .order import Chunk, Cursor, Order, Ranges, Without, chunks, left_out, num_chunks
 from .workers.worker import in_short
 
-__all__ = ["Ahead", "Late", "Maker", "can_be_recut", "cut", "join"]
+__all__ = ["Ahead", "BatchNotReady", "Maker", "can_be_recut", "cut", "join"]
 
 
 # --- batches that torch's default_collate has made, cut and joined as if they had been made so -----------------------
@@ -88,8 +88,8 @@ def _like(batch: Any, parts: list[Any]) -> Any:
 # --- a batch that did not come in the time that a loader has for it --------------------------------------------------
 
 
-class Late(RuntimeError):
-    """It is still being made, and can be taken later."""
+class BatchNotReady(RuntimeError):
+    """A prefetched batch is still being made, and can be taken later."""
 
 
 # --- the batches that are asked for before a loop needs them ---------------------------------------------------------
@@ -137,8 +137,8 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What is to be handed out, and the batches of which it is one, or that it is cut from, in order."""
+class _BatchesToHand:
+    """A batch that is to be handed out, and the prefetched batches that it is, or is cut from, in order."""
 
     chunk: Chunk
     made: tuple[_Made, ...]
@@ -174,7 +174,7 @@ class Ahead:
         self._maker = maker
         self._plan, self._rank = plan, rank
         self._can_recut = can_recut
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[_BatchesToHand] = deque()
         self._to_come: Iterator[Chunk] = iter(())
         self.has_ended = False
         self._cut()
@@ -198,7 +198,7 @@ class Ahead:
         chunk = asked.chunk
         try:
             batch = self._batch_of(asked)
-        except (Late, KeyboardInterrupt):  # the next call may have it
+        except (BatchNotReady, KeyboardInterrupt):  # the next call may have it
             raise
         except BaseException as error:
             self._hand_out(asked)  # what cannot be made is passed; after a rollback it comes again
@@ -331,7 +331,7 @@ class Ahead:
             made = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop, self._num_begun),)
             for each in made:
                 each.num_uses += 1
-            self._asked.append(_Asked(chunk, made))
+            self._asked.append(_BatchesToHand(chunk, made))
 
     def _cover(self, chunk: Chunk, on_the_way: Sequence[_Made]) -> tuple[_Made, ...]:
         """Batches that have all of a chunk, and what is asked for now in between; none if nothing of it is there."""
@@ -361,7 +361,7 @@ class Ahead:
     def _submit(self, start: int, stop: int, turn: int) -> _Made:
         return _Made(start, stop, self._maker.submit(self._rest.indices(start, stop), turn=turn))
 
-    def _batch_of(self, asked: _Asked) -> Any:
+    def _batch_of(self, asked: _BatchesToHand) -> Any:
         chunk, made = asked.chunk, asked.made
         try:
             batches = [self._taken(each) for each in made]
@@ -378,7 +378,7 @@ class Ahead:
                     for each, batch in zip(made, batches, strict=True)
                 ]
             )
-        except Late:
+        except BatchNotReady:
             raise
         except Exception:
             if (made[0].start, made[0].stop) == (chunk.start, chunk.stop):
@@ -391,16 +391,16 @@ class Ahead:
         if made.batch is _NOT_TAKEN:
             try:
                 made.batch = self._maker.take(made.number)
-            except (Late, KeyboardInterrupt):
+            except (BatchNotReady, KeyboardInterrupt):
                 raise
             except BaseException:
                 made.batch = None  # it is taken
                 raise
         return made.batch
 
-    def _first_made(self) -> _Asked:
+    def _first_made(self) -> _BatchesToHand:
         """What may be handed out first: once its first batch has come that was not taken."""
-        waiting: dict[int, _Asked] = {}
+        waiting: dict[int, _BatchesToHand] = {}
         for asked in self._asked:
             missing = next((made.number for made in asked.made if made.batch is _NOT_TAKEN), None)
             if missing is None:
@@ -408,7 +408,7 @@ class Ahead:
             waiting.setdefault(missing, asked)
         return waiting[self._maker.first_made(list(waiting))]
 
-    def _hand_out(self, asked: _Asked) -> None:
+    def _hand_out(self, asked: _BatchesToHand) -> None:
         if asked is self._asked[0]:
             self.cursor.hand_out(asked.chunk)
             while self._early and self._early[0].start == self.cursor.handed:
@@ -419,7 +419,7 @@ class Ahead:
         self._handed.append(asked.chunk)
         self._release(asked)
 
-    def _release(self, asked: _Asked) -> None:
+    def _release(self, asked: _BatchesToHand) -> None:
         for made in asked.made:
             made.num_uses -= 1
             if made.num_uses == 0:

@@ -11,7 +11,17 @@ from typing import Any
 
 from .seeding import Copied
 
-__all__ = ["START", "Answer", "Mark", "Request", "Slot", "Stream", "StreamsPosition", "Turns", "can_tell_state"]
+__all__ = [
+    "START",
+    "Mark",
+    "Stream",
+    "StreamAnswer",
+    "StreamRequest",
+    "StreamsPosition",
+    "Turns",
+    "WorkerStream",
+    "can_tell_state",
+]
 
 
 # --- the samples of an IterableDataset as one worker has them, which come again where they are asked for again -------
@@ -36,8 +46,8 @@ _SAMPLES_PER_STATE = 50.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Request:
-    """Some samples of one stream, as a batch."""
+class StreamRequest:
+    """A request for the next samples of one stream, as one batch."""
 
     slot: int
     loop: int
@@ -66,8 +76,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of a request."""
+class StreamAnswer:
+    """The batch that a stream gave for one request."""
 
     batch: Any = None
     num_samples: int = 0
@@ -125,10 +135,10 @@ class Stream:
         self._at = 0  # samples of the loop that were drawn
         self._kept: deque[Any] = deque()  # the last of them, which may be asked for again
 
-    def __getitem__(self, request: Request) -> Answer:
+    def __getitem__(self, request: StreamRequest) -> StreamAnswer:
         if (request.loop, request.attempt) != (self._loop, self._attempt) or request.start < self._at - len(self._kept):
             if request.mark is None:
-                return Answer(is_lost=True)
+                return StreamAnswer(is_lost=True)
             self._seed = request.seed
             self._go_to(request.mark, is_new=request.loop != self._loop)
             self._loop, self._attempt = request.loop, request.attempt
@@ -146,7 +156,7 @@ class Stream:
         if not samples:
             if error is not None:  # the stream ends with it, and nobody has heard of it
                 raise error
-            return Answer()
+            return StreamAnswer()
         for sample in samples:
             if type(sample) is _Failed:
                 raise sample.error
@@ -155,10 +165,10 @@ class Stream:
         if self._tells_state and not self._has_ended and self._at == request.start + len(samples):
             mark = self._marked(request.is_marked)
         if request.is_raw:
-            return Answer(samples, len(samples), mark)
+            return StreamAnswer(samples, len(samples), mark)
         if request.is_whole and len(samples) < request.num_samples:
-            return Answer(None, len(samples), mark)
-        return Answer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
+            return StreamAnswer(None, len(samples), mark)
+        return StreamAnswer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
 
     def _pass_to(self, place: int, *, keeps: bool) -> BaseException | None:
         """Draw what lies before a place. A sample that cannot be had counts as one: no batch waits for it.
@@ -286,8 +296,8 @@ class StreamsPosition:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One worker's stream. All numbers count its samples."""
+class WorkerStream:
+    """The stream of one data worker. All numbers count its samples."""
 
     number: int
     passed: int
@@ -318,7 +328,7 @@ class Turns:
     def __init__(self, position: StreamsPosition) -> None:
         self.num_workers = position.num_workers
         self.slots = [
-            Slot(number, passed, deque([mark]))
+            WorkerStream(number, passed, deque([mark]))
             for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
         ]
         self.asked = self.handed = self._passed = position.turn
@@ -335,7 +345,7 @@ class Turns:
             is_over=self.is_over,
         )
 
-    def next_slot(self, num_asked: Mapping[int, int] | None = None) -> Slot | None:
+    def next_slot(self, num_asked: Mapping[int, int] | None = None) -> WorkerStream | None:
         """Who is to be asked, of those whose stream may have more.
 
         It is the one whose turn it is, or, where it is told how much each has to answer, the one with least of it.

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from elastic_ext.records.text import on_one_line, size_in_words
 
-from .records import Gpu, NodeHardware, Storage
+from .records import Gpu, NodeHardware, StorageOfPath
 
 __all__ = [
     "SEVERITIES",
@@ -496,7 +496,7 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _of_storage(storage: Storage, num_nodes: int) -> Iterator[Finding]:
+def _of_storage(storage: StorageOfPath, num_nodes: int) -> Iterator[Finding]:
     if storage.use == "shared memory" and storage.answers:
         return
     name = storage.path if storage.use == "asked for" else f"{storage.path} ({storage.use})"
@@ -522,7 +522,7 @@ def _of_storage(storage: Storage, num_nodes: int) -> Iterator[Finding]:
     yield from _of_room(storage, name)
 
 
-def _of_kind(storage: Storage, name: str, num_nodes: int) -> Iterator[Finding]:
+def _of_kind(storage: StorageOfPath, name: str, num_nodes: int) -> Iterator[Finding]:
     if storage.use == "run directory" and storage.is_network:
         yield warning(
             f"{name} lies on {storage.file_system}, a network's file system",
@@ -550,7 +550,7 @@ def _of_kind(storage: Storage, name: str, num_nodes: int) -> Iterator[Finding]:
         )
 
 
-def _of_room(storage: Storage, name: str) -> Iterator[Finding]:
+def _of_room(storage: StorageOfPath, name: str) -> Iterator[Finding]:
     free, total = storage.free_bytes, storage.total_bytes
     if free is None or total is None or not storage.is_writable:
         return

@@ -23,7 +23,18 @@ from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 
 from .gpus import Driver, NvidiaDriver, gpus_of
 from .mounts import parse_mounts, storage_of
-from .records import Cpu, Limits, Memory, Network, NetworkInterface, NodeHardware, Storage, StorageUse, System, Versions
+from .records import (
+    Cpu,
+    Limits,
+    MainMemory,
+    Network,
+    NetworkInterface,
+    NodeHardware,
+    StorageOfPath,
+    StorageUse,
+    System,
+    Versions,
+)
 
 __all__ = [
     "GroupLimits",
@@ -283,10 +294,10 @@ def _cpu(root: Path, quota_cores: float | None) -> Cpu:
     )
 
 
-def _memory(root: Path, limit_bytes: int | None, limit_free_bytes: int | None) -> Memory:
+def _memory(root: Path, limit_bytes: int | None, limit_free_bytes: int | None) -> MainMemory:
     sizes = sizes_of_memory(_text(root / "proc/meminfo"))
     total = sizes.get("MemTotal", 0)
-    return Memory(
+    return MainMemory(
         total_bytes=total,
         available_bytes=sizes.get("MemAvailable", sizes.get("MemFree", 0)),
         limit_bytes=limit_bytes if limit_bytes is not None and limit_bytes < total else None,
@@ -333,7 +344,9 @@ def _addresses_of(host: str, patience_seconds: float) -> tuple[str, ...] | None:
     return tuple(sorted({str(address[0]).partition("%")[0] for *_, address in found}))
 
 
-def _storage(places: Iterable[tuple[Path, StorageUse]], root: Path, patience_seconds: float) -> tuple[Storage, ...]:
+def _storage(
+    places: Iterable[tuple[Path, StorageUse]], root: Path, patience_seconds: float
+) -> tuple[StorageOfPath, ...]:
     mounts = parse_mounts(_text(root / "proc/self/mountinfo"))
     return tuple(storage_of(path.absolute(), use, mounts, patience_seconds=patience_seconds) for path, use in places)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 
-from .records import Storage, StorageUse
+from .records import StorageOfPath, StorageUse
 
 __all__ = ["Mount", "is_memory", "is_network", "mount_of", "parse_mounts", "storage_of"]
 
@@ -88,7 +88,7 @@ def is_memory(file_system: str) -> bool:
     return file_system in _MEMORY
 
 
-def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience_seconds: float) -> Storage:
+def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience_seconds: float) -> StorageOfPath:
     """Where ``path`` leads to; of one that is not there yet, the nearest folder above it that is.
 
     A file system that hangs, as those of a network do whose server is gone, holds this up no longer than so.
@@ -96,10 +96,10 @@ def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience
     try:
         return answer_within(patience_seconds, lambda: _looked_at(path, use, mounts))
     except NoAnswer:
-        return Storage(path=str(path), use=use, is_there=False, answers=False)
+        return StorageOfPath(path=str(path), use=use, is_there=False, answers=False)
 
 
-def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> Storage:
+def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> StorageOfPath:
     real = Path(os.path.realpath(path))
     is_there = True
     while True:
@@ -108,11 +108,11 @@ def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> Storage:
             break
         except OSError:  # not there, or not to be seen by this user
             if real == real.parent:
-                return Storage(path=str(path), use=use, is_there=False, answers=True)
+                return StorageOfPath(path=str(path), use=use, is_there=False, answers=True)
             is_there, real = False, real.parent
     mount = mount_of(str(real), mounts)
     can_hold = real.is_dir() or (is_there and use == "asked for")  # a file can be data, and no folder
-    return Storage(
+    return StorageOfPath(
         path=str(path),
         use=use,
         is_there=is_there,

@@ -18,11 +18,11 @@ __all__ = [
     "Gpu",
     "Gpus",
     "Limits",
-    "Memory",
+    "MainMemory",
     "Network",
     "NetworkInterface",
     "NodeHardware",
-    "Storage",
+    "StorageOfPath",
     "StorageUse",
     "System",
     "Versions",
@@ -51,8 +51,8 @@ class Cpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Main memory, and how much of it this process may use."""
+class MainMemory:
+    """A machine's main memory, and how much of it this process may use."""
 
     total_bytes: int
     available_bytes: int
@@ -162,8 +162,8 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
-    """Where a path leads to."""
+class StorageOfPath:
+    """The file system that a path leads to."""
 
     path: str
     use: StorageUse
@@ -225,10 +225,10 @@ class NodeHardware:
     time: float
     """When it was looked at, seconds since 1970."""
     cpu: Cpu
-    memory: Memory
+    memory: MainMemory
     gpus: Gpus
     network: Network
-    storage: tuple[Storage, ...]
+    storage: tuple[StorageOfPath, ...]
     limits: Limits
     system: System
     versions: Versions

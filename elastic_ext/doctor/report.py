@@ -19,8 +19,8 @@ __all__ = [
     "SHOULD_BE_ALIKE",
     "CheckedNode",
     "CheckedPair",
+    "NodeComparison",
     "PairReport",
-    "Standing",
     "best_by_node",
     "findings_of_report",
     "stragglers",
@@ -44,8 +44,8 @@ _HALF = 1 / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """How one compares with the others."""
+class NodeComparison:
+    """How fast one node or pair is beside the others."""
 
     state: Literal["normal", "straggler", "undecided"]
     times_slower: float | None
@@ -53,7 +53,9 @@ class Standing:
     reason: str
 
 
-def stragglers(values: Mapping[str, Sequence[float]], *, is_rate: bool, least_share: float) -> dict[str, Standing]:
+def stragglers(
+    values: Mapping[str, Sequence[float]], *, is_rate: bool, least_share: float
+) -> dict[str, NodeComparison]:
     """How each of several compares with the others, by its values in the same windows of time, each above 0.
 
     Of a rate more is better, of a time less is. Whoever is slower by less than ``least_share`` is not told of. One who
@@ -65,9 +67,11 @@ def stragglers(values: Mapping[str, Sequence[float]], *, is_rate: bool, least_sh
     standings = {}
     for name in values:
         if name not in costs:
-            standings[name] = Standing(state="undecided", times_slower=None, reason="it has not been measured")
+            standings[name] = NodeComparison(state="undecided", times_slower=None, reason="it has not been measured")
         elif len(costs) < 2:
-            standings[name] = Standing(state="undecided", times_slower=None, reason="there is no other to compare with")
+            standings[name] = NodeComparison(
+                state="undecided", times_slower=None, reason="there is no other to compare with"
+            )
         else:
             standings[name] = _standing(costs[name], windows, least_share)
     return standings
@@ -93,23 +97,23 @@ def _window(costs: Sequence[float]) -> _Window:
     )
 
 
-def _standing(own: Sequence[float], windows: Sequence[_Window], least_share: float) -> Standing:
+def _standing(own: Sequence[float], windows: Sequence[_Window], least_share: float) -> NodeComparison:
     seen = [_seen(cost, window, least_share) for cost, window in zip(own, windows, strict=False)]
     times = statistics.median(ratio for ratio, _, _ in seen)
     is_slow = sum(slow for _, slow, _ in seen) / len(seen)
     is_far = sum(far for _, _, far in seen) / len(seen)
     num = windows[0].num
     if is_far >= _MOST_WINDOWS:
-        return Standing(
+        return NodeComparison(
             state="straggler", times_slower=times, reason=f"{times:.2f} times as slow as the median of {num}"
         )
     if is_slow < _HALF:
-        return Standing(state="normal", times_slower=times, reason="as fast as the others")
+        return NodeComparison(state="normal", times_slower=times, reason="as fast as the others")
     if num == 2:
         reason = f"{times:.2f} times as slow as the other; a third would tell which of them is as it should be"
     else:
         reason = f"{times:.2f} times as slow as the median of {num}, which differ by as much among themselves"
-    return Standing(state="undecided", times_slower=times, reason=reason)
+    return NodeComparison(state="undecided", times_slower=times, reason=reason)
 
 
 def _seen(cost: float, window: _Window, least_share: float) -> tuple[float, bool, bool]:
@@ -340,7 +344,7 @@ def _of_measure(measure: str, values: Mapping[str, tuple[float, ...]], *, is_rat
         yield ok(f"no straggler by {measure}: {_middle(measure, standings, values)}")
 
 
-def _middle(measure: str, standings: Mapping[str, Standing], values: Mapping[str, tuple[float, ...]]) -> str:
+def _middle(measure: str, standings: Mapping[str, NodeComparison], values: Mapping[str, tuple[float, ...]]) -> str:
     middle = statistics.median(statistics.median(windows) for windows in values.values())
     worst = max(standing.times_slower or 1.0 for standing in standings.values())
     amount = {

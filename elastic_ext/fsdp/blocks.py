@@ -26,7 +26,7 @@ from elastic_ext.torch_private.sharded import is_compiled
 
 from .plan import blocks_recomputed
 
-__all__ = ["Trial", "Units", "blocks_of", "recompute", "why_not_recompute"]
+__all__ = ["RecomputeTrial", "Units", "blocks_of", "recompute", "why_not_recompute"]
 
 Units: TypeAlias = type[nn.Module] | Sequence[str] | None
 """A class of modules, their names, or None for the repeated blocks that are found."""
@@ -80,7 +80,7 @@ def recompute(blocks: Sequence[nn.Module], ratio: float) -> None:
         state.enable_hook = is_chosen
 
 
-class Trial:
+class RecomputeTrial:
     """Whether blocks can be computed again: the next pass of a model computes the first of each kind twice, on copies.
 
     What each computation keeps for the backward pass has to be the same: else gradients are wrong, or the backward pass

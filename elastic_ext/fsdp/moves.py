@@ -109,8 +109,8 @@ def moves(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A block of what a target wants, all of whose elements the same holders have."""
+class _HeldBlock:
+    """A block of a target's elements that the same ranks hold."""
 
     target: int
     into: Block
@@ -134,7 +134,7 @@ class _Giving:
         self._places = {box: place for place, box in enumerate(held)}
         self._holders = list(held.values())
         self._parts = [(place, block) for box, place in self._places.items() for block in box.blocks_in(self._space)]
-        self._wanted: dict[tuple[int, ...], list[_Piece]] = {}
+        self._wanted: dict[tuple[int, ...], list[_HeldBlock]] = {}
         """By the boxes that have it."""
 
     @cached_property
@@ -158,7 +158,7 @@ class _Giving:
                     missing = box_in(box.shape, region.start, region.end)
                     raise ValueError(f"no holder has {missing}, which are needed for {box}")
                 if mine not in places:
-                    self._wanted.setdefault(places, []).append(_Piece(target, into, region))
+                    self._wanted.setdefault(places, []).append(_HeldBlock(target, into, region))
 
     def given(self, least: int, turn: int, prefers: Sequence[int] = ()) -> Iterator[Move]:
         """What others give of what was asked for."""
@@ -171,7 +171,7 @@ class _Giving:
                 yield from self._dealt(pieces, _preferred(givers, prefers), least, turn)
 
     def _dealt(
-        self, pieces: Sequence[_Piece], givers: Sequence[tuple[int, int]], least: int, turn: int
+        self, pieces: Sequence[_HeldBlock], givers: Sequence[tuple[int, int]], least: int, turn: int
     ) -> Iterator[Move]:
         """The same where several can give it: holders, each with the place of its box among those that have it."""
         sizes = [num_in(piece.region.start, piece.region.end) for piece in pieces]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext.torch_private import sharded
 
-__all__ = ["Named", "named_modules", "named_tensors"]
+__all__ = ["NamedTensor", "named_modules", "named_tensors"]
 
 # Names that only wrappers give to what they wrap: torch.compile, FSDP1, activation checkpointing and offloading.
 _ALWAYS_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -24,8 +24,8 @@ _CALL_IT_MODULE = (DistributedDataParallel, nn.DataParallel)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A parameter or a persistent buffer, as the model has it."""
+class NamedTensor:
+    """A parameter or a persistent buffer, with its name in the model."""
 
     name: str
     tensor: torch.Tensor
@@ -39,7 +39,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return _modules_under(model, "")
 
 
-def named_tensors(model: nn.Module) -> list[Named]:
+def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """Every parameter, and every buffer that ``state_dict()`` has, in the order of the model."""
     seen: dict[str, tuple[torch.Tensor, Literal["parameter", "buffer"]]] = {}
     for prefix, module in named_modules(model):
@@ -51,7 +51,7 @@ def named_tensors(model: nn.Module) -> list[Named]:
                 _add(seen, prefix + name, buffer, "buffer")
     own = _own_names((name, tensor) for name, (tensor, _) in seen.items())
     return [
-        Named(name, tensor, kind, None if own[id(tensor)] == name else own[id(tensor)])
+        NamedTensor(name, tensor, kind, None if own[id(tensor)] == name else own[id(tensor)])
         for name, (tensor, kind) in seen.items()
     ]
 

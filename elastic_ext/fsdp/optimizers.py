@@ -15,7 +15,19 @@ from elastic_ext.errors import CheckpointMismatch
 
 from .layout import Box
 from .pickled_values import tensors_in
-from .state import Held, Kind, Parameter, Trained, box_of, by_name_of, held, local_of, place_of, put_in, trained_by
+from .state import (
+    Kind,
+    LocalShard,
+    OptimizedParameter,
+    Trained,
+    box_of,
+    by_name_of,
+    held,
+    local_of,
+    place_of,
+    put_in,
+    trained_by,
+)
 from .value_encoding import Plain, dtype_of, pack, unpack
 
 __all__ = [
@@ -51,7 +63,9 @@ def packed_groups(optimizer: Optimizer, trained: Mapping[int, Trained]) -> Plain
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-def put_groups(optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], groups: Sequence[Plain]) -> None:
+def put_groups(
+    optimizers: Sequence[Optimizer], parameters: Sequence[OptimizedParameter], groups: Sequence[Plain]
+) -> None:
     """Give every group the values that were saved of the group of the same parameters, in whatever order.
 
     CheckpointMismatch, and nothing is changed, where the parameters were grouped otherwise. Values that were not saved
@@ -70,7 +84,7 @@ def are_same_kinds(optimizers: Sequence[Optimizer], groups: Sequence[Plain]) -> 
 
 
 def matching_groups(
-    optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], groups: Sequence[Plain]
+    optimizers: Sequence[Optimizer], parameters: Sequence[OptimizedParameter], groups: Sequence[Plain]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Every group with the values that were saved of it; CheckpointMismatch where parameters were grouped otherwise,
     or for another optimizer."""
@@ -181,7 +195,7 @@ class SavedTensor(Protocol):
 class HeldOptimizers:
     """What a model's optimizers hold on this rank."""
 
-    tensors: list[Held]
+    tensors: list[LocalShard]
     values: dict[str, Plain]
     """State that is no tensor, such as a count that is an int, or a list of tensors; of parameters that this rank has
     something of."""
@@ -190,7 +204,7 @@ class HeldOptimizers:
 
 
 def held_of_optimizers(
-    optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], *, rank: int = 0
+    optimizers: Sequence[Optimizer], parameters: Sequence[OptimizedParameter], *, rank: int = 0
 ) -> HeldOptimizers:
     """The state and the groups of a model's optimizers; ``rank`` tells opaque tensors of several ranks apart.
 
@@ -200,7 +214,7 @@ def held_of_optimizers(
     trained = trained_by(optimizers, parameters)
     groups = [packed_groups(optimizer, trained) for optimizer in optimizers]
     by_name = by_name_of(trained)
-    tensors: list[Held] = []
+    tensors: list[LocalShard] = []
     values: dict[str, Plain] = {}
     kinds = [
         _Kinds(optimizer, [each for each in trained.values() if each.optimizer is optimizer])
@@ -225,7 +239,7 @@ def held_of_optimizers(
 
 def make_missing(
     optimizers: Sequence[Optimizer],
-    parameters: Sequence[Parameter],
+    parameters: Sequence[OptimizedParameter],
     saved: Mapping[str, SavedTensor],
     *,
     rank: int = 0,
@@ -254,7 +268,7 @@ def make_missing(
 
 def put_values(
     optimizers: Sequence[Optimizer],
-    parameters: Sequence[Parameter],
+    parameters: Sequence[OptimizedParameter],
     values: Mapping[str, Plain],
     saved: Mapping[str, SavedTensor],
 ) -> list[str]:
@@ -307,7 +321,7 @@ class _Kinds:
                     )
                 yield each, key, value
 
-    def held(self, parameter: Parameter, key: str, value: torch.Tensor, rank: int) -> Held:
+    def held(self, parameter: OptimizedParameter, key: str, value: torch.Tensor, rank: int) -> LocalShard:
         name = f"{parameter.name}/{key}"
         if key not in self._unlike and not (value.dim() == 0 and key in self._scalars):
             return held(name, value, parameter.box, "like")
@@ -319,7 +333,7 @@ class _Kinds:
             return held(name, value, box, "own")
         return held(f"{name}@{rank}", value, box, "opaque")
 
-    def held_in_list(self, parameter: Parameter, name: str, value: torch.Tensor) -> Held:
+    def held_in_list(self, parameter: OptimizedParameter, name: str, value: torch.Tensor) -> LocalShard:
         is_whole = parameter.box == Box.whole(parameter.box.shape) and not parameter.is_range
         if not is_whole and not isinstance(value, DTensor):
             raise TypeError(
@@ -337,7 +351,7 @@ def _packed(value: object, name: str, parts: dict[str, torch.Tensor]) -> Plain:
         return pack(value, f"the optimizer's state {name}", {})  # which raises the same in these words
 
 
-def _refuse_twins(tensors: Sequence[Held]) -> None:
+def _refuse_twins(tensors: Sequence[LocalShard]) -> None:
     names: set[str] = set()
     for each in tensors:
         if each.name in names:
@@ -345,7 +359,7 @@ def _refuse_twins(tensors: Sequence[Held]) -> None:
         names.add(each.name)
 
 
-def _is_like(value: torch.Tensor, parameter: Parameter) -> bool:
+def _is_like(value: torch.Tensor, parameter: OptimizedParameter) -> bool:
     if isinstance(value, DTensor):
         return (
             isinstance(parameter.tensor, DTensor)

@@ -20,14 +20,14 @@ from elastic_ext.torch_private import sharded
 from elastic_ext.torch_private.sharded import FlatPart
 
 from .layout import Box, Cut, box_after
-from .names import Named, named_modules, named_tensors
+from .names import NamedTensor, named_modules, named_tensors
 from .value_encoding import DTYPES, name_of
 
 __all__ = [
-    "Held",
     "HeldModel",
     "Kind",
-    "Parameter",
+    "LocalShard",
+    "OptimizedParameter",
     "Trained",
     "box_of",
     "by_name_of",
@@ -51,8 +51,8 @@ Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaqu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What lies on this rank of one tensor."""
+class LocalShard:
+    """The part of one tensor that lies on this rank."""
 
     name: str
     tensor: torch.Tensor
@@ -66,8 +66,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parameter:
-    """A parameter as its optimizer knows it."""
+class OptimizedParameter:
+    """A parameter with the state that its optimizer has of it."""
 
     name: str
     tensor: torch.Tensor
@@ -87,9 +87,9 @@ class Parameter:
 class HeldModel:
     """What a model holds on this rank."""
 
-    tensors: list[Held]
+    tensors: list[LocalShard]
     """Further names of a tensor as aliases."""
-    parameters: list[Parameter]
+    parameters: list[OptimizedParameter]
     """Each once, under its own name, for whoever looks into its optimizer's state."""
 
 
@@ -160,7 +160,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def held(name: str, tensor: torch.Tensor, box: Box, kind: Kind, is_alias_of: str | None = None) -> Held:
+def held(name: str, tensor: torch.Tensor, box: Box, kind: Kind, is_alias_of: str | None = None) -> LocalShard:
     """A tensor with what is said of it; ValueError where its memory cannot be read and written as it is."""
     local = local_of(tensor)
     dtype = name_of(local.dtype)
@@ -168,7 +168,7 @@ def held(name: str, tensor: torch.Tensor, box: Box, kind: Kind, is_alias_of: str
     if dtype is None or fault is not None:
         allowed = f"has dtype {local.dtype}; allowed: {', '.join(str(one) for one in DTYPES.values())}"
         raise ValueError(f"{name} {fault or allowed}")
-    return Held(name, local, box, dtype, kind, is_alias_of)
+    return LocalShard(name, local, box, dtype, kind, is_alias_of)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview | None:
@@ -182,7 +182,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 class _Placed:
     """A tensor of the model, and what lies here of it."""
 
-    named: Named
+    named: NamedTensor
     box: Box
     is_range: bool
     """FSDP1 cuts it."""
@@ -209,16 +209,16 @@ def _placed(model: nn.Module) -> Iterator[_Placed]:
             yield _Placed(each, _flat_box(each, part), part.is_cut)
 
 
-def _held_at(placed: _Placed) -> Held:
+def _held_at(placed: _Placed) -> LocalShard:
     each = placed.named
     return held(each.name, each.tensor, placed.box, each.kind, each.is_alias_of)
 
 
-def _parameter_at(placed: _Placed) -> Parameter:
-    return Parameter(placed.named.name, placed.named.tensor, placed.box, placed.is_range)
+def _parameter_at(placed: _Placed) -> OptimizedParameter:
+    return OptimizedParameter(placed.named.name, placed.named.tensor, placed.box, placed.is_range)
 
 
-def _flat_box(each: Named, part: FlatPart) -> Box:
+def _flat_box(each: NamedTensor, part: FlatPart) -> Box:
     if part.fault is not None:
         raise ValueError(f"{each.name} {part.fault}")
     box = Box.flat(part.shape, part.start, part.end) if part.start < part.end else Box.empty(part.shape)
@@ -252,7 +252,7 @@ def _fault(tensor: torch.Tensor) -> str | None:
 class Trained:
     """A parameter in the group that an optimizer has it in."""
 
-    parameter: Parameter
+    parameter: OptimizedParameter
     optimizer: Optimizer
     group: dict[str, Any]
 
@@ -262,7 +262,7 @@ class Trained:
         return found
 
 
-def trained_by(optimizers: Sequence[Optimizer], parameters: Iterable[Parameter]) -> dict[int, Trained]:
+def trained_by(optimizers: Sequence[Optimizer], parameters: Iterable[OptimizedParameter]) -> dict[int, Trained]:
     """Every parameter in a group, by the identity of its tensor."""
     known = {id(parameter.tensor): parameter for parameter in parameters}
     found: dict[int, Trained] = {}

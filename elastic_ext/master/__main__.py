@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Be the master; gives the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of it is told here
-    from .process import NotStarted, serve
+    from .process import MasterNotStarted, serve
     from .store import Superseded
 
     handler = logging.StreamHandler()
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         asyncio.run(serve_until_told())
-    except NotStarted as error:
+    except MasterNotStarted as error:
         print(f"elastic-ext master: refused: {error}", file=sys.stderr)
         return 2
     except Superseded as error:

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import Entry
+from elastic_ext.config.history import HistoryEntry
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.text import on_one_line
@@ -276,10 +276,10 @@ class MastersConfig:
         entries = self.entries()
         return entries[-1].config if entries else None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[HistoryEntry]:
         """Every version that is kept, the oldest first."""
         return [
-            Entry(
+            HistoryEntry(
                 time=each.time,
                 config=ElasticConfig.parse(each.text.encode()),
                 restores=each.restores if each.HasField("restores") else None,

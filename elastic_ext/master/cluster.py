@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elastic_ext.doctor.report import Standing, stragglers
+from elastic_ext.doctor.report import NodeComparison, stragglers
 from elastic_ext.profile.stragglers import Straggler
 from elastic_ext.records.text import counted, size_in_words
 
-from .machines import Link, Measured, NodeFacts, facts_of, measured_in, named, unlike_nodes
+from .machines import Link, MachineMeasurements, NodeFacts, facts_of, measured_in, named, unlike_nodes
 from .wire import master_pb2
 
 __all__ = [
@@ -281,7 +281,7 @@ class SlowMachine:
 class Judged:
     """What was measured, and what follows from that alone."""
 
-    measured: Measured
+    measured: MachineMeasurements
     slow: Mapping[int, Sequence[tuple[str, str]]]
     """Machines by their places: by which measure, and why."""
     topology: Topology
@@ -303,7 +303,7 @@ class Cluster:
     """What to do and why, the most urgent first."""
 
 
-def judged(measured: Measured) -> Judged:
+def judged(measured: MachineMeasurements) -> Judged:
     """What follows from what pairs have measured, by itself: of thousands of machines it takes a second."""
     slow = _slow_machines(measured)
     answers_slowly = [place for place, found in slow.items() if any(each[0] == "latency" for each in found)]
@@ -316,7 +316,7 @@ def cluster_of(
 ) -> Cluster:
     """What follows from what is known of a job's nodes."""
     nodes = sorted(nodes, key=lambda each: (each.host, each.node_id))
-    found = found or judged(Measured())
+    found = found or judged(MachineMeasurements())
     measured, topology = found.measured, found.topology
     evidence = _evidence(measured, found.slow, slow_ranks)
     unlike = tuple(unlike_nodes(nodes))
@@ -341,7 +341,7 @@ def cluster_of(
 # ---- who is slow ----
 
 
-def _slow_machines(measured: Measured) -> dict[int, list[tuple[str, str]]]:
+def _slow_machines(measured: MachineMeasurements) -> dict[int, list[tuple[str, str]]]:
     """By place, by which measure and why; measures are never added up."""
     found: dict[int, list[tuple[str, str]]] = {}
     usual = _usual_lengths(measured)
@@ -354,7 +354,7 @@ def _slow_machines(measured: Measured) -> dict[int, list[tuple[str, str]]]:
     return dict(sorted(found.items()))
 
 
-def _measures(measured: Measured) -> Iterator[tuple[str, str, Mapping[int, tuple[float, ...]], bool]]:
+def _measures(measured: MachineMeasurements) -> Iterator[tuple[str, str, Mapping[int, tuple[float, ...]], bool]]:
     alive = {place: each for place, each in enumerate(measured.machines) if not each.is_silent}
     for device in sorted({device for each in alive.values() for device in each.matmul}):
         values = {place: each.matmul[device] for place, each in alive.items() if each.matmul.get(device)}
@@ -365,7 +365,7 @@ def _measures(measured: Measured) -> Iterator[tuple[str, str, Mapping[int, tuple
 
 
 def _best_of_each(
-    measured: Measured, values_of: Callable[[Link], tuple[float, ...]], best: Callable[[float, float], float]
+    measured: MachineMeasurements, values_of: Callable[[Link], tuple[float, ...]], best: Callable[[float, float], float]
 ) -> dict[int, tuple[float, ...]]:
     """The best of each machine in each window over its links: one bad partner does not count against it."""
     found: dict[int, tuple[float, ...]] = {}
@@ -377,7 +377,7 @@ def _best_of_each(
     return found
 
 
-def _usual_lengths(measured: Measured) -> dict[str, float]:
+def _usual_lengths(measured: MachineMeasurements) -> dict[str, float]:
     """By measure, how long a link is in the middle of all, near and far."""
     found = {}
     for measure, length_of in _LENGTHS.items():
@@ -398,12 +398,12 @@ def _is_beyond_links(values: Sequence[float], measure: str, usual: Mapping[str, 
     return best > (1 + _LEAST_SHARES[measure]) * usual[measure]
 
 
-def _standing_in_words(measure: str, device: str, standing: Standing) -> str:
+def _standing_in_words(measure: str, device: str, standing: NodeComparison) -> str:
     return f"{device}{_WORDS[measure][0]} slowly: {standing.reason}"
 
 
 def _evidence(
-    measured: Measured, slow: Mapping[int, Sequence[tuple[str, str]]], slow_ranks: Sequence[Straggler]
+    measured: MachineMeasurements, slow: Mapping[int, Sequence[tuple[str, str]]], slow_ranks: Sequence[Straggler]
 ) -> dict[str, list[str]]:
     """By host, the worst first: what was measured there, and what its ranks are seen to do."""
     found: dict[str, list[str]] = {}
@@ -419,7 +419,7 @@ def _evidence(
 # ---- what to do ----
 
 
-def _of_meeting(measured: Measured) -> Iterator[str]:
+def _of_meeting(measured: MachineMeasurements) -> Iterator[str]:
     if measured.trouble is not None:
         yield f"check the pairs of nodes again: {measured.trouble}; what was measured until then is all that is known"
     silent = [each.name for each in measured.machines if each.is_silent]
@@ -458,7 +458,7 @@ def _of_slow(evidence: Mapping[str, Sequence[str]], slow_ranks: Sequence[Straggl
             yield f"{host} {reasons[0]}; at every step all nodes wait for the slowest one: {_WORDS[measure][1]}"
 
 
-def _of_links(measured: Measured, topology: Topology) -> Iterator[str]:
+def _of_links(measured: MachineMeasurements, topology: Topology) -> Iterator[str]:
     for each in topology.slow_links[:4]:
         yield (
             f"look at the way between {_ends(each, measured)} (cable, switch port, route): {_link_in_words(each)}, far "
@@ -469,7 +469,7 @@ def _of_links(measured: Measured, topology: Topology) -> Iterator[str]:
         yield f"look at {counted(num, 'link')} more that are far slower than those that lie alike"
 
 
-def _of_groups(measured: Measured, topology: Topology) -> Iterator[str]:
+def _of_groups(measured: MachineMeasurements, topology: Topology) -> Iterator[str]:
     between = topology.between
     if len(topology.groups) < 2 or between is None:
         return
@@ -485,7 +485,9 @@ def _of_groups(measured: Measured, topology: Topology) -> Iterator[str]:
 # ---- for people ----
 
 
-def _groups(nodes: Sequence[NodeFacts], measured: Measured, topology: Topology) -> Iterator[master_pb2.NodeGroup]:
+def _groups(
+    nodes: Sequence[NodeFacts], measured: MachineMeasurements, topology: Topology
+) -> Iterator[master_pb2.NodeGroup]:
     """The job's own nodes; those of one machine are near each other whatever was measured."""
     boots = {each.boot_id: place for place, each in enumerate(measured.machines) if each.boot_id is not None}
     hosts = {each.host: place for place, each in enumerate(measured.machines) if each.name == each.host}
@@ -512,7 +514,7 @@ def _groups(nodes: Sequence[NodeFacts], measured: Measured, topology: Topology) 
             yield master_pb2.NodeGroup(node_ids=sorted(node_ids))
 
 
-def _link(link: Link, measured: Measured, topology: Topology) -> MeasuredLink:
+def _link(link: Link, measured: MachineMeasurements, topology: Topology) -> MeasuredLink:
     return MeasuredLink(
         first=measured.machines[link.first].name,
         second=measured.machines[link.second].name,
@@ -523,7 +525,7 @@ def _link(link: Link, measured: Measured, topology: Topology) -> MeasuredLink:
     )
 
 
-def _ends(link: Link, measured: Measured) -> str:
+def _ends(link: Link, measured: MachineMeasurements) -> str:
     return f"{measured.machines[link.first].name} and {measured.machines[link.second].name}"
 
 

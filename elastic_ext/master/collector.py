@@ -21,7 +21,7 @@ from elastic_ext.records.metrics import Measures, StepWindow
 from .node_metrics import MOST_WORKERS, NodeReport, SlowRanks, report_of, window_in
 from .wire import filled, master_pb2
 
-__all__ = ["FINEST_SECONDS", "Collector", "History", "Point", "mean_of"]
+__all__ = ["FINEST_SECONDS", "Collector", "History", "MeanPoint", "mean_of"]
 
 
 # --- how fast a job has been, in fewer points the longer ago it was --------------------------------------------------
@@ -36,8 +36,8 @@ _MOST_SHARES = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """A mean; None is what was not known."""
+class MeanPoint:
+    """The mean of each metric over an interval; None where none was known."""
 
     time: float
     """When it ends, in seconds since 1970."""
@@ -69,7 +69,7 @@ class History:
         self._levels = [_Level(every, num) for every, num in _LEVELS]
         self._last = -math.inf
 
-    def add(self, point: Point) -> Point | None:
+    def add(self, point: MeanPoint) -> MeanPoint | None:
         """Some seconds have passed, and this was their mean; gives the point of ten seconds that is complete by it.
 
         Where the clock was set back, points that would lie ahead of it are dropped.
@@ -78,7 +78,7 @@ class History:
             for level in self._levels:
                 level.forget_after(point.time)
         self._last = point.time
-        finished: Point | None = point
+        finished: MeanPoint | None = point
         complete = None
         for number, level in enumerate(self._levels):
             finished = level.add(finished)
@@ -88,9 +88,9 @@ class History:
                 break
         return complete
 
-    def since(self, time: float) -> list[Point]:
+    def since(self, time: float) -> list[MeanPoint]:
         """What ended after ``time``, the oldest first: in each stretch the finest points that are left of it."""
-        found: list[Point] = []
+        found: list[MeanPoint] = []
         for level in self._levels:
             begin = found[0].time - found[0].seconds if found else math.inf
             found = [each for each in level.points if time < each.time <= begin] + found
@@ -116,10 +116,10 @@ class _Level:
 
     def __init__(self, every: float, num: int) -> None:
         self.every = every
-        self.points: deque[Point] = deque(maxlen=num)
-        self._open: list[Point] = []
+        self.points: deque[MeanPoint] = deque(maxlen=num)
+        self._open: list[MeanPoint] = []
 
-    def add(self, point: Point | None) -> Point | None:
+    def add(self, point: MeanPoint | None) -> MeanPoint | None:
         """The point that is complete, now that one of the next stretch has come."""
         assert point is not None
         stretch = self._stretch_of(point)
@@ -140,18 +140,18 @@ class _Level:
             self.points.pop()
         self._open = [each for each in self._open if each.time <= time]
 
-    def _stretch_of(self, point: Point) -> int:
+    def _stretch_of(self, point: MeanPoint) -> int:
         """Its number since 1970; a stretch ends with a point at its end."""
         return math.ceil(point.time / self.every)
 
 
-def mean_of(points: Sequence[Point]) -> Point:
+def mean_of(points: Sequence[MeanPoint]) -> MeanPoint:
     """One point that says what several say, each counting by its seconds; the oldest first, and at least one."""
     last = points[-1]
     if len(points) == 1:
         return last
 
-    def mean(ask: Callable[[Point], float | None]) -> float | None:
+    def mean(ask: Callable[[MeanPoint], float | None]) -> float | None:
         known = [(each.seconds, value) for each in points if (value := ask(each)) is not None]
         total = sum(seconds for seconds, _ in known)
         return sum(seconds * value for seconds, value in known) / total if total > 0 else None
@@ -159,7 +159,7 @@ def mean_of(points: Sequence[Point]) -> Point:
     steps = [each.step for each in points if each.step is not None]
     names = dict.fromkeys(name for each in points for name in each.shares)
     shares = {name: mean(lambda each, name=name: _share_of(each, name)) for name in names}  # type: ignore[misc]
-    return Point(
+    return MeanPoint(
         time=last.time,
         seconds=sum(each.seconds for each in points),
         step=max(steps, default=None),
@@ -174,15 +174,15 @@ def mean_of(points: Sequence[Point]) -> Point:
     )
 
 
-def _share_of(point: Point, name: str) -> float | None:
+def _share_of(point: MeanPoint, name: str) -> float | None:
     """None where a point tells of no shares at all; else what it does not name took no time."""
     return point.shares.get(name, 0.0) if point.shares else None
 
 
-def _read(text: str) -> Point | None:
+def _read(text: str) -> MeanPoint | None:
     """The point that ``to_json`` gave; None for anything else."""
     try:
-        point = record_of(Point, object_of(text))
+        point = record_of(MeanPoint, object_of(text))
     except ValueError:
         return None
     numbers = [point.time, point.seconds, point.num_nodes, point.num_workers, point.config_version]
@@ -343,14 +343,14 @@ class Collector:
             if abs(now - report.time) <= self._fresh_seconds:
                 yield node_id, report
 
-    def _point(self, now: float, seconds: float) -> Point:
+    def _point(self, now: float, seconds: float) -> MeanPoint:
         """The job as it is now."""
         fresh = [report for _, report in self._fresh(now)]
         num_shared = sum(each.num_shared for each in fresh)
         sums = [sum(column) for column in zip(*(each.shares for each in fresh if each.num_shared), strict=True)]
         shares = zip(_LABELS, sums, strict=False)
         step = max((each.step for each in fresh), default=-1)
-        return Point(
+        return MeanPoint(
             time=now,
             seconds=seconds,
             step=step if step >= 0 else None,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import Entry, edited, next_version, restored, undone
+from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undone
 from elastic_ext.errors import ConfigError, Refusal
 
-__all__ = ["Author", "ConfigBook", "Late", "Page", "Unacknowledged", "Watcher", "Watchers"]
+__all__ = ["Author", "ConfigBook", "ConfigStream", "Page", "StaleVersion", "Unacknowledged", "Watchers"]
 
 
 # --- the versions that a job's config has had, one after another, whoever wrote them ---------------------------------
@@ -24,15 +24,15 @@ _MOST_PAGES = 200
 _MOST_VERSION = 2**52  # of what a node's file may begin with: half of all that there are
 
 
-class Late(Exception):
-    """A version was made from one that is no longer the newest."""
+class StaleVersion(Exception):
+    """A config version was made from one that is no longer the newest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
     """One version, and who wrote it."""
 
-    entry: Entry
+    entry: HistoryEntry
     author: Author
     node_id: str = ""
     """Whose file it came from, if any."""
@@ -91,19 +91,19 @@ class ConfigBook:
     ) -> Page:
         """The next version, from the newest. ConfigError; Late where it was ``made_from`` another one."""
         if made_from is not None and made_from != self.version:
-            raise Late(f"this was made from version {made_from}, and version {self.version} is the newest now")
+            raise StaleVersion(f"this was made from version {made_from}, and version {self.version} is the newest now")
         current = self.newest.config if self.newest else None
         version = self.version + 1
         config = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
         ElasticConfig.parse(config.to_json().encode())  # values that are allowed one by one can make too large a file
-        return Page(entry=Entry(time=now, config=config), author=author)
+        return Page(entry=HistoryEntry(time=now, config=config), author=author)
 
     def undo(self, *, now: float) -> Page:
         """The content before the newest one, as the next version. ConfigError."""
         entries = [each.entry for each in self._pages]
         target = undone(entries)
         config = restored(target, version=next_version(entries))
-        return Page(entry=Entry(time=now, config=config, restores=target.origin), author="person")
+        return Page(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 
     def found(self, text: str, *, node_id: str, now: float) -> Page | None:
         """What a node has in its file, if that is newer than what is known. ConfigError."""
@@ -114,7 +114,7 @@ class ConfigBook:
             allowed = f"at most {_MOST_VERSION} from a file, so that others can come after it"
             advice = f"the next one is {self.version + 1}"
             raise ConfigError([Refusal(key="version", given=str(config.version), allowed=allowed, advice=advice)])
-        return Page(entry=Entry(time=now, config=config), author="node", node_id=node_id)
+        return Page(entry=HistoryEntry(time=now, config=config), author="node", node_id=node_id)
 
     def conflict(self, version: int, digest: str, node_id: str) -> str | None:
         """Where a node has other contents under the newest version: the sentence that says so, once."""
@@ -141,8 +141,11 @@ class Unacknowledged(Exception):
     """A node was sent a config and does not say that it holds it: it may no longer hear."""
 
 
-class Watcher:
-    """One stream. Whoever serves it sends while ``has_news``, and else waits for ``rung``, until it ``is_over``."""
+class ConfigStream:
+    """One agent's stream of configs.
+
+    Whoever serves it sends while ``has_news``, and else waits for ``rung``, until it ``is_over``.
+    """
 
     __slots__ = ("_acknowledge_seconds", "_bell", "_deadline", "_held", "_newest", "_sent", "_timer", "is_over")
 
@@ -213,15 +216,15 @@ class Watchers:
 
     def __init__(self, acknowledge_seconds: float) -> None:
         self._acknowledge_seconds = acknowledge_seconds
-        self._by_node: dict[str, Watcher] = {}
+        self._by_node: dict[str, ConfigStream] = {}
 
-    def begin(self, node_id: str, held_version: int) -> Watcher:
+    def begin(self, node_id: str, held_version: int) -> ConfigStream:
         """The node's stream, until ``forget``; an older one of it ends."""
         self.end(node_id)
-        mine = self._by_node[node_id] = Watcher(held_version, self._acknowledge_seconds)
+        mine = self._by_node[node_id] = ConfigStream(held_version, self._acknowledge_seconds)
         return mine
 
-    def forget(self, node_id: str, watcher: Watcher) -> None:
+    def forget(self, node_id: str, watcher: ConfigStream) -> None:
         """Nobody serves this stream any more."""
         watcher.end()
         if self._by_node.get(node_id) is watcher:

@@ -30,7 +30,7 @@ from .nodes import (
     NodeChange,
     Nodes,
     Plans,
-    Refused,
+    RequestRefused,
     TooMany,
     UnknownNode,
     check_job,
@@ -40,7 +40,7 @@ from .store import Stored, Unsaved, UnsavedChanges
 from .tuning import Made, Mode, Run, Tuning, at_once, check_decision, is_to_come
 from .wire import master_pb2 as wire
 
-__all__ = ["Job", "JobSettings", "Moment", "Unsaved"]
+__all__ = ["Job", "JobSettings", "Now", "Unsaved"]
 
 _MOST_EVENTS = 512  # in one message
 _MOST_TROUBLE = 1_000
@@ -48,8 +48,8 @@ _AT_ONCE_PER_SECOND = 1_000
 _MOST_SPREAD_SECONDS = 2.0
 
 
-class Moment(NamedTuple):
-    """Now: ``clock`` only ever goes on, ``time`` is seconds since 1970."""
+class Now(NamedTuple):
+    """The present time: ``clock`` never goes back, ``time`` is seconds since 1970."""
 
     clock: float
     time: float
@@ -77,7 +77,7 @@ class Job:
         self,
         stored: Stored,
         settings: JobSettings,
-        now: Moment,
+        now: Now,
         *,
         strategy: Made | None = None,
         run: Run = at_once,
@@ -117,7 +117,7 @@ class Job:
 
     # ---- agents ----
 
-    def join(self, now: Moment, request: wire.JoinRequest) -> wire.JoinReply:
+    def join(self, now: Now, request: wire.JoinRequest) -> wire.JoinReply:
         """An agent begins, or begins again."""
         check_join(
             request,
@@ -143,9 +143,9 @@ class Job:
                 agent_id=on_one_line(node.agent_id[:MOST_NAME]),
             )
         except Fenced as error:
-            raise Refused("fenced", str(error)) from None
+            raise RequestRefused("fenced", str(error)) from None
         except TooMany as error:
-            raise Refused("limits", str(error)) from None
+            raise RequestRefused("limits", str(error)) from None
         self._note(now, change)
         self.fleet.hear(node.node_id, node.host, request.hardware)
         if not self.name:
@@ -164,7 +164,7 @@ class Job:
             was_lost=was_lost,
         )
 
-    def beat(self, now: Moment, request: wire.BeatRequest) -> tuple[wire.BeatReply, Page | None]:
+    def beat(self, now: Now, request: wire.BeatRequest) -> tuple[wire.BeatReply, Page | None]:
         """What a node has to say, and the config in its file, where that is newer than the newest one here."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
@@ -196,7 +196,7 @@ class Job:
         )
         return reply, page
 
-    def watches(self, now: Moment, request: wire.WatchRequest) -> Node:
+    def watches(self, now: Now, request: wire.WatchRequest) -> Node:
         """The node that asks to be told of configs."""
         return self._renewed(now, request.node_id, request.incarnation)
 
@@ -205,14 +205,14 @@ class Job:
         """Over how long agents are to spread what all of them have to say at once."""
         return min(len(self.nodes) / _AT_ONCE_PER_SECOND, _MOST_SPREAD_SECONDS, self.settings.acknowledge_seconds / 2)
 
-    def leave(self, now: Moment, request: wire.LeaveRequest) -> None:
+    def leave(self, now: Now, request: wire.LeaveRequest) -> None:
         """A node's part is over."""
         self._renewed(now, request.node_id, request.incarnation)
         self._hear(now, request.node_id, request.events, 0)
         reason = on_one_line(request.reason[:_MOST_TROUBLE])
         self._note(now, self.nodes.leave(now.clock, request.node_id, request.incarnation, reason))
 
-    def tick(self, now: Moment) -> None:
+    def tick(self, now: Now) -> None:
         """Whose lease has run out; about once a second."""
         for change in self.nodes.tick(now.clock):
             self._note(now, change)
@@ -227,7 +227,7 @@ class Job:
 
     # ---- configs ----
 
-    def changed(self, now: Moment, request: wire.SetConfigRequest) -> Page:
+    def changed(self, now: Now, request: wire.SetConfigRequest) -> Page:
         """The next version as a person wants it, to be stored. ConfigError."""
         check_job(request.job, self.name)
         changes: dict[str, object] = {}
@@ -235,21 +235,21 @@ class Job:
             try:
                 changes[key] = json.loads(text)
             except (ValueError, RecursionError):
-                raise Refused("invalid", f"the value of {key[:100]} is no JSON: {text[:100]!r}") from None
+                raise RequestRefused("invalid", f"the value of {key[:100]} is no JSON: {text[:100]!r}") from None
         at_step = request.at_step if request.HasField("at_step") else None
         return self.book.set(changes, remove=list(request.remove), reason=request.reason, at_step=at_step, now=now.time)
 
-    def undone(self, now: Moment, request: wire.UndoConfigRequest) -> Page:
+    def undone(self, now: Now, request: wire.UndoConfigRequest) -> Page:
         """The content before the newest one, to be stored. ConfigError."""
         check_job(request.job, self.name)
         return self.book.undo(now=now.time)
 
-    def decided(self, now: Moment) -> Decision | None:
+    def decided(self, now: Now) -> Decision | None:
         """What the tuner has decided and is to be written now, if anything."""
         waits = is_to_come(self.book.newest, step=self.collector.progress(now.time).step)
         return None if waits else self.tuning.due
 
-    def generated(self, now: Moment, decision: Decision) -> Page:
+    def generated(self, now: Now, decision: Decision) -> Page:
         """The next version as the tuner has decided it, to be stored. ConfigError; Late where another one came."""
         check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
         there = self.book.newest.config.values() if self.book.newest is not None else {}
@@ -264,7 +264,7 @@ class Job:
             made_from=decision.base,
         )
 
-    def enter(self, now: Moment, page: Page, *, decision: int | None = None) -> None:
+    def enter(self, now: Now, page: Page, *, decision: int | None = None) -> None:
         """A page that has been stored: what all nodes are to have now; for the decision of that number, if any."""
         self.book.enter(page)
         config = page.config
@@ -275,14 +275,14 @@ class Job:
 
     # ---- the tuner ----
 
-    def control_tuning(self, now: Moment, request: wire.ControlTuningRequest) -> None:
+    def control_tuning(self, now: Now, request: wire.ControlTuningRequest) -> None:
         """What a person asks of the tuner."""
         check_job(request.job, self.name)
         self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 
     # ---- people ----
 
-    def take_pairs(self, now: Moment, request: wire.ReportPairsRequest) -> Sequence[str]:
+    def take_pairs(self, now: Now, request: wire.ReportPairsRequest) -> Sequence[str]:
         """What pairs of nodes have measured; what is recommended by all that is known. ValueError."""
         self.fleet.take_pairs(request.report)
         self._unsaved.note("pairs")
@@ -304,7 +304,7 @@ class Job:
     def _slow_rank(self) -> str:
         return next((each.text for each in self.collector.stragglers), "")
 
-    def _check_machine(self, now: Moment, node_id: str, hardware: str, node: Node | None = None) -> None:
+    def _check_machine(self, now: Now, node_id: str, hardware: str, node: Node | None = None) -> None:
         """Refused where bad machines are kept out and this is one; a ``node`` that had joined has left by it."""
         why_not, is_news = self._bad_machines.look(node_id, hardware, len(self.nodes) + (node is None))
         if why_not is None:
@@ -313,24 +313,24 @@ class Job:
             self.log.tell(now.time, "node-refused", f"node {node_id} is refused: {why_not}", node_id=node_id)
         if node is not None:
             self._note(now, self.nodes.leave(now.clock, node_id, node.incarnation, "its machine is refused"))
-        raise Refused("other", f"this machine is refused: {why_not}")
+        raise RequestRefused("other", f"this machine is refused: {why_not}")
 
-    def _renewed(self, now: Moment, node_id: str, incarnation: int) -> Node:
+    def _renewed(self, now: Now, node_id: str, incarnation: int) -> Node:
         try:
             node, change = self.nodes.renew(now.clock, node_id, incarnation)
         except UnknownNode:
-            raise Refused("unknown", f"node {node_id[:MOST_NAME]!r} has not joined: join first") from None
+            raise RequestRefused("unknown", f"node {node_id[:MOST_NAME]!r} has not joined: join first") from None
         except Fenced as error:
-            raise Refused("fenced", str(error)) from None
+            raise RequestRefused("fenced", str(error)) from None
         if change is not None:
             self._note(now, change)
         return node
 
-    def _note(self, now: Moment, change: NodeChange) -> None:
+    def _note(self, now: Now, change: NodeChange) -> None:
         self.log.tell(now.time, f"node-{change.kind}", change.text, node_id=change.node_id)
         self._unsaved.note_node(change.node_id)
 
-    def _hear(self, now: Moment, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
+    def _hear(self, now: Now, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
         for each in events[:_MOST_EVENTS]:
             heard = _heard(each, node_id, now)
             if self.log.hear(now.clock, heard) and (refusal := refusal_in(heard)) is not None:
@@ -339,7 +339,7 @@ class Job:
             words = f"node {node_id} could not keep {num_dropped} events until it was heard"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)
 
-    def _look_at_held(self, now: Moment, node: Node, held: wire.ConfigHeld) -> tuple[Page | None, bool]:
+    def _look_at_held(self, now: Now, node: Node, held: wire.ConfigHeld) -> tuple[Page | None, bool]:
         """The page that a node's file makes, and whether its text is wanted for that."""
         node.held_version, node.held_digest = held.version, held.digest[:64]
         conflict = self.book.conflict(held.version, node.held_digest, node.node_id)
@@ -361,7 +361,7 @@ class Job:
             self.log.tell(now.time, "config-refused", f"node {node.node_id}: {node.refusal}", node_id=node.node_id)
             return None, False
 
-    def _remember(self, node: NodeRecord, now: Moment) -> None:
+    def _remember(self, node: NodeRecord, now: Now) -> None:
         """A node that joined an earlier process of this master: it has a lease to be heard of again."""
         self.nodes.join(
             now.clock,
@@ -380,7 +380,7 @@ class Job:
         self.fleet.hear(node.node_id, node.host, node.hardware)
 
 
-def _heard(event: wire.JobEvent, node_id: str, now: Moment) -> EventRecord:
+def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:
     """An event as a node tells of it, not numbered yet; whose it is, is not for the node to say."""
     return EventRecord(
         number=0,

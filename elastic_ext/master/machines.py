@@ -20,7 +20,7 @@ from .node_metrics import words
 __all__ = [
     "BadMachines",
     "Link",
-    "Measured",
+    "MachineMeasurements",
     "MeasuredMachine",
     "NodeFacts",
     "facts_of",
@@ -178,7 +178,7 @@ class MeasuredMachine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The way between two machines, by their places in ``Measured.machines``, the lower first."""
+    """The way between two machines, by their places in ``MachineMeasurements.machines``, the lower first."""
 
     first: int
     second: int
@@ -200,8 +200,8 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """All that was measured; the same, whatever order it was told in."""
+class MachineMeasurements:
+    """All that nodes measured of their machines and links; the same, whatever order it was told in."""
 
     machines: tuple[MeasuredMachine, ...] = ()
     links: tuple[Link, ...] = ()
@@ -209,7 +209,7 @@ class Measured:
     trouble: str | None = None
 
 
-def measured_in(text: str) -> Measured:
+def measured_in(text: str) -> MachineMeasurements:
     """What ``elastic-ext doctor --json`` has told of pairs of nodes; ValueError for anything else.
 
     Of several processes of one machine it is the best that counts, and what lies between them is no link.
@@ -227,7 +227,7 @@ def measured_in(text: str) -> Measured:
         link = _link(each, place_of)
         if link.first != link.second:
             links.setdefault((link.first, link.second), []).append(link)
-    return Measured(
+    return MachineMeasurements(
         machines=tuple(_with_names([each for each in machines if each is not None])),
         links=tuple(_best(row) for _, row in sorted(links.items())),
         num_wanted=_whole(report.get("num_wanted"), "num_wanted"),

@@ -290,8 +290,8 @@ _MOST_NAMED = 64
 
 
 @dataclass(slots=True)
-class _Node:
-    """What is kept of a node's ranks, each at the place that it has in the node's report."""
+class _NodeRanks:
+    """Metrics of a node's ranks, each at its place in the node's report."""
 
     ranks: tuple[int, ...]
     before: array[float]
@@ -315,7 +315,7 @@ class SlowRanks:
     """Those of one job."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _NodeRanks] = {}
         self._suspects: dict[tuple[str, int], _Suspect] = {}
         self._config: object = None
         self.suspected: frozenset[int] = frozenset()
@@ -347,14 +347,14 @@ class SlowRanks:
                         self._judge(node_id, node, report, *found, is_due=is_due)
         self.suspected = frozenset(rank for _, rank in list(self._suspects)[:_MOST_NAMED])
 
-    def _node(self, node_id: str, report: NodeReport) -> _Node:
+    def _node(self, node_id: str, report: NodeReport) -> _NodeRanks:
         known = self._nodes.get(node_id)
         if known is not None and known.ranks == report.ranks:
             return known
-        return _Node(ranks=report.ranks, before=array("f", bytes(4 * len(report.ranks))))
+        return _NodeRanks(ranks=report.ranks, before=array("f", bytes(4 * len(report.ranks))))
 
     def _judge(
-        self, node_id: str, node: _Node, report: NodeReport, usual: float, limit: float, *, is_due: bool
+        self, node_id: str, node: _NodeRanks, report: NodeReport, usual: float, limit: float, *, is_due: bool
     ) -> None:
         has_before = node.num_before >= _LEAST_BEFORE
         node.num_before += is_due

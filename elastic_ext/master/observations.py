@@ -16,7 +16,7 @@ from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.reader import view_of
 from elastic_ext.records.metrics import Measures, StepWindow
 from elastic_ext.records.text import counted
-from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.measurements import MeasuredSteps
 
 from .node_metrics import fitting_window
 from .wire import master_pb2
@@ -80,7 +80,7 @@ class Seeing:
                 for said in worker.windows[-_MOST_WINDOWS:]:
                     self._take(now, worker.rank, said)
 
-    def seen(self, now: float) -> Seen | None:
+    def seen(self, now: float) -> MeasuredSteps | None:
         """The round that is complete, or will not be as somebody tells nothing or what cannot be: each is told once."""
         num_told = len(self._windows) + len(self._broken)
         is_late = not 0 <= now - self._began <= self._patience_seconds
@@ -132,7 +132,7 @@ def seen_of(
     now: float,
     expected: Collection[int],
     broken: Collection[int] = (),
-) -> Seen:
+) -> MeasuredSteps:
     """What these windows say, by rank and of one config, of steps that all ``expected`` ranks took together.
 
     The time of a step is the mean over all of them, without what held training up between two: what comes in bursts
@@ -156,7 +156,7 @@ def seen_of(
     held_up = (
         sum(each.seconds.get(phase.label, 0.0) for each in row for phase in _HELD_UP) for row in windows.values()
     )
-    return Seen(
+    return MeasuredSteps(
         time=min(max(each.end for each in last), now),
         version=last[0].config_version,
         revision=last[0].config_revision,

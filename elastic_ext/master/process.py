@@ -28,12 +28,12 @@ from .job import Job, JobSettings
 from .metrics import MOST_RANKS, MetricsServer, exposition
 from .service import SERVICE, Door, Guard, Health, MasterService, moment
 from .status import job_status
-from .store import Store, StoreError, Superseded
+from .store import JobStore, StoreError, Superseded
 from .tuning import Made
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
-__all__ = ["Freed", "NotStarted", "PlanningThread", "serve"]
+__all__ = ["Freed", "MasterNotStarted", "PlanningThread", "serve"]
 
 _logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ _OPTIONS = (
 )
 
 
-class NotStarted(ElasticError):
+class MasterNotStarted(ElasticError):
     """A master could not be started as asked."""
 
 
@@ -181,9 +181,9 @@ async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: 
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
         loop = asyncio.get_running_loop()
         try:
-            store = await loop.run_in_executor(executor, Store, options.state_dir)
+            store = await loop.run_in_executor(executor, JobStore, options.state_dir)
         except StoreError as error:
-            raise NotStarted(str(error)) from error
+            raise MasterNotStarted(str(error)) from error
         planning = PlanningThread(loop)
         try:
             await _serve(options, store, executor, token, has_to_end, strategy, planning)
@@ -194,7 +194,7 @@ async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: 
 
 async def _serve(
     options: MasterOptions,
-    store: Store,
+    store: JobStore,
     executor: Executor,
     token: str | None,
     has_to_end: asyncio.Event,
@@ -208,9 +208,9 @@ async def _serve(
             await loop.run_in_executor(executor, lambda: store.keep(job=options.job))
             stored = await loop.run_in_executor(executor, store.read)
     except StoreError as error:
-        raise NotStarted(str(error)) from error
+        raise MasterNotStarted(str(error)) from error
     if options.job and options.job != stored.job:
-        raise NotStarted(
+        raise MasterNotStarted(
             f"{options.state_dir} is of job {stored.job!r}, and --job is {options.job!r}; give each job a folder"
         )
     settings = JobSettings(
@@ -257,11 +257,11 @@ async def _listening(
             pair = (options.tls_key.read_bytes(), options.tls_cert.read_bytes())
             port = server.add_secure_port(f"{host}:{options.port}", grpc.ssl_server_credentials([pair]))
     except OSError as error:
-        raise NotStarted(f"the certificate or its key cannot be read: {in_words(error)}") from error
+        raise MasterNotStarted(f"the certificate or its key cannot be read: {in_words(error)}") from error
     except RuntimeError:
         port = 0
     if port == 0:
-        raise NotStarted(
+        raise MasterNotStarted(
             f"{host}:{options.port} cannot be listened at: it is taken, is no address of this machine, or the "
             "certificate and its key do not go together; --port 0 takes any port that is free"
         )
@@ -295,7 +295,7 @@ async def _metrics(
             tls.load_cert_chain(options.tls_cert, options.tls_key)
         port = await server.start(options.bind, options.metrics_port, tls=tls)
     except OSError as error:
-        raise NotStarted(
+        raise MasterNotStarted(
             f"{options.bind}:{options.metrics_port} cannot be listened at for Prometheus: {in_words(error)}; "
             "--metrics-port 0 takes any port that is free"
         ) from error
@@ -331,7 +331,7 @@ async def _writing_decisions(job: Job, service: MasterService, planning: Plannin
 
 
 async def _keep_going(
-    job: Job, service: MasterService, store: Store, executor: Executor, has_to_end: asyncio.Event
+    job: Job, service: MasterService, store: JobStore, executor: Executor, has_to_end: asyncio.Event
 ) -> None:
     """What is due every second, until the end."""
     freed = Freed()
@@ -347,7 +347,7 @@ async def _keep_going(
             await asyncio.wait_for(has_to_end.wait(), _TICK_SECONDS)
 
 
-async def _keep(job: Job, store: Store, executor: Executor) -> None:
+async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
     """Store what has come; where that cannot be now, it is tried again with what comes next. Superseded."""
     unsaved = job.take_unsaved()
     try:
@@ -379,7 +379,7 @@ def _token_of(options: MasterOptions) -> str | None:
     try:
         return None if options.token_file is None else read_token(options.token_file)
     except ValueError as error:
-        raise NotStarted(str(error)) from None
+        raise MasterNotStarted(str(error)) from None
 
 
 def _write_port(file: Path | None, port: int) -> None:
@@ -388,4 +388,4 @@ def _write_port(file: Path | None, port: int) -> None:
     try:
         write_whole(file, f"{port}\n".encode(), durable=False)
     except OSError as error:
-        raise NotStarted(f"the port cannot be written: {in_words(error)}; look at --port-file") from error
+        raise MasterNotStarted(f"the port cannot be written: {in_words(error)}; look at --port-file") from error

@@ -22,11 +22,11 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 
 from .address import MOST_BEAT_BYTES, MOST_MESSAGE_BYTES
-from .configs import Late, Page, Unacknowledged, Watchers
-from .job import Job, Moment
-from .nodes import Refused
+from .configs import Page, StaleVersion, Unacknowledged, Watchers
+from .job import Job, Now
+from .nodes import RequestRefused
 from .status import Shown, config_history, event_message, job_status, newest_events, tuning_report
-from .store import Store, StoreError
+from .store import JobStore, StoreError
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import MasterServicer
 
@@ -34,8 +34,8 @@ __all__ = [
     "ANSWERED",
     "SERVICE",
     "Allowances",
+    "CallEnded",
     "Door",
-    "Ended",
     "Guard",
     "Health",
     "MasterService",
@@ -117,11 +117,11 @@ else:
     _Interceptor = grpc.aio.ServerInterceptor
 """Who calls, as gRPC gives it to a method."""
 
-ANSWERED = (Refused, ConfigError, ValueError, Late, StoreError)
+ANSWERED = (RequestRefused, ConfigError, ValueError, StaleVersion, StoreError)
 """What may come of a call and is told to who has made it; anything else is a fault of the master."""
 
 
-class Ended(Exception):
+class CallEnded(Exception):
     """A call is over, with a status and words for who has made it.
 
     It is raised, and said to gRPC in one place, since what gRPC raises to end a call holds itself alive: of those who
@@ -187,11 +187,11 @@ class Guard:
     def refuse(self, error: Exception) -> NoReturn:
         """End a call by what went wrong with it, in words."""
         words = on_one_line(str(error))[:_MOST_WORDS]
-        if isinstance(error, Refused):
+        if isinstance(error, RequestRefused):
             self._end(_CODES[error.kind], error.kind, words)
         elif isinstance(error, (ConfigError, ValueError)):
             self._end(grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
-        elif isinstance(error, Late):
+        elif isinstance(error, StaleVersion):
             self._end(grpc.StatusCode.FAILED_PRECONDITION, "late", words)
         elif isinstance(error, StoreError):
             self._end(grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
@@ -219,7 +219,7 @@ class Guard:
 
     def _end(self, code: grpc.StatusCode, reason: str, words: str) -> NoReturn:
         self.refusals[reason] += 1
-        raise Ended(code, words) from None
+        raise CallEnded(code, words) from None
 
 
 class Door(_Interceptor):
@@ -292,21 +292,21 @@ class Door(_Interceptor):
                 data = await asyncio.wait_for(peer.read(), self._read_seconds)
             except asyncio.TimeoutError:
                 words = f"the message of {name} has not come within {self._read_seconds:g} seconds"
-                self._guard.refuse(Refused("late", words))
+                self._guard.refuse(RequestRefused("late", words))
         if not isinstance(data, bytes):
-            self._guard.refuse(Refused("invalid", f"{name} was called without a message"))
+            self._guard.refuse(RequestRefused("invalid", f"{name} was called without a message"))
         if len(data) > most_bytes:
             words = f"the message of {name} has {len(data)} bytes; allowed: {most_bytes}"
-            self._guard.refuse(Refused("limits", words))
+            self._guard.refuse(RequestRefused("limits", words))
         try:
             return parse(data)
         except DecodeError:
-            self._guard.refuse(Refused("invalid", f"this is no message of {name}"))
+            self._guard.refuse(RequestRefused("invalid", f"this is no message of {name}"))
 
     async def _no_such(self, _: object, peer: Peer) -> None:
         with _ending(peer):
             await self._guard.admit(peer)
-            raise Ended(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
+            raise CallEnded(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
 
 
 @contextlib.contextmanager
@@ -314,7 +314,7 @@ def _ending(peer: Peer) -> Iterator[None]:
     """Where a call that is over is said to be."""
     try:
         yield
-    except Ended as error:
+    except CallEnded as error:
         peer.set_code(error.code)
         peer.set_details(error.words)
 
@@ -352,15 +352,15 @@ _MOST_GENERATED = 8
 _Result = TypeVar("_Result")
 
 
-def moment() -> Moment:
+def moment() -> Now:
     """Now."""
-    return Moment(clock=time.monotonic(), time=time.time())
+    return Now(clock=time.monotonic(), time=time.time())
 
 
 class MasterService(MasterServicer):
     """The methods of the service Master, under their names there."""
 
-    def __init__(self, job: Job, store: Store, executor: Executor, guard: Guard) -> None:
+    def __init__(self, job: Job, store: JobStore, executor: Executor, guard: Guard) -> None:
         """``executor`` has one thread, the store's."""
         self._job = job
         self._store = store
@@ -416,8 +416,8 @@ class MasterService(MasterServicer):
                     await watcher.rung()
         except Unacknowledged as error:
             self.counts["unacknowledged"] += 1
-            self._guard.refuse(Refused("late", str(error)))
-        except Refused as error:
+            self._guard.refuse(RequestRefused("late", str(error)))
+        except RequestRefused as error:
             self._guard.refuse(error)
         finally:
             if watcher is not None:
@@ -439,7 +439,7 @@ class MasterService(MasterServicer):
 
     async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
         if request.follow and self._num_followers >= _MOST_FOLLOWERS:
-            self._guard.refuse(Refused("limits", f"{_MOST_FOLLOWERS} others follow already"))
+            self._guard.refuse(RequestRefused("limits", f"{_MOST_FOLLOWERS} others follow already"))
         self._num_followers += request.follow
         try:
             number, most = request.after, request.most
@@ -457,7 +457,7 @@ class MasterService(MasterServicer):
 
     async def SetConfig(self, request: wire.SetConfigRequest, peer: Peer) -> wire.ConfigWritten:
         if len(request.changes) + len(request.remove) > _MOST_CHANGES:
-            self._guard.refuse(Refused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
+            self._guard.refuse(RequestRefused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
         return await self._written(lambda: self._job.changed(moment(), request), peer)
 
     async def UndoConfig(self, request: wire.UndoConfigRequest, peer: Peer) -> wire.ConfigWritten:
@@ -604,12 +604,12 @@ class Health:
 
     async def _check(self, request: bytes, peer: Peer) -> bytes:
         if _service_in(request) not in _KNOWN:
-            raise Ended(grpc.StatusCode.NOT_FOUND, f"no such service; there is {_KNOWN[1]}")
+            raise CallEnded(grpc.StatusCode.NOT_FOUND, f"no such service; there is {_KNOWN[1]}")
         return self._standing
 
     async def _watch(self, request: bytes, peer: Peer) -> AsyncIterator[bytes]:
         if self._num_watching >= _MOST_WATCHING:
-            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_WATCHING} others watch already")
+            raise CallEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_WATCHING} others watch already")
         self._num_watching += 1
         try:
             yield self._standing if _service_in(request) in _KNOWN else _UNKNOWN

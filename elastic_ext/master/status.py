@@ -10,7 +10,7 @@ from elastic_ext.tuner.decisions import Decision
 
 from .configs import ConfigBook
 from .events import EventRecord
-from .job import Job, Moment
+from .job import Job, Now
 from .nodes import Node
 from .tuning import Tuning
 from .wire import filled
@@ -25,7 +25,7 @@ _NUM_EVENTS = 20
 _MOST_EVENTS = 1_000
 
 
-def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.JobStatus:
+def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobStatus:
     """The job as it is now."""
     status = wire.JobStatus(
         time=now.time,
@@ -115,7 +115,7 @@ def _newest_events(job: Job, wanted: int) -> list[EventRecord]:
     return list(job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS)))
 
 
-def _node_status(job: Job, node: Node, now: Moment, *, with_workers: bool) -> wire.NodeStatus:
+def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
     facts = job.fleet.facts(node.node_id)
     troubles = [each for each in (node.trouble, node.refusal) if each]
     return wire.NodeStatus(
@@ -129,7 +129,7 @@ def _node_status(job: Job, node: Node, now: Moment, *, with_workers: bool) -> wi
     )
 
 
-def _config_status(job: Job, now: Moment) -> wire.ConfigStatus:
+def _config_status(job: Job, now: Now) -> wire.ConfigStatus:
     present = job.nodes.present
     found = wire.ConfigStatus(
         num_nodes=len(present),

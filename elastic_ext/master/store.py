@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import Entry
+from elastic_ext.config.history import HistoryEntry
 from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
 from elastic_ext.records.files import lock_holders, try_lock
@@ -25,7 +25,7 @@ from .events import EventLog, EventRecord, NodeRecord
 from .nodes import Node, Nodes, Plans
 from .tuning import Tuning
 
-__all__ = ["Store", "StoreError", "Stored", "Superseded", "Unsaved", "UnsavedChanges", "network_in_words"]
+__all__ = ["JobStore", "StoreError", "Stored", "Superseded", "Unsaved", "UnsavedChanges", "network_in_words"]
 
 
 # --- what a master must know again after it was ended, in one sqlite file on a local disk ----------------------------
@@ -90,7 +90,7 @@ class Stored:
     """Of the tuner."""
 
 
-class Store:
+class JobStore:
     """The store in ``folder``. One thread at a time calls it. What raises StoreError has changed nothing."""
 
     def __init__(self, folder: Path) -> None:
@@ -303,7 +303,7 @@ def network_in_words(folder: str, mountinfo: str) -> str | None:
 
 
 def _page(seconds: float, author: str, node_id: str, restores: int | None, text: str) -> Page:
-    entry = Entry(time=seconds, config=ElasticConfig.parse(text.encode()), restores=restores)
+    entry = HistoryEntry(time=seconds, config=ElasticConfig.parse(text.encode()), restores=restores)
     return Page(entry=entry, author=_AUTHORS[author], node_id=node_id)
 
 

@@ -16,25 +16,25 @@ from elastic_ext.records.metrics import JobFacts
 from elastic_ext.records.text import on_one_line, size_in_words
 from elastic_ext.tuner.batch_efficiency import SIZE_KEY, is_asked_for
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.measurements import MeasuredSteps
 from elastic_ext.tuner.space import KEYS
 
-from .configs import Author, Late, Page
+from .configs import Author, Page, StaleVersion
 from .facts import facts_told
-from .nodes import Refused
+from .nodes import RequestRefused
 from .observations import Seeing
 from .wire import master_pb2
 
 __all__ = [
     "Action",
     "Ask",
-    "Asking",
     "Kind",
     "Made",
     "Mode",
     "Run",
-    "Standing",
     "Strategy",
+    "StrategyQueue",
+    "StrategyStanding",
     "Tuning",
     "at_once",
     "changes_in_words",
@@ -106,8 +106,8 @@ def _value(value: Any) -> str:
 # the master's; only what decides is used elsewhere. It does no I/O and reads no clock.
 
 
-class Standing(Protocol):
-    """How a strategy stands."""
+class StrategyStanding(Protocol):
+    """The state of a tuning strategy, as the status shows it."""
 
     @property
     def stand(self) -> str: ...
@@ -122,7 +122,7 @@ class Strategy(Protocol):
 
     def take_facts(self, now: float, facts: JobFacts) -> list[Decision]: ...
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]: ...
-    def see(self, now: float, seen: Seen) -> list[Decision]: ...
+    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]: ...
     def tick(self, now: float) -> list[Decision]: ...
     def pause(self, now: float, why: str) -> list[Decision]: ...
     def resume(self, now: float) -> list[Decision]: ...
@@ -130,7 +130,7 @@ class Strategy(Protocol):
     def written(self, now: float, number: int, version: int) -> None: ...
     def refused(self, now: float, number: int, why: str) -> list[Decision]: ...
     @property
-    def standing(self) -> Standing: ...
+    def standing(self) -> StrategyStanding: ...
 
 
 Made = Callable[[Mode, Sequence[Decision]], Strategy]
@@ -160,8 +160,9 @@ def at_once(work: Callable[[], Callable[[], None]]) -> None:
     work()()
 
 
-class Asking:
-    """One job's. Times are seconds since 1970."""
+class StrategyQueue:
+    """The questions that one job's tuning strategy is asked, one after another, off the event loop. Times are seconds
+    since 1970."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Asking:
         self._life = 0
         self._strategy: Strategy | None = None  # for what runs alone, while something does
         self.has_begun = False
-        self.standing: Standing | None = None
+        self.standing: StrategyStanding | None = None
         """As it was with its newest answer."""
 
     def begin(self, now: float, make: Callable[[Sequence[Decision]], Strategy], ask: Ask) -> None:
@@ -245,7 +246,7 @@ class Asking:
         except Exception as error:  # a master serves its agents, whatever becomes of its tuner
             return partial(self._take_failure, question, error)
 
-    def _take_answer(self, question: _Question, decisions: Sequence[Decision], standing: Standing) -> None:
+    def _take_answer(self, question: _Question, decisions: Sequence[Decision], standing: StrategyStanding) -> None:
         self._is_busy = False
         if self._is_current(question):
             self.standing = standing
@@ -325,7 +326,7 @@ class Tuning:
         self._tell = tell
         self._slow = slow
         self._make = make or _library_strategy
-        self._asking = Asking(run, known=lambda: self.decisions, take=self._keep, fail=self._take_failure)
+        self._asking = StrategyQueue(run, known=lambda: self.decisions, take=self._keep, fail=self._take_failure)
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
@@ -450,11 +451,11 @@ class Tuning:
     def control(self, now: float, action: str, reason: str) -> None:
         """What a person asks of it; Refused where that cannot be."""
         if action not in get_args(Action):
-            raise Refused("invalid", f"action is {action[:60]!r}; allowed: {', '.join(get_args(Action))}")
+            raise RequestRefused("invalid", f"action is {action[:60]!r}; allowed: {', '.join(get_args(Action))}")
         if self._mode == "off":
-            raise Refused("other", _OFF)
+            raise RequestRefused("other", _OFF)
         if self._failure:
-            raise Refused("other", self._failure)
+            raise RequestRefused("other", self._failure)
         self._tell(now, "tuning-asked", f"a person has the tuner {action}" + (f": {reason}" if reason else ""))
         self._ask(now, lambda strategy: [], begins=True)
         if action == "pause":
@@ -565,10 +566,10 @@ def check_decision(decision: Decision, newest: Page | None, *, step: int) -> Non
     allowed = _KEYS | {SIZE_KEY} if is_size_its_own else _KEYS
     learned = [path for path in decision.changes if path not in allowed]
     if learned:
-        raise Refused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
+        raise RequestRefused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
     if newest is not None and is_to_come(newest, step=step):
         config = newest.config
-        raise Late(
+        raise StaleVersion(
             f"version {config.version} comes into force at step {config.apply_at_step}, and nothing comes before it"
         )
 

@@ -13,12 +13,12 @@ from .phases import IN_STEPS, LEAST_SECONDS, Phase
 __all__ = [
     "ENTRIES",
     "USEFUL",
-    "Entry",
     "Happened",
     "Ledger",
     "Life",
-    "Piece",
     "Slice",
+    "TimeUse",
+    "WindowPiece",
     "in_order",
     "ledger_of_job",
     "ledger_of_slices",
@@ -75,8 +75,8 @@ class Life:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A window, or what of it no other window has told already."""
+class WindowPiece:
+    """A profile window, or the part of it that no other window covers."""
 
     window: StepWindow
     life: Life
@@ -135,7 +135,7 @@ def in_order(lives: Iterable[Life]) -> list[Life]:
     return sorted(lives, key=lambda each: each.begin)
 
 
-def pieces_of(lives: Sequence[Life]) -> list[Piece]:
+def pieces_of(lives: Sequence[Life]) -> list[WindowPiece]:
     """The windows of all lives, none overlapping another; ``lives`` as ``in_order`` gives them.
 
     Where two processes have written for the same time, the one whose window began first counts.
@@ -146,14 +146,14 @@ def pieces_of(lives: Sequence[Life]) -> list[Piece]:
         for window, first_step in zip(life.windows, _first_steps(life), strict=True)
     ]
     every.sort(key=lambda each: each[0])
-    pieces: list[Piece] = []
+    pieces: list[WindowPiece] = []
     told = float("-inf")
     for begin, window, life, first_step in every:
         end = window.end + life.shift_seconds
         if begin < told + _TOUCHING_SECONDS:
             begin = told
         if end > begin:
-            pieces.append(Piece(window=window, life=life, begin=begin, end=end, first_step=first_step))
+            pieces.append(WindowPiece(window=window, life=life, begin=begin, end=end, first_step=first_step))
             told = end
     return pieces
 
@@ -259,8 +259,8 @@ def _goes_on(before: StepWindow, window: StepWindow) -> bool:
 # whoever thinks otherwise can take it off. Steps that were not looked at closely are divided as those before them were.
 
 
-class Entry(Enum):
-    """What time went into; the names stand in JSON."""
+class TimeUse(Enum):
+    """What time of a training went into; the names stand in JSON."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -289,21 +289,21 @@ class Entry(Enum):
     """Nothing was running, and nobody was about to start it."""
 
 
-ENTRIES = tuple(Entry)
+ENTRIES = tuple(TimeUse)
 USEFUL = frozenset(
     (
-        Entry.FORWARD,
-        Entry.BACKWARD,
-        Entry.OPTIMIZER,
-        Entry.TRANSFER,
-        Entry.STEP,
-        Entry.COMMUNICATION,
-        Entry.OTHER,
+        TimeUse.FORWARD,
+        TimeUse.BACKWARD,
+        TimeUse.OPTIMIZER,
+        TimeUse.TRANSFER,
+        TimeUse.STEP,
+        TimeUse.COMMUNICATION,
+        TimeUse.OTHER,
     )
 )
-_OF_PHASE = {phase.label: Entry(phase.label) for phase in Phase}
+_OF_PHASE = {phase.label: TimeUse(phase.label) for phase in Phase}
 _STEP = Phase.STEP.label
-_REPEATED = frozenset(Entry(phase.label) for phase in IN_STEPS)
+_REPEATED = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
 """What of a step is lost with it."""
 _LOOKED_AT = tuple(
     phase.label
@@ -330,9 +330,9 @@ class Slice:
 
     begin: float
     end: float
-    seconds: Mapping[Entry, float]
+    seconds: Mapping[TimeUse, float]
     """They add up to its length."""
-    piece: Piece | None = None
+    piece: WindowPiece | None = None
     """What it is known from; None where nothing was written."""
     kept: float = 1.0
     """Which share of its steps did not come to nothing."""
@@ -343,7 +343,7 @@ class Ledger:
     """What went into a wall time; ``seconds`` has every entry."""
 
     wall_seconds: float
-    seconds: Mapping[Entry, float]
+    seconds: Mapping[TimeUse, float]
 
     @property
     def useful_seconds(self) -> float:
@@ -373,19 +373,19 @@ def slices_of(lives: Sequence[Life], happened: Happened, *, until: float = 0.0) 
     kept = _kept(pieces, happened)
     division: Mapping[str, float] = {}
     slices: list[Slice] = []
-    previous: Piece | None = None
+    previous: WindowPiece | None = None
     is_again = False  # whether a process starts in another's place
     for piece, share in zip(pieces, kept, strict=True):
         if previous is not None and previous.life is not piece.life:
             gap = _gap(previous, piece, happened)
             slices += gap
-            is_again = not gap or any(Entry.STOPPED not in each.seconds for each in gap)
+            is_again = not gap or any(TimeUse.STOPPED not in each.seconds for each in gap)
             division = {}
         division = _division(piece.window) or division
         slices.append(_told(piece, share, division, is_again=is_again))
         previous = piece
     if previous is not None and until > previous.end:
-        slices += _without(previous.end, until, happened, default=Entry.STOPPED)
+        slices += _without(previous.end, until, happened, default=TimeUse.STOPPED)
     return slices
 
 
@@ -414,11 +414,11 @@ def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]
             seconds[entry] += spent
     scale = known / total if total > 0 else 0.0
     seconds = {entry: spent * scale for entry, spent in seconds.items()}
-    seconds[Entry.STOPPED] += max(wall - known, 0.0)
+    seconds[TimeUse.STOPPED] += max(wall - known, 0.0)
     return Ledger(wall_seconds=wall, seconds=seconds)
 
 
-def _kept(pieces: Sequence[Piece], happened: Happened) -> list[float]:
+def _kept(pieces: Sequence[WindowPiece], happened: Happened) -> list[float]:
     """For each piece, which share of its steps was not taken again later."""
     kept = [1.0] * len(pieces)
     lowest = float("inf")  # the step that later ones went on from
@@ -444,53 +444,53 @@ def _division(window: StepWindow) -> dict[str, float]:
     return {label: part / total for label, part in found.items() if part > 0} if total > 0 else {}
 
 
-def _told(piece: Piece, kept: float, division: Mapping[str, float], *, is_again: bool) -> Slice:
+def _told(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_again: bool) -> Slice:
     """What a window says, brought to the length of the piece."""
     length = piece.end - piece.begin
     phases = {label: spent for label, spent in piece.window.seconds.items() if label in _OF_PHASE and spent > 0}
     total = sum(phases.values())
     if total < LEAST_SECONDS:
-        return Slice(begin=piece.begin, end=piece.end, seconds={Entry.UNSEEN: length}, piece=piece, kept=kept)
-    seconds: dict[Entry, float] = {}
+        return Slice(begin=piece.begin, end=piece.end, seconds={TimeUse.UNSEEN: length}, piece=piece, kept=kept)
+    seconds: dict[TimeUse, float] = {}
 
-    def add(entry: Entry, spent: float) -> None:
+    def add(entry: TimeUse, spent: float) -> None:
         seconds[entry] = seconds.get(entry, 0.0) + spent
 
     for label, spent in phases.items():
         spent = spent / total * length
         for part, share in division.items() if label == _STEP and division else ((label, 1.0),):
             entry = _OF_PHASE[part]
-            if entry is Entry.STARTUP and is_again:
-                entry = Entry.RESTART
+            if entry is TimeUse.STARTUP and is_again:
+                entry = TimeUse.RESTART
             is_lost = entry in _REPEATED
             add(entry, spent * share * (kept if is_lost else 1.0))
             if is_lost and kept < 1:
-                add(Entry.AGAIN, spent * share * (1 - kept))
+                add(TimeUse.AGAIN, spent * share * (1 - kept))
     return Slice(begin=piece.begin, end=piece.end, seconds=seconds, piece=piece, kept=kept)
 
 
-def _gap(before: Piece, after: Piece, happened: Happened) -> list[Slice]:
+def _gap(before: WindowPiece, after: WindowPiece, happened: Happened) -> list[Slice]:
     """The time between two lives."""
     begin, end = before.end, after.begin
     if end <= begin:
         return []
     if not after.life.is_whole and after.life.restart == before.life.restart:
-        return [Slice(begin=begin, end=end, seconds={Entry.UNSEEN: end - begin})]  # lines that could not be read
+        return [Slice(begin=begin, end=end, seconds={TimeUse.UNSEEN: end - begin})]  # lines that could not be read
     is_restart = happened.has_launcher or after.life.restart > before.life.restart
-    return _without(begin, end, happened, default=Entry.RESTART if is_restart else Entry.STOPPED)
+    return _without(begin, end, happened, default=TimeUse.RESTART if is_restart else TimeUse.STOPPED)
 
 
-def _without(begin: float, end: float, happened: Happened, *, default: Entry) -> list[Slice]:
+def _without(begin: float, end: float, happened: Happened, *, default: TimeUse) -> list[Slice]:
     """Time without a process: up to a failure it is unseen, then the job restarts, unless no launcher runs."""
     marks = [(begin, default)]
     failed = [each for each in happened.failures if begin < each < end]
     if failed:
-        marks = [(begin, Entry.UNSEEN), (min(failed), Entry.RESTART)]
+        marks = [(begin, TimeUse.UNSEEN), (min(failed), TimeUse.RESTART)]
     for first, last in happened.stopped:
         first, last = max(first, begin), min(last, end)
         if first < last:
             after = [entry for moment, entry in marks if moment <= last][-1]
-            marks = [each for each in marks if not first <= each[0] <= last] + [(first, Entry.STOPPED), (last, after)]
+            marks = [each for each in marks if not first <= each[0] <= last] + [(first, TimeUse.STOPPED), (last, after)]
             marks.sort(key=lambda each: each[0])
     ends = [moment for moment, _ in marks[1:]] + [end]
     return [

@@ -18,7 +18,7 @@ from .reader import present_windows, profile_file, read_calibration, read_census
 from .summary import StepProfile, flops_share, line_of, summary_of
 from .verdict import Verdict, verdict
 
-__all__ = ["Showing", "Sink", "Sinks", "TensorBoardSink", "Training"]
+__all__ = ["Showing", "Sink", "Sinks", "TensorBoardSink", "TrainingFacts"]
 
 _logger = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ _MOST_KEPT = 1024  # of the rank's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """What a window does not say, and one has to know to judge it."""
+class TrainingFacts:
+    """Facts of a training that are needed to judge a profile window and that the window does not have."""
 
     num_replicas: int
     """Of the model, each of which takes samples of its own."""
@@ -155,7 +155,7 @@ class Showing:
         rank: int,
         hosts: Sequence[str],
         every_seconds: float,
-        know: Callable[[], Training],
+        know: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
         """``hosts`` are those of all ranks. Lines come after ``every_seconds`` of training; with 0 there are none."""

@@ -20,7 +20,7 @@ from elastic_ext.torch_private.module_hooks import Hook
 
 from .phases import Phase
 
-__all__ = ["Pace", "Probe", "Watcher"]
+__all__ = ["PassWatcher", "Probe", "ProbePace"]
 
 
 # --- when the phases of a step begin and end, learnt from hooks on a model and its optimizers ------------------------
@@ -38,8 +38,8 @@ Mark = Callable[[int], int]
 """Called with a phase as it begins; gives the one before."""
 
 
-class Watcher(Protocol):
-    """Whoever looks at what the model is given, and what becomes of what it gives."""
+class PassWatcher(Protocol):
+    """Observes the inputs, outputs and gradients of a model's passes."""
 
     def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """A forward pass begins."""
@@ -61,7 +61,7 @@ class Probe:
         """Of the first tensor in the first pass of each micro-step: samples, as a rule; since the probe was made."""
         self.has_seen = False
         """Whether the model was ever called in a micro-step that it was told of."""
-        self.watcher: Watcher | None = None
+        self.watcher: PassWatcher | None = None
         """Told of passes in micro-steps that are looked at."""
         self._mark = self._own_mark = mark
         self._is_on_accelerator = is_on_accelerator
@@ -300,8 +300,8 @@ _MOST_AT_ONCE = 4  # times what steps took, that it counts as
 _LEAST_SECONDS = 1e-6
 
 
-class Pace:
-    """Looks at every step where that is cheap, and else at some steps in a row, and then at none for a while."""
+class ProbePace:
+    """Which steps the profile measures: all where that is cheap, else some in a row, and then none for a while."""
 
     def __init__(self) -> None:
         self._left = _NUM_FIRST  # steps to look at before it is asked again

@@ -14,9 +14,9 @@ from elastic_ext.ranks.heartbeat import Activity, Pulse
 
 from .memory.analyzer import Analyzer
 from .phases import Phase, TimedSource, Timeline
-from .probe import Pace, Probe
+from .probe import Probe, ProbePace
 from .sampled_steps import Surveyor
-from .windows import Standing, Windows
+from .windows import TrainingProgress, Windows
 
 __all__ = ["Recorder"]
 
@@ -49,11 +49,11 @@ class Recorder(Pulse):
         timeline: Timeline,
         probe: Probe,
         windows: Windows,
-        pace: Pace,
+        pace: ProbePace,
         *,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        stand: Callable[[], Standing],
+        stand: Callable[[], TrainingProgress],
         loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:

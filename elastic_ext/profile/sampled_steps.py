@@ -17,7 +17,7 @@ from .phases import Phase, Timeline
 from .probe import Probe
 from .step_costs import Census, Trace, calibrate, can_trace
 
-__all__ = ["Found", "Surveyor"]
+__all__ = ["SampleListeners", "Surveyor"]
 
 _logger = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ _TRACE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What is called with what was found."""
+class SampleListeners:
+    """The functions that are called with the results of sampled steps."""
 
     census: Callable[[StepCensus], None]
     trace: Callable[[StepTrace], None]
@@ -45,7 +45,7 @@ class Surveyor:
         rank: int,
         host: str,
         device: torch.device,
-        found: Found,
+        found: SampleListeners,
         why_no_census: Callable[[], str | None],
         is_traced: Callable[[], bool],
         analyzer: Analyzer | None = None,

@@ -18,9 +18,9 @@ __all__ = [
     "KINDS",
     "LIMITS",
     "Cause",
-    "Job",
     "Kind",
     "RankView",
+    "RanksCompared",
     "RunnerUp",
     "Verdict",
     "causes",
@@ -96,8 +96,11 @@ class Cause:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """All ranks side by side. What is *usual* among them is a median, which two ranks have too: the better of both."""
+class RanksCompared:
+    """The profile windows of all ranks, side by side.
+
+    What is *usual* among them is a median, which two ranks have too: the better of both.
+    """
 
     ranks: tuple[Weighed, ...]
     """In their order."""
@@ -128,13 +131,13 @@ class Job:
         return usual(known) if known else None
 
 
-def job_of(views: Sequence[RankView]) -> Job:
+def job_of(views: Sequence[RankView]) -> RanksCompared:
     """What several ranks tell, of which ``why_not`` says nothing."""
     ordered = sorted(views, key=lambda view: view.rank)
     ranks = tuple(weigh(view) for view in ordered)
     shares = [each.processor_share for each in ranks if each.processor_share is not None]
     workers = [view.num_workers for view in ordered if view.num_workers is not None]
-    return Job(
+    return RanksCompared(
         ranks=ranks,
         num_missing=max(ordered[0].window.world_size - len(ordered), 0),
         num_steps=min(view.window.num_steps for view in ordered),
@@ -149,18 +152,18 @@ def job_of(views: Sequence[RankView]) -> Job:
     )
 
 
-def causes(job: Job) -> list[Cause]:
+def causes(job: RanksCompared) -> list[Cause]:
     """All that may be told before it is asked what computing is bound by; the largest first."""
     order = list(LIMITS)
     return sorted(_all_causes(job), key=lambda cause: (-cause.share, order.index(cause.kind)))
 
 
-def limit(cause: Cause, job: Job) -> float:
+def limit(cause: Cause, job: RanksCompared) -> float:
     """What a cause has to take more than to be told."""
     return LIMITS[cause.kind] + (_LESS_SURE * job.lost_share if cause.kind == "straggler" else 0.0)
 
 
-def dominating(job: Job) -> Cause | None:
+def dominating(job: RanksCompared) -> Cause | None:
     """What is no training at all, where most of the time goes to that."""
     kinds: tuple[tuple[Kind, Phase], ...] = (("startup", Phase.STARTUP), ("outside", Phase.OUTSIDE))
     for kind, phase in kinds:
@@ -170,7 +173,7 @@ def dominating(job: Job) -> Cause | None:
     return None
 
 
-def computing(job: Job) -> Cause:
+def computing(job: RanksCompared) -> Cause:
     """The passes and the optimizer's steps, and what they are bound by."""
     share = _in_step(job, usual([each.computing_seconds for each in job.ranks]))
     best = job.roofline
@@ -184,7 +187,7 @@ def computing(job: Job) -> Cause:
 # ---- each of them ----
 
 
-def _all_causes(job: Job) -> Iterator[Cause]:
+def _all_causes(job: RanksCompared) -> Iterator[Cause]:
     if len(job.ranks) > 1 and job.is_known:
         yield _straggler(job)
     for kind, phase in _IN_STEP.items():
@@ -196,7 +199,7 @@ def _all_causes(job: Job) -> Iterator[Cause]:
         yield Cause(kind=kind, share=usual([_of_training(each, phase) for each in job.ranks]))
 
 
-def _straggler(job: Job) -> Cause:
+def _straggler(job: RanksCompared) -> Cause:
     steady = usual([each.steady_seconds for each in job.ranks])
     beyond = {
         each.rank: _in_step(job, min(each.local_seconds - job.usual_local_seconds, each.steady_seconds - steady))
@@ -208,13 +211,13 @@ def _straggler(job: Job) -> Cause:
     return Cause(kind="straggler", share=largest.share, ranks=tuple(slow))
 
 
-def _of_all(kind: Kind, shares: Sequence[float], job: Job) -> Cause:
+def _of_all(kind: Kind, shares: Sequence[float], job: RanksCompared) -> Cause:
     """Those ranks whose own share is beyond the limit, unless these are all or none."""
     above = [each.rank for each, share in zip(job.ranks, shares, strict=True) if share > LIMITS[kind]]
     return Cause(kind=kind, share=usual(shares), ranks=tuple(above) if len(above) < len(job.ranks) else ())
 
 
-def _in_step(job: Job, seconds: float) -> float:
+def _in_step(job: RanksCompared, seconds: float) -> float:
     return min(seconds / job.step_seconds, 1.0) * job.in_step_share
 
 
@@ -248,7 +251,7 @@ def _usual_roofline(found: Sequence[Roofline]) -> Roofline | None:
 _NUM_NAMED = 3
 
 
-def sentence(cause: Cause, job: Job, *, is_contended: bool) -> str:
+def sentence(cause: Cause, job: RanksCompared, *, is_contended: bool) -> str:
     """One line, whatever hosts are called."""
     text = _SENTENCES[cause.kind](cause, job)
     if is_contended and cause.kind not in ("contention", "startup", "outside") and job.processor_share is not None:
@@ -261,12 +264,12 @@ def sentence(cause: Cause, job: Job, *, is_contended: bool) -> str:
     return on_one_line(text)
 
 
-def hosts_of(ranks: Sequence[int], job: Job) -> tuple[str, ...]:
+def hosts_of(ranks: Sequence[int], job: RanksCompared) -> tuple[str, ...]:
     """On which hosts they are, each once."""
     return tuple(sorted({each.host for each in job.ranks if each.rank in ranks}))
 
 
-def _straggler_words(cause: Cause, job: Job) -> str:
+def _straggler_words(cause: Cause, job: RanksCompared) -> str:
     slow = max(job.ranks, key=lambda each: each.local_seconds)
     usually = job.usual_local_seconds
     phase, beyond = _where(slow, job)
@@ -285,7 +288,7 @@ def _straggler_words(cause: Cause, job: Job) -> str:
     return f"{text}: look at {slow.host}, or give it less to do"
 
 
-def _data(cause: Cause, job: Job) -> str:
+def _data(cause: Cause, job: RanksCompared) -> str:
     whom = "on all ranks" if not cause.ranks else f"on {_whom(cause.ranks, job)}"
     if job.num_workers is None:
         who, advice = "the loader delivers", "add workers to the loader"
@@ -300,7 +303,7 @@ def _data(cause: Cause, job: Job) -> str:
     return f"{text}{could}: {advice}, or make samples cheaper to load"
 
 
-def _communication(cause: Cause, job: Job) -> str:
+def _communication(cause: Cause, job: RanksCompared) -> str:
     seconds, beside = min(each.waiting_seconds for each in job.ranks), job.overlapped_seconds
     overlapped = "" if beside is None else f", and {_time(beside)} more are overlapped by computing"
     return (
@@ -310,7 +313,7 @@ def _communication(cause: Cause, job: Job) -> str:
     )
 
 
-def _contention(cause: Cause, job: Job) -> str:
+def _contention(cause: Cause, job: RanksCompared) -> str:
     whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
     had = "part" if job.processor_share is None else f"{job.processor_share:.0%}"
     return (
@@ -320,8 +323,8 @@ def _contention(cause: Cause, job: Job) -> str:
     )
 
 
-def _computing(bound: str, advice: str) -> Callable[[Cause, Job], str]:
-    def words(cause: Cause, job: Job) -> str:
+def _computing(bound: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
+    def words(cause: Cause, job: RanksCompared) -> str:
         seconds = usual([each.computing_seconds for each in job.ranks])
         least = "" if job.roofline is None else _at_best(job.roofline)
         return (
@@ -337,30 +340,30 @@ def _at_best(best: Roofline) -> str:
     return f": at best {times}, {_time(best.host)} for starting operations"
 
 
-def _words_in_step(bound: str, what: str, advice: str) -> Callable[[Cause, Job], str]:
-    def words(cause: Cause, job: Job) -> str:
+def _words_in_step(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
+    def words(cause: Cause, job: RanksCompared) -> str:
         whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
         return f"{bound}: {cause.share:.0%} of the step {what}{whom}{_could(cause, job)}: {advice}"
 
     return words
 
 
-def _pause(bound: str, what: str, advice: str) -> Callable[[Cause, Job], str]:
-    def words(cause: Cause, job: Job) -> str:
+def _pause(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
+    def words(cause: Cause, job: RanksCompared) -> str:
         return f"{bound}: {cause.share:.0%} of training's time {what}{_could(cause, job)}: {advice}"
 
     return words
 
 
-def _no_training(what: str) -> Callable[[Cause, Job], str]:
+def _no_training(what: str) -> Callable[[Cause, RanksCompared], str]:
     return lambda cause, job: f"{cause.kind}: {cause.share:.0%} of the time {what}"
 
 
-def _unknown(cause: Cause, job: Job) -> str:
+def _unknown(cause: Cause, job: RanksCompared) -> str:
     return f"unknown: {cause.share:.0%} of the step lies within steps that were not looked at closely"
 
 
-_SENTENCES: dict[Kind, Callable[[Cause, Job], str]] = {
+_SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
     "unknown": _unknown,
     "startup": _no_training("went before the first step"),
     "outside": _no_training("went outside of epochs, to evaluation for one"),
@@ -386,7 +389,7 @@ _SENTENCES: dict[Kind, Callable[[Cause, Job], str]] = {
 }
 
 
-def _where(slow: Weighed, job: Job) -> tuple[Phase, float]:
+def _where(slow: Weighed, job: RanksCompared) -> tuple[Phase, float]:
     """In which phase most of what a rank takes longer lies, and how much."""
     phases = (Phase.DATA, Phase.TRANSFER, *COMPUTING, Phase.OTHER)
     beyond = {
@@ -396,7 +399,7 @@ def _where(slow: Weighed, job: Job) -> tuple[Phase, float]:
     return phase, beyond[phase]
 
 
-def _could(cause: Cause, job: Job) -> str:
+def _could(cause: Cause, job: RanksCompared) -> str:
     """What training could be without this."""
     left = 1 - cause.share
     if left < 0.01:
@@ -407,7 +410,7 @@ def _could(cause: Cause, job: Job) -> str:
     return f"; a step would take {_time(job.step_seconds * left)} instead of {_time(job.step_seconds)}"
 
 
-def _whom(ranks: Sequence[int], job: Job) -> str:
+def _whom(ranks: Sequence[int], job: RanksCompared) -> str:
     """Some ranks with their hosts, in words."""
     by_rank = {each.rank: each.host for each in job.ranks}
     named = [f"{rank} on {by_rank[rank]}" for rank in ranks[:_NUM_NAMED]]
@@ -486,7 +489,7 @@ def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
     )
 
 
-def _ranked(job: Job) -> tuple[Cause, list[Cause]]:
+def _ranked(job: RanksCompared) -> tuple[Cause, list[Cause]]:
     """What is told, and what takes time besides."""
     found = causes(job)
     bound = computing(job)
@@ -498,13 +501,13 @@ def _ranked(job: Job) -> tuple[Cause, list[Cause]]:
     return first, sorted(rest, key=lambda each: -each.share)
 
 
-def _unseen(job: Job) -> Cause:
+def _unseen(job: RanksCompared) -> Cause:
     """Steps of which only the length is known."""
     seconds = max(each.step.get(Phase.STEP, 0.0) for each in job.ranks)
     return Cause(kind="unknown", share=min(seconds / job.step_seconds, 1.0) * job.in_step_share)
 
 
-def _evidence(job: Job) -> dict[str, Any]:
+def _evidence(job: RanksCompared) -> dict[str, Any]:
     shares = {phase.label: usual([each.shares.get(phase, 0.0) for each in job.ranks]) for phase in Phase}
     step = {phase.label: usual([each.step.get(phase, 0.0) for each in job.ranks]) for phase in Phase}
     return {

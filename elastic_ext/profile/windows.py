@@ -14,7 +14,7 @@ from elastic_ext.records.metrics import StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase, Spent, Timeline
 
-__all__ = ["Held", "Memory", "Standing", "Windows", "memory_held", "window_seconds"]
+__all__ = ["HeldMemory", "MemoryInUse", "TrainingProgress", "Windows", "memory_held", "window_seconds"]
 
 
 # --- the steps of a rank summed up over a second or more, for files that people and programs read --------------------
@@ -29,8 +29,8 @@ _QUANTILES = (0.1, 0.5, 0.9, 1.0)
 _LABELS = tuple(phase.label for phase in Phase)
 
 
-class Standing(NamedTuple):
-    """How far training is, as a window ends."""
+class TrainingProgress(NamedTuple):
+    """How far training is when a profile window ends."""
 
     step: int
     num_samples: int
@@ -41,8 +41,8 @@ class Standing(NamedTuple):
     """Whether all is there that is to be there, such as a loader's workers."""
 
 
-class Held(Protocol):
-    """What is held of memory."""
+class HeldMemory(Protocol):
+    """The memory that a process and its accelerator hold."""
 
     @property
     def process(self) -> int | None: ...
@@ -63,7 +63,7 @@ class Windows:
         world_size: int,
         restart: int,
         begin: float,
-        memory: Callable[[], Held],
+        memory: Callable[[], HeldMemory],
         keep: Callable[[StepWindow], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,7 +112,7 @@ class Windows:
         """What the model was given in the steps of this window that were looked at one by one."""
         self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
 
-    def close(self, standing: Standing) -> StepWindow:
+    def close(self, standing: TrainingProgress) -> StepWindow:
         """End the window that is open, and begin the next."""
         spent = self._timeline.spent()
         memory = self._memory()
@@ -208,7 +208,7 @@ def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class MemoryInUse:
     """In bytes; None for an accelerator where there is none in use."""
 
     process: int | None
@@ -219,16 +219,16 @@ class Memory:
     """... and the most that they held at once, since torch's peak counters began anew."""
 
 
-def memory_held() -> Memory:
+def memory_held() -> MemoryInUse:
     """As it is now."""
     try:
         held: int | None = psutil.Process().memory_info().rss
     except (OSError, psutil.Error):
         held = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return Memory(
+        return MemoryInUse(
             process=held,
             accelerator=torch.cuda.memory_allocated(),
             accelerator_peak=torch.cuda.max_memory_allocated(),
         )
-    return Memory(process=held)
+    return MemoryInUse(process=held)

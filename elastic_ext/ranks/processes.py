@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["Process", "do_in_forked_processes", "end_groups", "is_alive", "process_of", "this_process"]
+__all__ = ["ProcessIdentity", "do_in_forked_processes", "end_groups", "is_alive", "process_of", "this_process"]
 
 _logger = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    """One process, for good: pids are given out again, the two of them together are not."""
+class ProcessIdentity:
+    """A process by its pid and start time: pids are given out again, the two of them together are not."""
 
     pid: int
     start_ticks: int
 
 
-def process_of(pid: int) -> Process | None:
+def process_of(pid: int) -> ProcessIdentity | None:
     """The process that has ``pid`` now; None if none has, or it has ended and nobody has asked how."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
@@ -45,10 +45,10 @@ def process_of(pid: int) -> Process | None:
     values = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
     if values[0] in ("Z", "X"):
         return None
-    return Process(pid=pid, start_ticks=int(values[19]))
+    return ProcessIdentity(pid=pid, start_ticks=int(values[19]))
 
 
-def this_process() -> Process:
+def this_process() -> ProcessIdentity:
     """The one that asks."""
     found = process_of(os.getpid())
     if found is None:
@@ -57,12 +57,12 @@ def this_process() -> Process:
     return found
 
 
-def is_alive(process: Process) -> bool:
+def is_alive(process: ProcessIdentity) -> bool:
     """Whether it has not ended."""
     return process_of(process.pid) == process
 
 
-def end_groups(leaders: Iterable[Process], *, patience_seconds: float) -> list[Process]:
+def end_groups(leaders: Iterable[ProcessIdentity], *, patience_seconds: float) -> list[ProcessIdentity]:
     """End the process groups that these lead: SIGTERM, and SIGKILL to whatever is left after a while.
 
     Gives those that had to be killed. A leader that has ended may have left others in its group: its pid is not given
@@ -81,12 +81,12 @@ def end_groups(leaders: Iterable[Process], *, patience_seconds: float) -> list[P
     return groups
 
 
-def _is_its_group(leader: Process) -> bool:
+def _is_its_group(leader: ProcessIdentity) -> bool:
     found = process_of(leader.pid)
     return _has_members(leader) and (found is None or found == leader)
 
 
-def _has_members(leader: Process) -> bool:
+def _has_members(leader: ProcessIdentity) -> bool:
     """Whether somebody in the group has not ended; one who has, and whom nobody has asked how, counts for nothing."""
     for entry in os.listdir(_PROC):
         if entry.isdecimal():
@@ -97,7 +97,7 @@ def _has_members(leader: Process) -> bool:
     return False
 
 
-def _signal(leader: Process, number: signal.Signals) -> None:
+def _signal(leader: ProcessIdentity, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader.pid, number)
 

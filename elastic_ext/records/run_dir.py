@@ -17,7 +17,7 @@ from .metrics import FILE as JOB_FILE
 from .metrics import JobEvent, JobFacts, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .text import expanded, path_given
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "RunDirectory", "Settings"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "RunDirectory", "StartSettings"]
 
 _logger = logging.getLogger(__name__)
 
@@ -138,8 +138,8 @@ _ON = ("", "on", "1", "true", "yes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What one process was told at its start."""
+class StartSettings:
+    """The settings that one process was started with."""
 
     enabled: bool
     job: str
@@ -175,7 +175,7 @@ class Settings:
     @staticmethod
     def run_dir_of(environ: Mapping[str, str], job: str) -> Path:
         """The run directory of a job of this name that was given none."""
-        return Settings.jobs_folder(environ) / _as_name(job)
+        return StartSettings.jobs_folder(environ) / _as_name(job)
 
     @classmethod
     def resolve(
@@ -189,7 +189,7 @@ class Settings:
         timeout_seconds: float | None = None,
         lag_warning_seconds: float | None = None,
         poll_seconds: float | None = None,
-    ) -> Settings:
+    ) -> StartSettings:
         """The settings of a process that runs ``script`` in ``environ``; ValueError names what cannot be used."""
         if job == "":
             raise ValueError("job is '', as where a variable is not set; allowed: a name, or None")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-from elastic_ext.profile.ledger import ENTRIES, Entry
+from elastic_ext.profile.ledger import ENTRIES, TimeUse
 
 from .events import GROUPS, Group, Happening, Period
 from .markup import elapsed_in_words, number, path_of, svg, tag, text
@@ -19,7 +19,7 @@ __all__ = [
     "WIDTH",
     "AmountScale",
     "Column",
-    "Columns",
+    "TimeColumns",
     "TimeScale",
     "amount_axis",
     "columns_of",
@@ -45,15 +45,15 @@ class Column:
 
     begin: float
     end: float
-    shares: dict[Entry, float]
+    shares: dict[TimeUse, float]
     """Of the time of all ranks; they add up to 1."""
     sums: dict[int, RankSums]
     """By rank, of those that wrote something."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
-    """Intervals of equal width, one after another; those in which nothing was known are left out."""
+class TimeColumns:
+    """Time as intervals of equal width, one after another; those in which nothing was measured are left out."""
 
     width: float
     columns: tuple[Column, ...]
@@ -62,7 +62,7 @@ class Columns:
         return iter(self.columns)
 
 
-def columns_of(record: RunRecord, *, cells: bool) -> Columns:
+def columns_of(record: RunRecord, *, cells: bool) -> TimeColumns:
     """Of a training; with ``cells`` so few that each rank can have one in each. The record's bins are widened."""
     num_columns = max(min(_MOST, _MOST_CELLS // max(len(record.ranks), 1)), _LEAST) if cells else _MOST
     width = max((record.end - record.begin) / num_columns, 1e-9)
@@ -71,7 +71,7 @@ def columns_of(record: RunRecord, *, cells: bool) -> Columns:
         record.spent.widen(rank.bins.width)
     for rank in record.ranks:
         rank.bins.widen(record.spent.width)
-    return Columns(width=record.spent.width, columns=tuple(_columns(record, record.ranks)))
+    return TimeColumns(width=record.spent.width, columns=tuple(_columns(record, record.ranks)))
 
 
 def middle(values: Sequence[float]) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from elastic_ext.profile.ledger import Entry, Ledger
+from elastic_ext.profile.ledger import Ledger, TimeUse
 from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.text import size_in_words
 
@@ -15,7 +15,7 @@ from .axes import (
     WIDTH,
     AmountScale,
     Column,
-    Columns,
+    TimeColumns,
     TimeScale,
     amount_axis,
     middle,
@@ -70,7 +70,7 @@ HATCHES = tag(
 """Stands once on a page: the others refer to it."""
 
 
-def stack_chart(columns: Columns, scale: TimeScale) -> str:
+def stack_chart(columns: TimeColumns, scale: TimeScale) -> str:
     """What the ranks' time went into, from moment to moment."""
     amounts = AmountScale(most=1.0, bottom=_STACK_BOTTOM, top=_STACK_TOP)
     runs = _runs(columns)
@@ -120,7 +120,7 @@ def ledger_bar(ledger: Ledger) -> str:
     )
 
 
-def legend(seconds: Mapping[Entry, float]) -> str:
+def legend(seconds: Mapping[TimeUse, float]) -> str:
     """What the colours mean, of those entries that there are."""
     items = [
         tag("li", swatch(entry), tag("span", text(LABELS[entry]))) for entry in ORDER if seconds.get(entry, 0.0) > 0
@@ -128,18 +128,18 @@ def legend(seconds: Mapping[Entry, float]) -> str:
     return tag("ul", *items, class_="legend")
 
 
-def swatch(entry: Entry) -> str:
+def swatch(entry: TimeUse) -> str:
     """A square in an entry's colour."""
     square = _filled("rect", entry, width=14, height=14)
     return tag("svg", square, class_="swatch", viewBox="0 0 14 14", width=14, height=14, aria_hidden="true")
 
 
-def _filled(name: str, entry: Entry, **attributes: object) -> str:
+def _filled(name: str, entry: TimeUse, **attributes: object) -> str:
     shape = tag(name, class_=f"fill-{entry.value}", **attributes)
     return shape + tag(name, class_="hatched", **attributes) if entry in HATCHED else shape
 
 
-def _runs(columns: Columns) -> list[list[Column]]:
+def _runs(columns: TimeColumns) -> list[list[Column]]:
     """Columns that touch one another."""
     runs: list[list[Column]] = []
     for column in columns:
@@ -151,7 +151,7 @@ def _runs(columns: Columns) -> list[list[Column]]:
 
 
 def _area(
-    run: Sequence[Column], entry: Entry, below: Mapping[float, float], scale: TimeScale, amounts: AmountScale
+    run: Sequence[Column], entry: TimeUse, below: Mapping[float, float], scale: TimeScale, amounts: AmountScale
 ) -> str:
     """The data of an entry's area over columns that touch; parts in which it is nothing are left out."""
     data = ""
@@ -166,7 +166,7 @@ def _area(
 
 
 def _outline(
-    part: Sequence[Column], entry: Entry, below: Mapping[float, float], scale: TimeScale, amounts: AmountScale
+    part: Sequence[Column], entry: TimeUse, below: Mapping[float, float], scale: TimeScale, amounts: AmountScale
 ) -> str:
     upper, lower = [], []
     for column in part:
@@ -193,7 +193,7 @@ Cells = Mapping[int, Mapping[float, float]]
 """By rank and beginning of the column."""
 
 
-def step_map(columns: Columns, ranks: Sequence[int], scale: TimeScale) -> str:
+def step_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> str:
     """How long steps took; empty where nobody took any."""
     cells = _cells(columns, ranks, lambda sums: sums.step_seconds / sums.num_steps if sums.num_steps > 0 else None)
     values = sorted(value for row in cells.values() for value in row.values())
@@ -213,7 +213,7 @@ def step_map(columns: Columns, ranks: Sequence[int], scale: TimeScale) -> str:
     ) + _key("heat", words)
 
 
-def busy_map(columns: Columns, ranks: Sequence[int], scale: TimeScale) -> str:
+def busy_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> str:
     """How long ranks were at work for a step, against the rank in the middle; empty where no step was looked at."""
     cells = _cells(
         columns, ranks, lambda sums: sums.busy_seconds / sums.num_looked_at if sums.num_looked_at > 0 else None
@@ -241,7 +241,7 @@ def busy_map(columns: Columns, ranks: Sequence[int], scale: TimeScale) -> str:
     ) + _key("apart", words)
 
 
-def _cells(columns: Columns, ranks: Sequence[int], value_of: Callable[[RankSums], float | None]) -> Cells:
+def _cells(columns: TimeColumns, ranks: Sequence[int], value_of: Callable[[RankSums], float | None]) -> Cells:
     """What is known of each rank; of many ranks, the highest of neighbours."""
     group = -(-len(ranks) // _MOST_ROWS)
     rows = {rank: ranks[number // group * group] for number, rank in enumerate(ranks)}
@@ -260,7 +260,7 @@ def _map(
     title: str,
     description: str,
     palette: str,
-    shown: tuple[Columns, Cells, Sequence[float]],
+    shown: tuple[TimeColumns, Cells, Sequence[float]],
     scale: TimeScale,
 ) -> str:
     columns, cells, bounds = shown
@@ -287,7 +287,9 @@ def _map(
     )
 
 
-def _strips(columns: Columns, row: Mapping[float, float], bounds: Sequence[float]) -> list[tuple[int, float, float]]:
+def _strips(
+    columns: TimeColumns, row: Mapping[float, float], bounds: Sequence[float]
+) -> list[tuple[int, float, float]]:
     """Colour, beginning and end of cells side by side that are alike."""
     strips: list[tuple[int, float, float]] = []
     for column in columns:
@@ -345,7 +347,7 @@ _LINE_TOP, _LINE_BOTTOM, _LINE_LOW_BOTTOM = 10.0, 170.0, 110.0
 _MOST_BANDS = 120
 
 
-def speed_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+def speed_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
     """Samples per second while steps are taken, with the spread of it under each config; empty where none is known."""
     first = record.ranks[0].rank
     points = _points(columns, lambda column: _speed(column.sums.get(first)))
@@ -371,7 +373,7 @@ def speed_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
     )
 
 
-def token_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+def token_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
     """Tokens per second of training; empty where none is known."""
     first = record.ranks[0].rank
     points = _points(columns, lambda column: _tokens(column.sums.get(first)))
@@ -380,14 +382,14 @@ def token_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
     )
 
 
-def arithmetic_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+def arithmetic_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
     """The part that models did of what their devices could have done at best, in the rank in the middle."""
     points = _points(columns, lambda column: middle(list(_arithmetic(column))))
     about = "A line of the arithmetic that was done, as a part of what the device does at best"
     return _rate_chart("mfu", "MFU, over time", about, points, percent, record, scale)
 
 
-def memory_chart(columns: Columns, scale: TimeScale, *, of_accelerator: bool) -> str:
+def memory_chart(columns: TimeColumns, scale: TimeScale, *, of_accelerator: bool) -> str:
     """What processes hold of memory: the rank with the most, and the one in the middle; empty where none is known."""
     kind = "accelerator" if of_accelerator else "host"
     held = [(column, _held(column, of_accelerator=of_accelerator)) for column in columns]
@@ -447,7 +449,7 @@ def _rate_chart(
 _Points = list[tuple[float, float, float | None]]
 
 
-def _points(columns: Columns, value_of: Callable[[Column], float | None]) -> _Points:
+def _points(columns: TimeColumns, value_of: Callable[[Column], float | None]) -> _Points:
     return [(column.begin, column.end, value_of(column)) for column in columns]
 
 

@@ -16,8 +16,8 @@ __all__ = [
     "Group",
     "Happening",
     "Period",
+    "Quartiles",
     "Speeds",
-    "Spread",
     "happened_of",
     "happenings_of",
     "in_step_seconds",
@@ -239,15 +239,15 @@ _MOST_WINDOWS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """A number in the middle of several, and those at a quarter and three quarters."""
+class Quartiles:
+    """The median of several numbers, and their quartiles."""
 
     low: float
     middle: float
     high: float
     count: int
 
-    def is_apart(self, other: Spread) -> bool:
+    def is_apart(self, other: Quartiles) -> bool:
         """Whether the middle halves of both lie beside each other."""
         return self.low > other.high or self.high < other.low
 
@@ -267,12 +267,12 @@ class Period:
     num_steps: int
     text: str
     """What came into force; empty where nobody has told."""
-    samples_per_second: Spread | None
+    samples_per_second: Quartiles | None
     """In steps, of all ranks together."""
-    step_seconds: Spread | None
-    tokens_per_second: Spread | None = None
+    step_seconds: Quartiles | None
+    tokens_per_second: Quartiles | None = None
     """Over the time of training, as the next."""
-    mfu: Spread | None = None
+    mfu: Quartiles | None = None
 
     @property
     def name(self) -> str:
@@ -326,13 +326,13 @@ def in_step_seconds(window: StepWindow) -> float:
     return found if found >= LEAST_SECONDS else 0.0
 
 
-def spread_of(values: Iterable[float | None]) -> Spread | None:
+def spread_of(values: Iterable[float | None]) -> Quartiles | None:
     """Of those that are known; None of nothing."""
     ordered = sorted(each for each in values if each is not None)
     if not ordered:
         return None
     low, middle, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.25, 0.5, 0.75))
-    return Spread(low=low, middle=middle, high=high, count=len(ordered))
+    return Quartiles(low=low, middle=middle, high=high, count=len(ordered))
 
 
 def _config_of(each: Slice) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 
-from elastic_ext.profile.ledger import ENTRIES, Entry
+from elastic_ext.profile.ledger import ENTRIES, TimeUse
 
 __all__ = [
     "HATCHED",
@@ -139,45 +139,45 @@ def _in_units(seconds: int) -> str:
 # --- what a report calls the ledger's entries, and in which order it shows them --------------------------------------
 
 ORDER = ENTRIES
-LABELS: Mapping[Entry, str] = {
-    Entry.FORWARD: "forward",
-    Entry.BACKWARD: "backward",
-    Entry.OPTIMIZER: "optimizer",
-    Entry.TRANSFER: "to the accelerator",
-    Entry.STEP: "steps, not looked at",
-    Entry.COMMUNICATION: "exposed communication",
-    Entry.OTHER: "the loop's own work",
-    Entry.DATA: "waiting for data",
-    Entry.AGREEMENT: "agreement",
-    Entry.CHECKPOINT: "checkpoints",
-    Entry.CHANGE: "changes",
-    Entry.ROLLED_BACK: "steps rolled back",
-    Entry.AGAIN: "steps taken again",
-    Entry.STARTUP: "startup",
-    Entry.RESTART: "restarts",
-    Entry.UNSEEN: "lost with a process",
-    Entry.OUTSIDE: "outside of epochs",
-    Entry.STOPPED: "nothing running",
+LABELS: Mapping[TimeUse, str] = {
+    TimeUse.FORWARD: "forward",
+    TimeUse.BACKWARD: "backward",
+    TimeUse.OPTIMIZER: "optimizer",
+    TimeUse.TRANSFER: "to the accelerator",
+    TimeUse.STEP: "steps, not looked at",
+    TimeUse.COMMUNICATION: "exposed communication",
+    TimeUse.OTHER: "the loop's own work",
+    TimeUse.DATA: "waiting for data",
+    TimeUse.AGREEMENT: "agreement",
+    TimeUse.CHECKPOINT: "checkpoints",
+    TimeUse.CHANGE: "changes",
+    TimeUse.ROLLED_BACK: "steps rolled back",
+    TimeUse.AGAIN: "steps taken again",
+    TimeUse.STARTUP: "startup",
+    TimeUse.RESTART: "restarts",
+    TimeUse.UNSEEN: "lost with a process",
+    TimeUse.OUTSIDE: "outside of epochs",
+    TimeUse.STOPPED: "nothing running",
 }
-MEANINGS: Mapping[Entry, str] = {
-    Entry.FORWARD: "the model's forward pass, and the loss",
-    Entry.BACKWARD: "the backward pass, as long as gradients are computed",
-    Entry.OPTIMIZER: "the optimizer's step",
-    Entry.TRANSFER: "batches on their way to the accelerator",
-    Entry.STEP: "steps of processes in which none was looked at closely",
-    Entry.COMMUNICATION: "waiting for gradients and for other ranks, with nothing left to compute",
-    Entry.OTHER: "what the loop does besides: logging, metrics, schedules",
-    Entry.DATA: "waiting for a batch",
-    Entry.AGREEMENT: "words with the other ranks between steps",
-    Entry.CHECKPOINT: "training waits for a checkpoint",
-    Entry.CHANGE: "configs coming into force",
-    Entry.ROLLED_BACK: "steps that a process took back, as when memory ran out",
-    Entry.AGAIN: "steps that came to nothing, as training went on from an earlier one",
-    Entry.STARTUP: "from the start of a process to its first step",
-    Entry.RESTART: "from a failure or the end of a process to the first step of the next",
-    Entry.UNSEEN: "what a process did after its last record, up to its failure",
-    Entry.OUTSIDE: "evaluation, and what else lies between epochs and after them",
-    Entry.STOPPED: "no process, and no launcher about to start one",
+MEANINGS: Mapping[TimeUse, str] = {
+    TimeUse.FORWARD: "the model's forward pass, and the loss",
+    TimeUse.BACKWARD: "the backward pass, as long as gradients are computed",
+    TimeUse.OPTIMIZER: "the optimizer's step",
+    TimeUse.TRANSFER: "batches on their way to the accelerator",
+    TimeUse.STEP: "steps of processes in which none was looked at closely",
+    TimeUse.COMMUNICATION: "waiting for gradients and for other ranks, with nothing left to compute",
+    TimeUse.OTHER: "what the loop does besides: logging, metrics, schedules",
+    TimeUse.DATA: "waiting for a batch",
+    TimeUse.AGREEMENT: "words with the other ranks between steps",
+    TimeUse.CHECKPOINT: "training waits for a checkpoint",
+    TimeUse.CHANGE: "configs coming into force",
+    TimeUse.ROLLED_BACK: "steps that a process took back, as when memory ran out",
+    TimeUse.AGAIN: "steps that came to nothing, as training went on from an earlier one",
+    TimeUse.STARTUP: "from the start of a process to its first step",
+    TimeUse.RESTART: "from a failure or the end of a process to the first step of the next",
+    TimeUse.UNSEEN: "what a process did after its last record, up to its failure",
+    TimeUse.OUTSIDE: "evaluation, and what else lies between epochs and after them",
+    TimeUse.STOPPED: "no process, and no launcher about to start one",
 }
-HATCHED = frozenset((Entry.AGAIN, Entry.RESTART, Entry.UNSEEN, Entry.STOPPED))
+HATCHED = frozenset((TimeUse.AGAIN, TimeUse.RESTART, TimeUse.UNSEEN, TimeUse.STOPPED))
 """Told apart by lines as well, for those to whom colours are alike."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from elastic_ext.profile.ledger import USEFUL, Entry
+from elastic_ext.profile.ledger import USEFUL, TimeUse
 from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.text import counted, not_finite_in_words, size_in_words
 
-from .axes import GROUP_NAMES, LEFT, RIGHT, Columns, TimeScale, columns_of, event_key, lanes
+from .axes import GROUP_NAMES, LEFT, RIGHT, TimeColumns, TimeScale, columns_of, event_key, lanes
 from .charts import (
     HATCHES,
     arithmetic_chart,
@@ -22,7 +22,7 @@ from .charts import (
     swatch,
     token_chart,
 )
-from .events import Spread
+from .events import Quartiles
 from .markup import LABELS, MEANINGS, ORDER, amount, elapsed_in_words, moment, percent, seconds_in_words, tag, text
 from .record import RankRecord, RunRecord
 from .style import script, style
@@ -105,7 +105,7 @@ def summary(record: RunRecord) -> str:
         for each in lost[:_MOST_LOSSES]
         if ledger.seconds[each] / ledger.wall_seconds >= _LEAST_SHARE
     ]
-    exposed = ledger.seconds[Entry.COMMUNICATION] / ledger.wall_seconds
+    exposed = ledger.seconds[TimeUse.COMMUNICATION] / ledger.wall_seconds
     text_of = f"Of {seconds_in_words(ledger.wall_seconds)}, {percent(ledger.goodput)} went into useful steps"
     if exposed >= _LEAST_SHARE:
         text_of += f", {percent(exposed)} of it all being exposed communication in them"
@@ -216,7 +216,7 @@ def rank_table(record: RunRecord) -> str:
     return _table("Ranks", head, rows, class_="wide")
 
 
-def _ledger_row(entry: Entry, record: RunRecord) -> str:
+def _ledger_row(entry: TimeUse, record: RunRecord) -> str:
     spent = record.ledger.seconds[entry]
     worst = max(record.ranks, key=lambda each: _share_of(each, entry))
     most = f"rank {worst.rank}: {percent(_share_of(worst, entry))}" if len(record.ranks) > 1 else ""
@@ -251,8 +251,8 @@ def _rank_row(rank: RankRecord, *, has_not_finite: bool) -> str:
         _spread(rank.step_seconds, seconds_in_words),
         "" if rank.mfu is None else percent(rank.mfu.middle),
         f"{rank.num_steps:,}",
-        percent(_share_of(rank, Entry.DATA)),
-        percent(_share_of(rank, Entry.COMMUNICATION)),
+        percent(_share_of(rank, TimeUse.DATA)),
+        percent(_share_of(rank, TimeUse.COMMUNICATION)),
         str(rank.num_processes),
         *((not_finite_in_words(number, num_skipped) if number else "",) if has_not_finite else ()),
         "" if rank.most_host_bytes is None else size_in_words(rank.most_host_bytes),
@@ -260,7 +260,7 @@ def _rank_row(rank: RankRecord, *, has_not_finite: bool) -> str:
     )
 
 
-def _share_of(rank: RankRecord, entry: Entry) -> float:
+def _share_of(rank: RankRecord, entry: TimeUse) -> float:
     return rank.ledger.seconds[entry] / rank.ledger.wall_seconds if rank.ledger.wall_seconds > 0 else 0.0
 
 
@@ -268,7 +268,7 @@ def _part(spent: float, record: RunRecord) -> float:
     return spent / record.ledger.wall_seconds if record.ledger.wall_seconds > 0 else 0.0
 
 
-def _spread(spread: Spread | None, words: Callable[[float], str] = amount) -> str:
+def _spread(spread: Quartiles | None, words: Callable[[float], str] = amount) -> str:
     if spread is None:
         return ""
     return f"{words(spread.middle)} ({words(spread.low)} to {words(spread.high)})"
@@ -385,7 +385,7 @@ def _remarks(record: RunRecord) -> str:
     return _section("What holds it up", "", tag("ul", *items, class_="plain"))
 
 
-def _over_time(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+def _over_time(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
     parts = [
         _drawing("Configs and events", "", lanes(record, scale), event_key(record)),
         _drawing("What time went into", "", stack_chart(columns, scale), legend(record.ledger.seconds)),
@@ -410,7 +410,7 @@ def _over_time(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
     return _section("Over time", words, "".join(parts))
 
 
-def _ranks(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+def _ranks(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
     ranks = [each.rank for each in record.ranks]
     parts = [
         _drawing("Step time", "", step_map(columns, ranks, scale)),

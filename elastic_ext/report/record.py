@@ -13,7 +13,7 @@ from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.summary import training_seconds
 from elastic_ext.records.metrics import StepWindow
 
-from .events import Happening, Period, Speeds, Spread, in_step_seconds, spread_of
+from .events import Happening, Period, Quartiles, Speeds, in_step_seconds, spread_of
 
 __all__ = ["MOST_BINS", "Bins", "RankRecord", "RankSums", "Remark", "RunRecord", "busy_seconds", "rank_record"]
 
@@ -134,11 +134,11 @@ class RankRecord:
     ledger: Ledger
     num_processes: int
     num_steps: int
-    step_seconds: Spread | None
+    step_seconds: Quartiles | None
     """Of its windows."""
-    busy_seconds: Spread | None
+    busy_seconds: Quartiles | None
     """A step without waiting for other ranks."""
-    mfu: Spread | None
+    mfu: Quartiles | None
     """The part that the model did of what its device could have done at best; of its windows."""
     most_host_bytes: int | None
     most_accelerator_bytes: int | None
@@ -168,10 +168,10 @@ class RunRecord:
     """Steps that came to nothing and were taken again."""
     num_samples: int
     """Of steps that did not."""
-    samples_per_second: Spread | None
-    tokens_per_second: Spread | None
+    samples_per_second: Quartiles | None
+    tokens_per_second: Quartiles | None
     """Of all ranks together, over the time of training; None where samples are no rows of tokens."""
-    step_seconds: Spread | None
+    step_seconds: Quartiles | None
     num_restarts: int
     num_failures: int
     spent: Bins
@@ -183,7 +183,7 @@ class RunRecord:
     remarks: Sequence[Remark] = ()
 
     @property
-    def mfu(self) -> Spread | None:
+    def mfu(self) -> Quartiles | None:
         """That of the rank in the middle."""
         known = sorted((each.mfu for each in self.ranks if each.mfu is not None), key=lambda each: each.middle)
         return known[(len(known) - 1) // 2] if known else None

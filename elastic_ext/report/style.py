@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from .axes import LEFT, RIGHT, WIDTH, Column, Columns, middle
+from .axes import LEFT, RIGHT, WIDTH, Column, TimeColumns, middle
 from .charts import NUM_COLOURS
 from .markup import LABELS, ORDER, amount, elapsed_in_words, percent, seconds_in_words
 from .record import RunRecord
@@ -175,7 +175,7 @@ function hide(){tip.style.display="none";lines.forEach(function(each){each.style
 """
 
 
-def script(record: RunRecord, columns: Columns) -> str:
+def script(record: RunRecord, columns: TimeColumns) -> str:
     """The script with what it shows, in elements of a page."""
     length = max(record.end - record.begin, 1e-9)
     found = [

@@ -21,16 +21,15 @@ from elastic_ext.data.sources import ReenteredSource, ShowingSource
 from elastic_ext.fsdp.checkpoint.job import Launched
 from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.profile.device_timeline import DeviceTimeline
-from elastic_ext.profile.memory.analyzer import Analyzer
-from elastic_ext.profile.memory.analyzer import Training as AnalyzedTraining
+from elastic_ext.profile.memory.analyzer import AnalyzedTraining, Analyzer
 from elastic_ext.profile.memory.prediction_request import Factory
-from elastic_ext.profile.output import Showing, Sinks, Training
+from elastic_ext.profile.output import Showing, Sinks, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
-from elastic_ext.profile.probe import Pace, Probe
+from elastic_ext.profile.probe import Probe, ProbePace
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.sampled_steps import Found, Surveyor
+from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
-from elastic_ext.profile.windows import Standing, Windows, memory_held
+from elastic_ext.profile.windows import TrainingProgress, Windows, memory_held
 from elastic_ext.records.metrics import StepWindow
 
 from .batches import Batches
@@ -81,11 +80,11 @@ def record(
     begin = min(max(_started_at(now), reports.profiled_until()), now)
     timeline.add_past(Phase.STARTUP, round((now - begin) * 1e9))
 
-    def stand() -> Standing:
+    def stand() -> TrainingProgress:
         step, num_samples = progress()
         config = follower.config
         is_settled = bool(getattr(loader, "is_settled", True))
-        return Standing(step, num_samples, config.version, config.revision, is_settled)
+        return TrainingProgress(step, num_samples, config.version, config.revision, is_settled)
 
     probe = Probe(timeline.enter, is_on_accelerator=device.type != "cpu")
     analyzer = None if analyze is None else analyze(probe)
@@ -102,7 +101,7 @@ def record(
             memory=memory_held,
             keep=reports.add_window,
         ),
-        Pace(),
+        ProbePace(),
         model=model,
         optimizers=optimizers,
         stand=stand,
@@ -148,7 +147,7 @@ def _surveyor(
         rank=ranks.rank,
         host=ranks.host,
         device=device,
-        found=Found(
+        found=SampleListeners(
             census=reports.write_census,
             trace=reports.write_trace,
             calibration=reports.write_calibration if is_first_here else None,
@@ -451,7 +450,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
 
 
-def _showing(setup: Setup, follower: ConfigFollower, *, how_it_trains: Callable[[], Training]) -> Showing:
+def _showing(setup: Setup, follower: ConfigFollower, *, how_it_trains: Callable[[], TrainingFacts]) -> Showing:
     """What becomes of this rank's profile; with the profiler off, no more than that sinks are closed."""
     ranks, settings = follower.ranks, follower.settings
     showing = Showing(
@@ -479,9 +478,9 @@ def _after_each_window(follower: ConfigFollower, tell: Callable[[], None]) -> No
     follower.reports.on_window = see
 
 
-def _training(gradients: Gradients, batches: Batches, steps: Steps) -> Training:
+def _training(gradients: Gradients, batches: Batches, steps: Steps) -> TrainingFacts:
     workers = getattr(batches.loader, "num_workers", None)
-    return Training(
+    return TrainingFacts(
         num_replicas=gradients.sharing.num_ranks,
         num_micro_steps=max(steps.num_micro_steps, 1),
         num_workers=workers if isinstance(workers, int) else None,

@@ -13,7 +13,7 @@ from elastic_ext.records.metrics import JobFacts, LearningFacts
 
 from .decisions import Decision
 from .explain import change_in_words, number_in_words, rate_in_words, size_change_in_words
-from .measurements import LEAST_GAIN, Measured
+from .measurements import LEAST_GAIN, StepTimes
 from .space import Point
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ __all__ = [
     "RATE_KEY",
     "SIZE_KEY",
     "Growth",
+    "SizeVerdict",
     "Sizes",
-    "Verdict",
     "Wish",
     "facts_at",
     "is_asked_for",
@@ -245,15 +245,15 @@ class Wish:
         return self.even_seconds / self.seconds
 
 
-class Verdict(NamedTuple):
-    """What was measured of a size."""
+class SizeVerdict(NamedTuple):
+    """What was measured of one global batch size."""
 
     is_kept: bool
     reason: str
 
 
-class _Known(NamedTuple):
-    """What steps of a size took."""
+class _SizeTimes(NamedTuple):
+    """How long steps of one global batch size took."""
 
     point: Point | None
     seconds: float
@@ -264,7 +264,7 @@ class Growth:
 
     def __init__(self, decisions: Sequence[Decision] = ()) -> None:
         """``decisions`` are those from before a restart, by which sizes are known."""
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _SizeTimes] = {}
         self._refused: set[int] = set()
         self._unwanted: set[int] = set()
         self._looked: tuple[int, float] | None = None  # at which size, and noise scale
@@ -275,9 +275,9 @@ class Growth:
 
     # ---- what is told ----
 
-    def begin(self, wish: Wish, best: Measured) -> None:
+    def begin(self, wish: Wish, best: StepTimes) -> None:
         """Another size is tried; ``best`` is what steps of the present one take."""
-        self._known[wish.first] = _Known(best.point, best.seconds)
+        self._known[wish.first] = _SizeTimes(best.point, best.seconds)
 
     def refuse(self, size: int) -> None:
         """Steps of ``size`` are not to be tried again."""
@@ -328,15 +328,15 @@ class Growth:
         self._looked, self._num_windows = (facts.global_batch, noise), 0
         left_out = self._refused | self._unwanted
         possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in left_out]
-        asked = _Asked(sizes, noise, facts, search, best)
+        asked = _SizesToTry(sizes, noise, facts, search, best)
         wishes = [self._wish(size, asked) for size in possible if sizes.may_be(size, noise)]
         found = max((each for each in wishes if each is not None), key=lambda each: each.gain, default=None)
         return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
 
-    def judge(self, wish: Wish, measured: Measured, facts: JobFacts, tuning: TuningSection) -> Verdict:
+    def judge(self, wish: Wish, measured: StepTimes, facts: JobFacts, tuning: TuningSection) -> SizeVerdict:
         """Whether steps of the size that was wished for stay, by what is known of noise now."""
         before = wish.now_seconds
-        self._known[wish.size] = _Known(measured.point, measured.seconds)
+        self._known[wish.size] = _SizeTimes(measured.point, measured.seconds)
         self._looked = None
         sizes = sizes_of(facts, tuning)
         noise = _noise(sizes)
@@ -346,7 +346,7 @@ class Growth:
             ratio, known = _progress_ratio(sizes, wish.first, wish.size, noise), f"by {_noise_in_words(noise)}"
         times = ratio * before / measured.seconds
         reason = f"measured, it learns {times:.3g} times as fast as with {wish.first:,} samples a step, {known}"
-        return Verdict(wish.is_needed or times >= 1 + _LEAST_KEPT, reason)
+        return SizeVerdict(wish.is_needed or times >= 1 + _LEAST_KEPT, reason)
 
     def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
         """How many times as much as before a step teaches."""
@@ -370,7 +370,7 @@ class Growth:
         sizes = sizes_of(facts, tuning)
         return sizes is not None and not sizes.may_stay(facts.global_batch, noise)
 
-    def _wish(self, size: int, asked: _Asked) -> Wish | None:
+    def _wish(self, size: int, asked: _SizesToTry) -> Wish | None:
         sizes, best, facts = asked.sizes, asked.best, asked.facts
         expected = asked.search.expect_at(facts_at(facts, size))
         if expected is None:
@@ -395,7 +395,7 @@ class Growth:
         )
         return replace(wish, reason=_why(wish, asked))
 
-    def _on_line(self, size: int, asked: _Asked) -> float | None:
+    def _on_line(self, size: int, asked: _SizesToTry) -> float | None:
         """What a step of ``size`` takes by what steps of two others do: part of it is for each sample, the rest is not.
 
         None where only one size is known."""
@@ -418,19 +418,19 @@ class Growth:
         if decision.outcome == "refused":
             self.refuse(size)
         if decision.measured:
-            self._known[size] = _Known(None, size / decision.measured)
+            self._known[size] = _SizeTimes(None, size / decision.measured)
         if decision.before and isinstance(first, int):
-            self._known[first] = _Known(None, first / decision.before)
+            self._known[first] = _SizeTimes(None, first / decision.before)
 
 
-class _Asked(NamedTuple):
-    """What sizes are looked at for."""
+class _SizesToTry(NamedTuple):
+    """The global batch sizes that are to be tried, and what for."""
 
     sizes: Sizes
     noise: float
     facts: JobFacts
     search: Search
-    best: Measured
+    best: StepTimes
 
 
 def _noise(sizes: Sizes | None) -> float | None:
@@ -442,7 +442,7 @@ def _progress_ratio(sizes: Sizes, first: int, size: int, noise: float) -> float:
     return sizes.progress(size, noise) / sizes.progress(first, noise)
 
 
-def _why(wish: Wish, asked: _Asked) -> str:
+def _why(wish: Wish, asked: _SizesToTry) -> str:
     sizes, noise, best = asked.sizes, asked.noise, asked.best
     words = size_change_in_words(wish.size, wish.first)
     if wish.point != best.point:

@@ -13,7 +13,7 @@ from .batch_efficiency import SIZE_KEY, Growth, Wish, facts_at
 from .costs import Budget
 from .decisions import Book, Decision, Kind
 from .explain import number_in_words, rate_in_words, size_change_in_words
-from .measurements import PROBE_STEPS, Measured, Seen, Trial, changed_facts
+from .measurements import PROBE_STEPS, MeasuredSteps, StepTimes, Trial, changed_facts
 from .space import KEYS, point_of
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Resizing:
         self.search.take_facts(facts)
         return True
 
-    def see(self, now: float, seen: Seen) -> list[Decision]:
+    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
         """Steps that can be trusted."""
         if self.stage == "back":
             return []
@@ -211,7 +211,7 @@ class Resizing:
         self._trial = self._new_trial(self._facts)
         return [] if self._num_scattered == 1 else self.leave(now, f"what was tried cannot be measured: {why}")
 
-    def _changed_inside(self, now: float, seen: Seen) -> list[Decision]:
+    def _changed_inside(self, now: float, seen: MeasuredSteps) -> list[Decision]:
         """As where memory did not suffice: the size is taken for the reason."""
         assert self._made is not None
         self._growth.refuse(self.size)
@@ -244,7 +244,7 @@ def _changes(wish: Wish, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any
     return changes, {SIZE_KEY: wish.first, **{key: before[key] for key in keys}}
 
 
-def _rates(made: Decision, measured: Measured, wish: Wish) -> str:
+def _rates(made: Decision, measured: StepTimes, wish: Wish) -> str:
     return f"back to {rate_in_words(made.before or 0.0)}, from {number_in_words(wish.size / measured.seconds)} now"
 
 
@@ -316,7 +316,7 @@ class SizeTries:
         if self._now is not None:
             self._now.written(number, version)
 
-    def see(self, now: float, seen: Seen) -> tuple[list[Decision], Search | None]:
+    def see(self, now: float, seen: MeasuredSteps) -> tuple[list[Decision], Search | None]:
         """Steps that can be trusted; with the search that goes on where the size that was tried stays."""
         assert self._now is not None
         trying = self._now

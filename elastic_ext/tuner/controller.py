@@ -13,9 +13,9 @@ from elastic_ext.records.metrics import JobFacts
 from .batch_efficiency import RATE_KEY, SIZE_KEY, why_not_resized
 from .batch_size_trials import SizeTries
 from .costs import Budget
-from .decisions import Book, Decision, Kind, Stand, Standing
+from .decisions import Book, Decision, Kind, Stand, TuningStanding
 from .explain import listed, rate_in_words, way_in_words, why_edited
-from .measurements import Seen, changed_facts, why_untrusted
+from .measurements import MeasuredSteps, changed_facts, why_untrusted
 from .space import KEYS, Point, point_of, space_of, values_of
 from .trials import Course
 
@@ -135,7 +135,7 @@ class Controller:
             return [*(left or self._abandon()), *self._pause(now, why_edited(author, config.version, edited))]
         return [*left, *self._begin(now)]
 
-    def see(self, now: float, seen: Seen) -> list[Decision]:
+    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
         """Some steps of all ranks."""
         if self._mode == "off" or self._is_paused or self._facts is None:
             return []
@@ -228,7 +228,7 @@ class Controller:
         return [*abandoned, *closed, *taken, *paused]
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> TuningStanding:
         """Where it stands, for people."""
         course = self._course
         best = course.best if course else None
@@ -236,7 +236,7 @@ class Controller:
         stand, sentence = self._stand()
         if rate is not None:
             sentence = f"{sentence}; {rate_in_words(rate)} at best so far"
-        return Standing(stand=stand, sentence=sentence, best_rate=rate)
+        return TuningStanding(stand=stand, sentence=sentence, best_rate=rate)
 
     # ---- parts ----
 
@@ -349,7 +349,7 @@ class Controller:
             return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
         return self._version, {**facts.values, **({} if config is None else config.values())}
 
-    def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+    def _wait(self, now: float, seen: MeasuredSteps, facts: JobFacts) -> list[Decision]:
         """Steps before a search has begun: facts may never come of a config that ranks have refused."""
         if (seen.version, seen.revision) != (facts.config_version, facts.config_revision):
             return []
@@ -397,7 +397,7 @@ class Controller:
             held += self._leave(now, f"what was tried cannot be measured: {why}")
         return held
 
-    def _see_tried(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+    def _see_tried(self, now: float, seen: MeasuredSteps, facts: JobFacts) -> list[Decision]:
         """Steps while another size is tried, at which a course begins where it stays."""
         self._budget.see(seen)
         told, search = self._sizes.see(now, seen)

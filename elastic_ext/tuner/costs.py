@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .measurements import Seen
+from .measurements import MeasuredSteps
 from .space import Point
 
 __all__ = ["Advice", "Budget"]
@@ -25,7 +25,7 @@ class Budget:
         self._own_seconds: float | None = None
         self._saved = 0.0
         self._report_seconds = 0.0
-        self._before_known: list[Seen] = []
+        self._before_known: list[MeasuredSteps] = []
 
     def allow(self, share: float | None) -> None:
         """``share`` of the time is what slow probes may cost from now on, where a person says so."""
@@ -48,7 +48,7 @@ class Budget:
         if self._own_seconds is not None:
             self._own_seconds *= ratio
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: MeasuredSteps) -> None:
         """Steps were taken, by whatever config."""
         if self._own_seconds is None:
             self._before_known.append(seen)

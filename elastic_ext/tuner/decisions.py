@@ -12,7 +12,7 @@ from elastic_ext.records.json import JsonRecord
 
 from .explain import listed
 
-__all__ = ["Book", "Decision", "Kind", "Outcome", "Stand", "Standing", "Tried"]
+__all__ = ["Book", "Decision", "Kind", "Outcome", "Stand", "Tried", "TuningStanding"]
 
 
 # --- one thing that a tuner has decided, with why: what people read, and what is kept --------------------------------
@@ -235,8 +235,8 @@ Stand = Literal["off", "waiting", "watching", "probing", "settled", "paused"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing(JsonRecord):
-    """Where it stands, in a word and in a sentence."""
+class TuningStanding(JsonRecord):
+    """The state of a tuning, in a word and in a sentence."""
 
     stand: Stand
     sentence: str

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .measurements import Measured
+from .measurements import StepTimes
 from .space import KEYS, Point, Value
 
 if TYPE_CHECKING:
-    from .search import Proposal
+    from .search import PointProposal
 
 __all__ = [
     "change_in_words",
@@ -87,7 +87,7 @@ def rate_in_words(samples_per_second: float) -> str:
     return f"{number_in_words(samples_per_second)} samples/s"
 
 
-def cost_in_words(measured: Measured | None) -> str:
+def cost_in_words(measured: StepTimes | None) -> str:
     """What steps lose most with, such as "samples were waited for 61% of the step"; empty where nothing stands out."""
     if measured is None:
         return ""
@@ -103,7 +103,7 @@ def cost_in_words(measured: Measured | None) -> str:
     }[name]
 
 
-def why_try(proposal: Proposal, best: Measured, here: Point, num_samples: int) -> str:
+def why_try(proposal: PointProposal, best: StepTimes, here: Point, num_samples: int) -> str:
     """Why a point is tried from ``here``, where a step has so many samples."""
     rate, now = num_samples / proposal.seconds, num_samples / best.seconds
     words = f"{change_in_words(proposal.point, here)}: {rate_in_words(rate)} predicted"

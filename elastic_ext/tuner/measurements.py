@@ -16,9 +16,9 @@ __all__ = [
     "LEAST_GAIN",
     "PROBE_STEPS",
     "Doubt",
-    "Measured",
+    "MeasuredSteps",
     "PaceWatch",
-    "Seen",
+    "StepTimes",
     "Trial",
     "changed_facts",
     "together",
@@ -30,8 +30,8 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """Some steps that followed each other, under one version and revision of the config on all ranks."""
+class MeasuredSteps:
+    """Consecutive steps that were measured under one version and revision of the config on all ranks."""
 
     time: float
     """When the last of them ended, in seconds since 1970."""
@@ -87,8 +87,8 @@ _LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What steps at a point take."""
+class StepTimes:
+    """How long steps take at one point of a search space."""
 
     point: Point
     seconds: float
@@ -123,11 +123,11 @@ class Trial:
         self.version = version
         self.revision = revision
         self._wanted = probe_steps
-        self._seen: list[Seen] = []
+        self._seen: list[MeasuredSteps] = []
         self._num_passed_over = 0
         self._held_up = 0.0
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: MeasuredSteps) -> None:
         """More steps at the point; the first ones are passed over."""
         self._held_up += seen.held_up_seconds
         if not self._num_passed_over:
@@ -161,13 +161,13 @@ class Trial:
     def num_steps(self) -> int:
         return sum(each.num_steps for each in self._seen)
 
-    def measured(self, best_seconds: float | None) -> Measured:
+    def measured(self, best_seconds: float | None) -> StepTimes:
         """What was seen so far, which is something."""
         peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
         names = dict.fromkeys(name for each in self._seen for name in each.phases)
         working = [each.loading_processor_share for each in self._seen if each.loading_processor_share is not None]
         looked_at = [each.phases for each in self._seen if each.phases]
-        return Measured(
+        return StepTimes(
             point=self.point,
             seconds=statistics.median(self._lengths),
             spread=_spread(self._lengths),
@@ -197,7 +197,7 @@ class Trial:
         return min(self._lengths) > _MUCH_LONGER * best_seconds
 
 
-def together(one: Measured, other: Measured) -> Measured:
+def together(one: StepTimes, other: StepTimes) -> StepTimes:
     """What was measured at a point at two times."""
     parts = one.num_steps + other.num_steps
     logs = one.num_steps * math.log(one.seconds) + other.num_steps * math.log(other.seconds)
@@ -212,7 +212,7 @@ def together(one: Measured, other: Measured) -> Measured:
     )
 
 
-def why_untrusted(seen: Seen, facts: JobFacts) -> str:
+def why_untrusted(seen: MeasuredSteps, facts: JobFacts) -> str:
     """Why nothing is to be decided by ``seen``: a sentence; empty where something may be."""
     if seen.trouble:
         return seen.trouble
@@ -266,9 +266,9 @@ class Doubt:
     """Of one search."""
 
     def __init__(self) -> None:
-        self._aside: Measured | None = None
+        self._aside: StepTimes | None = None
 
-    def is_doubtful(self, measured: Measured, expected_seconds: float | None, unsure: float) -> bool:
+    def is_doubtful(self, measured: StepTimes, expected_seconds: float | None, unsure: float) -> bool:
         """Whether the best point is to be measured again before ``measured`` is learnt, which is kept until then."""
         if expected_seconds is None:
             return False
@@ -277,14 +277,14 @@ class Doubt:
         self._aside = measured
         return True
 
-    def other_pace(self, measured: Measured, before: Measured | None) -> float | None:
+    def other_pace(self, measured: StepTimes, before: StepTimes | None) -> float | None:
         """How many times as long steps take as ``before`` at the same point; None where that is much the same."""
         if before is None or before.is_brief:
             return None
         ratio = measured.seconds / before.seconds
         return ratio if abs(math.log(ratio)) > _OTHER_PACE else None
 
-    def taken(self) -> Measured | None:
+    def taken(self) -> StepTimes | None:
         """What was set aside, which is no longer."""
         aside, self._aside = self._aside, None
         return aside
@@ -307,7 +307,7 @@ class PaceWatch:
         self._slow_rank = ""
         self._num_since = 0
 
-    def see(self, seen: Seen) -> PaceChange | None:
+    def see(self, seen: MeasuredSteps) -> PaceChange | None:
         """Gives a change of pace at the window that shows it."""
         self._num_since += 1
         if seen.slow_rank:

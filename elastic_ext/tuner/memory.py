@@ -18,7 +18,7 @@ from elastic_ext.records.text import size_in_words
 
 from .space import Point, Shape, point_of, shape_of
 
-__all__ = ["HEADROOM", "Memory", "Peak", "usable_bytes"]
+__all__ = ["HEADROOM", "JobMemory", "Peak", "usable_bytes"]
 
 HEADROOM = 0.06
 """Share of memory that is left free, where nobody says otherwise."""
@@ -60,14 +60,14 @@ class _Parts:
         return max(self.forward, self.loss, self.backward)
 
 
-class Memory:
-    """Of one job, by its facts and by the peaks that its steps have had."""
+class JobMemory:
+    """How much memory a job's steps take, predicted from its facts and from the peaks that its steps have had."""
 
     def __init__(
         self,
         facts: JobFacts,
         headroom: float | None = None,
-        before: Memory | None = None,
+        before: JobMemory | None = None,
         *,
         limit_bytes: int | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Memory:
             self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
             self._go_on_from(before)
 
-    def _go_on_from(self, before: Memory) -> None:
+    def _go_on_from(self, before: JobMemory) -> None:
         """What was seen counts for steps of as many samples, and what follows from it for any."""
         if before._facts.share == self._facts.share:
             for point, peak_bytes in before._seen.items():

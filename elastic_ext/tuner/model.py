@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from elastic_ext.records.metrics import JobFacts
 
-from .measurements import Measured
+from .measurements import StepTimes
 from .space import Point, Shape, shape_of
 
-__all__ = ["NAMES", "Columns", "Fitted", "Floats", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
+__all__ = ["NAMES", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
 
 
 # --- many points at once, as arrays of numbers: what a model of steps computes with ----------------------------------
@@ -26,8 +26,8 @@ _BYTES_OF_A_PARAMETER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """A number of each point in each."""
+class PointColumns:
+    """Points of a search space as columns: one number of each point in each column."""
 
     micro_batch: Floats
     num_micro_steps: Floats
@@ -64,13 +64,13 @@ class Columns:
     features: Floats
     """(points, features): how near two points are to each other."""
 
-    def at(self, index: Sequence[int] | NDArray[np.intp]) -> Columns:
+    def at(self, index: Sequence[int] | NDArray[np.intp]) -> PointColumns:
         """Of some of the points."""
         chosen = np.asarray(index, dtype=np.intp)
-        return Columns(*(getattr(self, each.name)[chosen] for each in fields(self)))
+        return PointColumns(*(getattr(self, each.name)[chosen] for each in fields(self)))
 
 
-def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
+def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
     """All of ``points``, in their order."""
     shapes = [shape_of(point, facts) for point in points]
     known: dict[Shape, int] = {}
@@ -90,7 +90,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
         units_ahead / 6,
         np.log2(np.maximum(bucket, 2**20) / 2**20) / 8,
     ]
-    return Columns(
+    return PointColumns(
         micro_batch=micro,
         num_micro_steps=steps,
         num_workers=workers,
@@ -225,7 +225,7 @@ class Fitted:
     numbers: Floats
     covariance: Floats
 
-    def log_seconds(self, columns: Columns, share: int) -> Floats:
+    def log_seconds(self, columns: PointColumns, share: int) -> Floats:
         """(draws, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
         roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
         drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
@@ -233,7 +233,7 @@ class Fitted:
         return np.stack([_log_steps(self.numbers + each, columns, share) for each in moved])
 
 
-def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats]:
+def phases_of(numbers: Floats, columns: PointColumns, share: int) -> dict[str, Floats]:
     """What steps take by phase: passes, communication, optimizer, transfer, data, other."""
     value = dict(zip(NAMES, np.exp(numbers), strict=True))
     steps, is_sharded = columns.num_micro_steps, columns.is_sharded > 0
@@ -270,12 +270,12 @@ def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats
     return {**phases, "data": _waiting(value, columns, share, busy * longer)}
 
 
-def _loading(value: Mapping[str, float], columns: Columns, share: int) -> Floats:
+def _loading(value: Mapping[str, float], columns: PointColumns, share: int) -> Floats:
     """Of all samples of a step, by one loader."""
     return share * value["loading"] + columns.num_micro_steps * value["collating"]
 
 
-def _crowded(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
+def _crowded(value: Mapping[str, float], columns: PointColumns, share: int, busy: Floats) -> Floats:
     """What takes ``busy`` with a processor of its own, where workers want processors too."""
     working = value["working"] / (1 + value["working"]) * _loading(value, columns, share)
     handing = columns.num_micro_steps * value["handing"]
@@ -289,7 +289,7 @@ def _left(sending: Floats, beside: Floats) -> Floats:
     return _above(sending - beside, _SOFT * sending)
 
 
-def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
+def _waiting(value: Mapping[str, float], columns: PointColumns, share: int, busy: Floats) -> Floats:
     alone = _loading(value, columns, share)
     workers = np.maximum(columns.num_workers, 1.0)
     most = value["loaders"]
@@ -311,7 +311,7 @@ def _above(value: Floats, soft: Floats) -> Floats:
     return 0.5 * (value + np.sqrt(value * value + soft * soft))
 
 
-def _log_steps(numbers: Floats, columns: Columns, share: int) -> Floats:
+def _log_steps(numbers: Floats, columns: PointColumns, share: int) -> Floats:
     total: Floats = sum(phases_of(numbers, columns, share).values(), np.zeros(len(columns.micro_batch)))
     return np.log(total)
 
@@ -319,7 +319,7 @@ def _log_steps(numbers: Floats, columns: Columns, share: int) -> Floats:
 # ---- what is usual ----
 
 
-def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
+def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
     """Before anything is learnt but what steps take at the ``first`` point, which ``columns`` is of."""
     share, steps = facts.share, float(columns.num_micro_steps[0])
     seen = _seen_phases(first)
@@ -371,7 +371,7 @@ def _odds(share: float) -> float:
     return share / (1 - share)
 
 
-def _seen_phases(measured: Measured) -> dict[str, float]:
+def _seen_phases(measured: StepTimes) -> dict[str, float]:
     """What was measured of the phases of this model; empty where steps were not looked at."""
     phases = measured.phases
     if not phases:
@@ -392,7 +392,7 @@ _FLOOR = 0.02
 _MOST_ROUNDS = 25
 
 
-def fit(prior: Prior, measured: Sequence[Measured], columns: Columns, share: int) -> Fitted:
+def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, share: int) -> Fitted:
     """The most likely numbers by all that was ``measured`` at the points that ``columns`` is of, in their order."""
     wanted = _Wanted(measured, columns, share)
     numbers = np.array(prior.mean, dtype=np.float64)
@@ -419,7 +419,7 @@ def fit(prior: Prior, measured: Sequence[Measured], columns: Columns, share: int
 class _Wanted:
     """What the numbers are to say of what was measured."""
 
-    def __init__(self, measured: Sequence[Measured], columns: Columns, share: int) -> None:
+    def __init__(self, measured: Sequence[StepTimes], columns: PointColumns, share: int) -> None:
         self.columns, self.share = columns, share
         self.seconds = np.array([each.seconds for each in measured])
         self.least = _FLOOR * self.seconds

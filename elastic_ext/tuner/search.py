@@ -15,12 +15,12 @@ from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
 from .costs import Budget
-from .measurements import LEAST_GAIN, PROBE_STEPS, Measured, together
-from .memory import Memory
+from .measurements import LEAST_GAIN, PROBE_STEPS, StepTimes, together
+from .memory import JobMemory
 from .model import Fitted, Floats, Prior, columns_of, fit, prior_of
 from .space import KEYS, Point, micro_batches_of, space_of
 
-__all__ = ["Proposal", "Search", "Switching", "cost_of_probes"]
+__all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 
 
 # --- how long training stands still for a change from one point to another, and what a probe costs with that ---------
@@ -122,8 +122,8 @@ _SURE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """A point to be tried."""
+class PointProposal:
+    """A point of a search space that is to be tried next."""
 
     point: Point
     seconds: float
@@ -149,11 +149,11 @@ class Search:
         self._prior: Prior | None = before.learnt if before is not None else None
         self._switching: Switching = before._switching if before is not None else Switching(facts)
         self._least_gain = LEAST_GAIN if is_again else _LEAST_IMPROVEMENT
-        self._measured: dict[Point, Measured] = {}
+        self._measured: dict[Point, StepTimes] = {}
         self._refused: dict[Point, None] = {}
         self._last: Point | None = None
         self._expected: _Expected | None = None
-        self._best: Measured | None = None
+        self._best: StepTimes | None = None
         self._take(facts, before)
 
     def _take(self, facts: JobFacts, before: Search | None) -> None:
@@ -163,12 +163,12 @@ class Search:
         self._places = {point: at for at, point in enumerate(self._space.points)}
         is_alike = before is not None and before._facts.world_size == facts.world_size
         memory = before._memory if before is not None and is_alike else None
-        self._memory: Memory = Memory(facts, self._tuning.headroom, memory, limit_bytes=self._tuning.memory_bytes)
+        self._memory: JobMemory = JobMemory(facts, self._tuning.headroom, memory, limit_bytes=self._tuning.memory_bytes)
 
     # ---- what is learnt ----
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> StepTimes | None:
         """The measured point that is expected to be the fastest, and what its steps are expected to take."""
         if self._best is None:
             possible = [each for point, each in self._measured.items() if point not in self._refused]
@@ -184,12 +184,12 @@ class Search:
         return self._best
 
     @property
-    def best_measured(self) -> Measured | None:
+    def best_measured(self) -> StepTimes | None:
         """The same point, with what its steps took."""
         best = self.best
         return None if best is None else self._measured[best.point]
 
-    def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
+    def _log_seconds(self, expected: _Expected, measured: StepTimes) -> float:
         """Of a measured point: what is expected of it, no further from what was measured than noise can be."""
         far, seen = max(_SURELY * _noise(measured), _CLOSE), math.log(measured.seconds)
         return min(max(float(expected.log_seconds[self._places[measured.point]]), seen - far), seen + far)
@@ -203,7 +203,7 @@ class Search:
         unsure = np.sqrt(np.diag(fitted.covariance) + _MAY_HAVE_CHANGED**2)
         return Prior(mean=fitted.numbers, deviation=np.minimum(unsure, 1.5))
 
-    def tell(self, measured: Measured) -> None:
+    def tell(self, measured: StepTimes) -> None:
         """What steps at a point take."""
         point = measured.point
         if point not in self._places:
@@ -223,7 +223,7 @@ class Search:
         is_other = _known(facts) != _known(self._facts)
         self._facts = facts
         limit = self._tuning.memory_bytes
-        self._memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=limit)
+        self._memory = JobMemory(facts, self._tuning.headroom, self._memory, limit_bytes=limit)
         if is_other:
             self._columns = columns_of(self._space.points, facts)
             self._expected = self._best = None
@@ -268,7 +268,7 @@ class Search:
         """How far steps may lie from that, as a logarithm."""
         return float(self._expectation().deviations[self._places[point]]) if point in self._places else math.inf
 
-    def measured_at(self, point: Point) -> Measured | None:
+    def measured_at(self, point: Point) -> StepTimes | None:
         """What was measured there, None where nothing was."""
         return self._measured.get(point)
 
@@ -276,7 +276,7 @@ class Search:
         """The peak of memory that is expected; None where nothing is known of it, or it is no concern."""
         return self._memory.expected_bytes(point)
 
-    def propose(self, here: Point, budget: Budget, probe_steps: int) -> Proposal | None:
+    def propose(self, here: Point, budget: Budget, probe_steps: int) -> PointProposal | None:
         """The point to be tried next, one that can be paid for if there is any; None where none is worth it."""
         best = self.best
         if best is None or not self._space.is_open:
@@ -295,7 +295,7 @@ class Search:
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
         worth = cost[gains >= _ALMOST * gains.max()]
-        return Proposal(
+        return PointProposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
             least_seconds=math.exp(expected.log_seconds[place] - expected.deviations[place]),
@@ -304,7 +304,7 @@ class Search:
             is_affordable=is_affordable,
         )
 
-    def advise(self, here: Point) -> Proposal | None:
+    def advise(self, here: Point) -> PointProposal | None:
         """The point that is expected to be the fastest, where that is worth telling."""
         best = self.best
         if best is None:
@@ -317,9 +317,9 @@ class Search:
             return None
         seconds = math.exp(expected.log_seconds[place])
         point = self._space.points[place]
-        return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds)
+        return PointProposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds)
 
-    def expect_at(self, facts: JobFacts) -> Proposal | None:
+    def expect_at(self, facts: JobFacts) -> PointProposal | None:
         """Where steps of the same job have as many samples as ``facts`` say: the point that is expected to be the
         fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
         best = self.best_measured
@@ -337,7 +337,7 @@ class Search:
         log_seconds = math.log(best.seconds) + longer.mean(axis=0)
         place = int(np.argmin(log_seconds))
         unsure = float(longer.std(axis=0)[place])
-        return Proposal(
+        return PointProposal(
             point=points[place],
             seconds=math.exp(log_seconds[place]),
             least_seconds=math.exp(log_seconds[place] - unsure),
@@ -353,8 +353,8 @@ class Search:
         """Whether ``point`` fits into memory where steps have as many samples as ``facts`` say."""
         return not self._memory_at(facts).why_not(self._at_most(point, facts))
 
-    def _memory_at(self, facts: JobFacts) -> Memory:
-        return Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
+    def _memory_at(self, facts: JobFacts) -> JobMemory:
+        return JobMemory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
 
     def _at_most(self, point: Point, facts: JobFacts) -> Point:
         """What ``point`` takes most as: where nobody can choose it, a micro-batch that is a whole share may grow with
@@ -363,7 +363,7 @@ class Search:
         is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < self._facts.share)
         return point if is_chosen else point._replace(batch_size=facts.share)
 
-    def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
+    def _gains(self, expected: _Expected, best: StepTimes, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
         measured = self._columns.same[[self._places[point] for point in self._measured]]
         possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
@@ -375,7 +375,7 @@ class Search:
         gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
         return gains
 
-    def _neighbours(self, best: Measured, most: Floats) -> Floats:
+    def _neighbours(self, best: StepTimes, most: Floats) -> Floats:
         """Next to nothing for one worker less, or more, than where samples are waited for: how many there should be
         is what a model knows least of."""
         gains = np.zeros(len(self._space.points))
@@ -395,7 +395,7 @@ class Search:
                 gains[place] = self._least_gain * best.seconds / most[place] * _TIMES_OF_A_NEIGHBOUR
         return gains
 
-    def _horizon(self, best: Measured) -> float:
+    def _horizon(self, best: StepTimes) -> float:
         return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
 
     def _allowed(self) -> NDArray[np.bool_]:
@@ -455,7 +455,7 @@ def _known(facts: JobFacts) -> tuple[object, ...]:
     return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
 
 
-def _noise(measured: Measured) -> float:
+def _noise(measured: StepTimes) -> float:
     """Of a measured point, as a logarithm."""
     if measured.is_brief:
         return _BRIEF_NOISE

@@ -15,11 +15,11 @@ from elastic_ext.records.metrics import JobFacts
 from .costs import Advice, Budget
 from .decisions import Book, Decision, Kind
 from .explain import change_in_words, rate_in_words, why_try
-from .measurements import PROBE_STEPS, Doubt, Measured, PaceWatch, Seen, Trial, changed_facts
+from .measurements import PROBE_STEPS, Doubt, MeasuredSteps, PaceWatch, StepTimes, Trial, changed_facts
 from .space import KEYS, Point, Value, point_of, values_of
 
 if TYPE_CHECKING:
-    from .search import Proposal, Search
+    from .search import PointProposal, Search
 
 __all__ = ["Course", "Stage"]
 
@@ -52,13 +52,13 @@ class Course:
         self._asked: tuple[int, Point] | None = None
         self._trial: Trial | None = self._trial_of(self._base)
         self._watch = PaceWatch()
-        self._last: Measured | None = None
+        self._last: StepTimes | None = None
         self._wanted = 0.0
         self._must_look = False
         self._num_elsewhere = self._num_scattered = 0
         self._advice = Advice()
         self._doubt = Doubt()
-        self._supposed: Measured | None = None  # what a change of pace makes of the best point, until it is measured
+        self._supposed: StepTimes | None = None  # what a change of pace makes of the best point, until it is measured
 
     # ---- what others ask ----
 
@@ -76,7 +76,7 @@ class Course:
         return self._base.version
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> StepTimes | None:
         return self.search.best
 
     @property
@@ -121,7 +121,7 @@ class Course:
 
     # ---- what happens ----
 
-    def see(self, now: float, seen: Seen, *, writes: bool) -> list[Decision]:
+    def see(self, now: float, seen: MeasuredSteps, *, writes: bool) -> list[Decision]:
         """Steps that can be trusted; ``writes`` where configs may be written."""
         self._budget.see(seen)
         if (seen.version, seen.revision) != (self._base.version, self._base.revision) or self._asked:
@@ -212,7 +212,7 @@ class Course:
             self._budget.take_own(measured.seconds)
         return [*told, *self._close(measured), *self.go_on(now, writes=writes)]
 
-    def _doubted(self, now: float, measured: Measured) -> list[Decision]:
+    def _doubted(self, now: float, measured: StepTimes) -> list[Decision]:
         """Where steps are nothing like what was expected: another pace is another search."""
         before, best, aside = self.search.measured_at(measured.point), self.search.best, self._doubt.taken()
         ratio = self._doubt.other_pace(measured, before)
@@ -237,7 +237,7 @@ class Course:
             return self._say(now, "hold", f"nothing is decided: {why}")
         return self.leave(now, f"what was tried cannot be measured: {why}")
 
-    def _close(self, measured: Measured) -> list[Decision]:
+    def _close(self, measured: StepTimes) -> list[Decision]:
         open_ = self._book.open
         if open_ is None or open_.version != self._base.version:
             return []
@@ -245,7 +245,7 @@ class Course:
         is_kept = open_.kind != "probe" or (best is not None and best.point == measured.point)
         return _some(self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds)))
 
-    def _see_elsewhere(self, now: float, seen: Seen) -> list[Decision]:
+    def _see_elsewhere(self, now: float, seen: MeasuredSteps) -> list[Decision]:
         """Steps under another config than the one that is to be measured."""
         if seen.version == self._base.version and seen.revision > self._base.revision:
             return self._changed_inside(seen) if not self.is_changed_inside else []
@@ -257,7 +257,7 @@ class Course:
             now, "hold", f"nothing is decided: steps are taken under version {seen.version}, and {written}"
         )
 
-    def _changed_inside(self, seen: Seen) -> list[Decision]:
+    def _changed_inside(self, seen: MeasuredSteps) -> list[Decision]:
         open_, self._num_elsewhere = self._book.open, -1
         self.search.refuse(self.here, "the job itself changed it")
         if open_ is None:
@@ -267,10 +267,10 @@ class Course:
 
     # ---- what is decided ----
 
-    def _is_enough(self, best: Measured) -> bool:
+    def _is_enough(self, best: StepTimes) -> bool:
         return self._tuning.goal is not None and self.rate(best.seconds) >= self._tuning.goal
 
-    def _settle(self, now: float, best: Measured, why: str) -> list[Decision]:
+    def _settle(self, now: float, best: StepTimes, why: str) -> list[Decision]:
         if best.point != self.here:
             return self._back(now, best, why)
         was_told = self.stage == "settled"
@@ -279,12 +279,12 @@ class Course:
             return []
         return self._say(now, "settle", f"stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
 
-    def _is_told(self, best: Measured) -> bool:
+    def _is_told(self, best: StepTimes) -> bool:
         """Whether the newest decision already is to settle here."""
         last = self._book.last
         return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
 
-    def _save(self, now: float, best: Measured, proposal: Proposal) -> list[Decision]:
+    def _save(self, now: float, best: StepTimes, proposal: PointProposal) -> list[Decision]:
         self._wanted = proposal.cost
         if best.point != self.here:
             return self._back(now, best, "steps at the best point so far have to pay for what is to be tried next")
@@ -295,7 +295,7 @@ class Course:
         self.stage = stage
         self._watch = PaceWatch()
 
-    def _back(self, now: float, best: Measured, why: str) -> list[Decision]:
+    def _back(self, now: float, best: StepTimes, why: str) -> list[Decision]:
         last = self._last
         rate = rate_in_words(self.rate(best.seconds))
         change = change_in_words(best.point, self.here)
@@ -304,7 +304,7 @@ class Course:
             return self._write(now, "undo", best.point, f"{change}: back to {rate}, from {measured} now; {why}")
         return self._write(now, "settle", best.point, f"{change}: {rate} were measured so; {why}")
 
-    def _advise(self, now: float, best: Measured) -> list[Decision]:
+    def _advise(self, now: float, best: StepTimes) -> list[Decision]:
         found = self.search.advise(self.here)
         if found is None or not self._advice.is_news(found.point, self.rate(found.seconds)):
             return []
@@ -320,7 +320,7 @@ class Course:
         self._doubt = Doubt()
         return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
 
-    def _why(self, proposal: Proposal, best: Measured) -> str:
+    def _why(self, proposal: PointProposal, best: StepTimes) -> str:
         return why_try(proposal, best, self.here, self._facts.global_batch)
 
     def _write(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None = None) -> list[Decision]:

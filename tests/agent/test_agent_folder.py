@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ext.agent.folder import STAGING, NodeFolders, NodeTaken
 from elastic_ext.agent.orphan_guard import Warden
-from elastic_ext.ranks.processes import Process, end_groups, is_alive, process_of, this_process
+from elastic_ext.ranks.processes import ProcessIdentity, end_groups, is_alive, process_of, this_process
 from tests.support.nodes import until
 
 WORLD_WRITABLE = 0o777
@@ -36,7 +36,7 @@ def process(code: str) -> Iterator[subprocess.Popen[str]]:
         started.communicate()
 
 
-def identity(started: subprocess.Popen[str]) -> Process:
+def identity(started: subprocess.Popen[str]) -> ProcessIdentity:
     found = process_of(started.pid)
     assert found is not None
     return found
@@ -45,7 +45,7 @@ def identity(started: subprocess.Popen[str]) -> Process:
 def test_a_process_is_known_by_its_pid_and_its_start() -> None:
     with process(WAITS) as started:
         found = identity(started)
-        assert is_alive(found) and not is_alive(Process(pid=found.pid, start_ticks=found.start_ticks + 1))
+        assert is_alive(found) and not is_alive(ProcessIdentity(pid=found.pid, start_ticks=found.start_ticks + 1))
         started.kill()
         until(lambda: not is_alive(found) or None)  # a zombie has ended
     assert process_of(started.pid) is None
@@ -68,7 +68,7 @@ def test_what_a_leader_has_left_in_its_group_ends_too_and_a_process_that_only_ha
         assert leader.wait() == 0
         assert end_groups([found], patience_seconds=5) == []
     with process(WAITS) as other:
-        stranger = Process(pid=other.pid, start_ticks=identity(other).start_ticks - 1)
+        stranger = ProcessIdentity(pid=other.pid, start_ticks=identity(other).start_ticks - 1)
         assert end_groups([stranger], patience_seconds=5) == []
         assert other.poll() is None
 

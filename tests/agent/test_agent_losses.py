@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.node_tasks import Begun, Ended, begun_in, cost_in_words, left_in
+from elastic_ext.agent.node_tasks import Begun, LastProgress, begun_in, cost_in_words, left_in
 
 BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
 
@@ -22,7 +22,7 @@ BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
     ],
 )
 def test_steps_samples_and_seconds_are_told(ended: int, begun: Begun, words: str) -> None:
-    assert words in cost_in_words(Ended(step=ended, clock=100.0), begun, now=106.5)
+    assert words in cost_in_words(LastProgress(step=ended, clock=100.0), begun, now=106.5)
 
 
 def event(step: int, time: float, kind: str = "training-began", **details: object) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.arguments import AT_START, Place, devices_of, environment_of, with_start
+from elastic_ext.agent.arguments import AT_START, WorkerPlace, devices_of, environment_of, with_start
 
 SCRIPT = """
 import os, subprocess, sys
@@ -93,7 +93,7 @@ def test_virtual_local_ranks_see_one_device_each() -> None:
 
 
 def test_places_are_told_in_torchruns_words() -> None:
-    place = Place(
+    place = WorkerPlace(
         rank=5,
         local_rank=1,
         role_rank=5,

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from elastic_ext.agent.master.report import NodeReport
+from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.agent.rendezvous import loopback_store
 from elastic_ext.master.address import MOST_BEAT_BYTES
 from elastic_ext.master.wire import master_pb2 as wire
@@ -75,7 +75,7 @@ def test_a_moment_stays_where_the_clock_was_put_forward_since_what_came_after_it
 
 def test_a_master_is_told_of_workers_and_nodes_also_once_the_clock_of_a_node_was_put_back(tmp_path: Path) -> None:
     clock = Clock()
-    report = NodeReport(tmp_path, since=clock.since(clock.time_of_day))
+    report = NodeReporter(tmp_path, since=clock.since(clock.time_of_day))
     clock.pass_by(60)
     clock.time_of_day -= HOUR
     worker = WorkerSeen(local_rank=0, rank=0, pid=1, start_ticks=1, state="running", step=7)

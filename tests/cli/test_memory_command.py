@@ -20,7 +20,7 @@ from elastic_ext.cli.memory import Asked, limit_of, memory_record, memory_words,
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.agent import AgentRecord
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
-from elastic_ext.tuner.memory import Memory
+from elastic_ext.tuner.memory import JobMemory
 from elastic_ext.tuner.space import point_of
 from tests.support.job_facts import made_facts
 
@@ -127,7 +127,7 @@ def test_all_numbers_are_those_that_the_tuner_has(run: Shell) -> None:
     facts = facts_of(choices={"parallelism.strategy": ("no_shard", "full_shard"), "parallelism.shard_degree": (2,)})
     run.write(facts)
     found = run.record("--activation-checkpoint", "0", "--activation-checkpoint", "0.5")
-    memory, point = Memory(facts), point_of(facts.values)
+    memory, point = JobMemory(facts), point_of(facts.values)
     expected = [
         (size, strategy, ratio, peak.num_bytes, peak.passes_bytes)
         for ratio in (0.0, 0.5)
@@ -158,7 +158,7 @@ def test_one_size_by_one_plan_is_asked_for(run: Shell) -> None:
     point = point_of(facts.values)._replace(
         batch_size=3, strategy="hybrid_shard", shard_degree=2, unit=3, activation_checkpoint=0.5
     )
-    peak = Memory(facts).peak(point)
+    peak = JobMemory(facts).peak(point)
     assert peak is not None and found["peak_bytes"] == peak.num_bytes
     assert (found["strategy"], found["shard_degree"], found["unit"]) == ("hybrid_shard", 2, 3)
     (found,) = run.record("--micro-batch", "3", "--strategy", "full_shard", "--unit", "whole")["peaks"]
@@ -183,7 +183,7 @@ def test_more_samples_than_a_step_has_now_are_those_of_a_larger_step(run: Shell)
     run.write(facts)
     found = run.record("--micro-batch", "20")
     larger = replace(facts, share=20, global_batch=80)
-    peak = Memory(larger).peak(point_of(facts.values)._replace(batch_size=20))
+    peak = JobMemory(larger).peak(point_of(facts.values)._replace(batch_size=20))
     assert peak is not None and found["peaks"][0]["peak_bytes"] == peak.num_bytes
     assert found["peaks"][0]["micro_batch"] == 20
     assert found["notes"] == [
@@ -202,7 +202,7 @@ def test_of_a_strategy_that_the_job_cannot_have_it_is_said_why(run: Shell) -> No
 
 
 def peak_of(facts: JobFacts, size: int) -> int:
-    peak = Memory(facts).peak(point_of(facts.values)._replace(batch_size=size))
+    peak = JobMemory(facts).peak(point_of(facts.values)._replace(batch_size=size))
     assert peak is not None
     return peak.num_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.master.report import NodeReport
+from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.cli import main
 from elastic_ext.cli.master import status_words
 from elastic_ext.master.address import MOST_BEAT_BYTES
@@ -79,7 +79,7 @@ def test_a_master_tells_people_and_prometheus_how_many_there_were(run_dir: tuple
     record = WorkersRecord(time=time.time(), restart=0, membership_version=1, workers=(worker,))
     (folder / WORKERS_FILE).write_text(record.to_json())
     request = master_pb2.BeatRequest()
-    NodeReport(folder, since=Since(0.0)).fill(request, MOST_BEAT_BYTES)
+    NodeReporter(folder, since=Since(0.0)).fill(request, MOST_BEAT_BYTES)
     (sent,) = master_pb2.BeatRequest.FromString(request.SerializeToString()).workers
     skipped = 0 if when == "warn" else 2
     assert (sent.num_not_finite, sent.num_skipped) == (2, skipped)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.config.control_word import Lag, Pace, Place, Report, choose
+from elastic_ext.config.control_word import AgreementPace, Lag, RankReport, RoundPlace, choose
 from tests.support.configs import unhurried
 
-HERE = Place(boundary=3, step=40)
+HERE = RoundPlace(boundary=3, step=40)
 reports = st.builds(
-    Report,
+    RankReport,
     place=st.just(HERE),
     version=st.none() | st.integers(1, 4),
     digest=st.sampled_from(["x", "y"]),
@@ -22,8 +22,8 @@ reports = st.builds(
 )
 
 
-def report(**news: Any) -> Report:
-    return Report(place=HERE, **news)
+def report(**news: Any) -> RankReport:
+    return RankReport(place=HERE, **news)
 
 
 FILE_1, FILE_2 = report(version=1, digest="a"), report(version=2, digest="b")
@@ -53,7 +53,7 @@ WISH = report(changes={"dataloader.batch_size": 2}, reason="memory")
         ([report(version=1, digest="a", changes={}, reason="both"), NOTHING], "revision", 0),
     ],
 )
-def test_the_choice_is(given_reports: list[Report], kind: str, source: int) -> None:
+def test_the_choice_is(given_reports: list[RankReport], kind: str, source: int) -> None:
     choice = choose(given_reports)
     assert (choice.kind, choice.source) == (kind, source)
 
@@ -68,7 +68,7 @@ def test_a_conflict_names_the_ranks_of_each_content_and_what_to_do() -> None:
 
 @unhurried
 @given(st.lists(reports, min_size=1, max_size=6))
-def test_what_is_chosen_is_held_by_its_source_and_possible_for_all(ranks: list[Report]) -> None:
+def test_what_is_chosen_is_held_by_its_source_and_possible_for_all(ranks: list[RankReport]) -> None:
     choice = choose(ranks)
     source = ranks[choice.source]
     if choice.kind == "file":
@@ -84,7 +84,7 @@ def test_what_is_chosen_is_held_by_its_source_and_possible_for_all(ranks: list[R
 
 @unhurried
 @given(st.lists(reports, min_size=1, max_size=6), st.randoms())
-def test_the_order_of_ranks_does_not_change_what_is_chosen(ranks: list[Report], random: object) -> None:
+def test_the_order_of_ranks_does_not_change_what_is_chosen(ranks: list[RankReport], random: object) -> None:
     shuffled = list(ranks)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     one, other = choose(ranks), choose(shuffled)
@@ -97,23 +97,23 @@ def test_the_order_of_ranks_does_not_change_what_is_chosen(ranks: list[Report], 
 @unhurried
 @given(
     st.builds(
-        Report,
-        place=st.builds(Place, boundary=st.integers(0), step=st.integers(0)),
+        RankReport,
+        place=st.builds(RoundPlace, boundary=st.integers(0), step=st.integers(0)),
         version=st.none() | st.integers(1),
         digest=st.text(st.characters(codec="utf-8")),
         changes=st.none() | st.dictionaries(st.text(max_size=9), st.none() | st.integers() | st.text(max_size=9)),
         reason=st.text(),
     )
 )
-def test_a_report_comes_back_from_its_bytes(report: Report) -> None:
-    assert Report.from_bytes(report.to_bytes()) == report
+def test_a_report_comes_back_from_its_bytes(report: RankReport) -> None:
+    assert RankReport.from_bytes(report.to_bytes()) == report
 
 
 # ---- pace ----
 
 
 def paced(cost_seconds: float, step_seconds: list[float], **arguments: float) -> int:
-    pace = Pace(pulse_seconds=cost_seconds, **arguments)  # type: ignore[arg-type]
+    pace = AgreementPace(pulse_seconds=cost_seconds, **arguments)  # type: ignore[arg-type]
     for seconds in step_seconds:
         pace.note_step(seconds)
     return pace.interval()
@@ -165,7 +165,7 @@ def test_the_interval_keeps_the_share_and_is_the_smallest_that_does(
 def test_what_an_agreement_takes_of_the_training_thread_counts_too(
     pulse_seconds: float, agreement_seconds: list[float], interval: int
 ) -> None:
-    pace = Pace(pulse_seconds=pulse_seconds)
+    pace = AgreementPace(pulse_seconds=pulse_seconds)
     for _ in range(8):
         pace.note_step(0.01)
     for seconds in agreement_seconds:
@@ -179,7 +179,7 @@ def test_what_an_agreement_takes_of_the_training_thread_counts_too(
 def test_what_boundaries_take_without_an_agreement_comes_off_the_share_up_to_half_of_it(
     idle_seconds: list[float], interval: int
 ) -> None:
-    pace = Pace(pulse_seconds=0.001)
+    pace = AgreementPace(pulse_seconds=0.001)
     for _ in range(8):
         pace.note_step(0.01)
     for seconds in idle_seconds:

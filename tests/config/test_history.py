@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory, Entry, undone
+from elastic_ext.config.history import ConfigHistory, HistoryEntry, undone
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive
 from tests.support.configs import configs, unhurried
@@ -255,8 +255,8 @@ def test_any_order_of_sets_undos_and_edits_by_hand_is_what_an_editor_would_do(
     assert versions(history) == sorted(set(versions(history)))
 
 
-def entry(version: int, restores: int | None = None) -> Entry:
-    return Entry(time=0.0, config=ElasticConfig(version=version), restores=restores)
+def entry(version: int, restores: int | None = None) -> HistoryEntry:
+    return HistoryEntry(time=0.0, config=ElasticConfig(version=version), restores=restores)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +270,12 @@ def entry(version: int, restores: int | None = None) -> Entry:
         ([entry(3), entry(1)], 3),
     ],
 )
-def test_the_entry_to_go_back_to_is(entries: list[Entry], version: int) -> None:
+def test_the_entry_to_go_back_to_is(entries: list[HistoryEntry], version: int) -> None:
     assert undone(entries).config.version == version
 
 
 @pytest.mark.parametrize("entries", [[], [entry(1)], [entry(1), entry(2), entry(3, 1)], [entry(5, 3)]])
-def test_there_is_nothing_to_go_back_to_in(entries: list[Entry]) -> None:
+def test_there_is_nothing_to_go_back_to_in(entries: list[HistoryEntry]) -> None:
     with pytest.raises(ConfigError, match="no earlier version"):
         undone(entries)
 
@@ -284,7 +284,7 @@ def test_there_is_nothing_to_go_back_to_in(entries: list[Entry]) -> None:
 
 
 def test_the_history_keeps_the_last_two_hundred_versions(history: ConfigHistory) -> None:
-    line = Entry(time=1.0, config=ElasticConfig(version=1)).to_json()
+    line = HistoryEntry(time=1.0, config=ElasticConfig(version=1)).to_json()
     lines = [line.replace('"version": 1', f'"version": {version}') for version in range(1, 301)]
     history_file(history).write_text("\n".join(lines) + "\n")
     by_hand(history, 300, 1)
@@ -353,9 +353,9 @@ def test_a_history_that_was_lost_leaves_the_file_in_charge(history: ConfigHistor
 @unhurried
 @given(configs(), st.none() | st.integers(1, 99), st.floats(0, 9e9))
 def test_an_entry_comes_back_from_its_line(config: ElasticConfig, restores: int | None, time: float) -> None:
-    written = Entry(time=time, config=config, restores=restores)
+    written = HistoryEntry(time=time, config=config, restores=restores)
     assert len(written.to_json().splitlines()) == 1
-    assert Entry.from_json(written.to_json()) == written
+    assert HistoryEntry.from_json(written.to_json()) == written
 
 
 # ---- versions from elsewhere ----

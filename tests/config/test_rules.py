@@ -12,10 +12,10 @@ from elastic_ext.config.keys import (
     KEYS,
     BlocksOrWhole,
     Bounds,
-    Choice,
     Integer,
-    Knobs,
+    KnobRules,
     Number,
+    OneOf,
     Text,
     UserValueRule,
     nearest,
@@ -111,12 +111,12 @@ def test_a_range_with_the_larger_number_first_is_refused() -> None:
 
 
 def test_two_choices_that_are_no_numbers_are_no_range() -> None:
-    assert Bounds(Choice(("b", "a"))).check(["b", "a"]) == ("b", "a")
+    assert Bounds(OneOf(("b", "a"))).check(["b", "a"]) == ("b", "a")
     assert Bounds(BlocksOrWhole()).check(["whole", 2]) == ("whole", 2)
 
 
 def test_knobs_name_every_fault_and_the_nearest_known_knob() -> None:
-    rule = Knobs({"dataloader.batch_size": Integer(1), "parallelism.prefetch": Integer(0)})
+    rule = KnobRules({"dataloader.batch_size": Integer(1), "parallelism.prefetch": Integer(0)})
     with pytest.raises(ValueError, match="known knobs") as caught:
         rule.check({"dataloader.batch_sise": [1, 2], "parallelism.prefetch": [2, 1], "dataloader.batch_size": [0, 1]})
     text = str(caught.value)
@@ -127,7 +127,7 @@ def test_knobs_name_every_fault_and_the_nearest_known_knob() -> None:
 
 def test_knobs_with_names_made_to_steer_a_terminal_are_shown_harmless() -> None:
     with pytest.raises(ValueError, match="known knobs") as caught:
-        Knobs({"a": Integer(1)}).check({"\x1b[2J\n": [1, 2]})
+        KnobRules({"a": Integer(1)}).check({"\x1b[2J\n": [1, 2]})
     assert str(caught.value).isprintable()
 
 

@@ -21,7 +21,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.seeding import Copied
-from elastic_ext.data.streams import START, Answer, Mark, Request, Stream
+from elastic_ext.data.streams import START, Mark, Stream, StreamAnswer, StreamRequest
 from elastic_ext.errors import WorkerDiedError
 from tests.support.pools import kill_for_good, worker_pids
 
@@ -102,8 +102,8 @@ def changed(loader: ElasticDataLoader, **values: Any) -> None:
 
 def asked(
     start: int, num_samples: int, *, keep_from: int = 0, mark: Mark | None = None, is_marked: bool = True
-) -> Request:
-    return Request(0, 1, 0, start, num_samples, keep_from, mark, is_marked=is_marked)
+) -> StreamRequest:
+    return StreamRequest(0, 1, 0, start, num_samples, keep_from, mark, is_marked=is_marked)
 
 
 def marked(num_samples: int) -> Mark:
@@ -114,31 +114,31 @@ def marked(num_samples: int) -> Mark:
 def test_a_stream_gives_again_what_it_may_be_asked_for_again() -> None:
     dataset = Counting(20)
     stream = Stream(dataset, listed, auto_collation=True)
-    assert stream[asked(0, 4, mark=START)] == Answer([0, 1, 2, 3], 4)
+    assert stream[asked(0, 4, mark=START)] == StreamAnswer([0, 1, 2, 3], 4)
     assert stream[asked(4, 4)].batch == [4, 5, 6, 7]
     assert stream[asked(2, 3)].batch == [2, 3, 4]
     assert stream[asked(5, 2, keep_from=5)].batch == [5, 6]
     assert stream[asked(4, 2, keep_from=4)].is_lost
-    assert stream[asked(18, 4, keep_from=5)] == Answer([18, 19], 2)
-    assert stream[asked(20, 4, keep_from=5)] == Answer()
+    assert stream[asked(18, 4, keep_from=5)] == StreamAnswer([18, 19], 2)
+    assert stream[asked(20, 4, keep_from=5)] == StreamAnswer()
     assert dataset.num_passes == 1
 
 
 def test_a_stream_that_is_new_has_to_be_told_where_to_go() -> None:
     stream = Stream(Telling(20), listed, auto_collation=True)
     assert stream[asked(4, 2)].is_lost
-    assert stream[asked(7, 2, keep_from=7, mark=marked(5))] == Answer([7, 8], 2, marked(9))
+    assert stream[asked(7, 2, keep_from=7, mark=marked(5))] == StreamAnswer([7, 8], 2, marked(9))
 
 
 def test_a_stream_that_has_ended_tells_no_state_which_may_be_the_next_epochs() -> None:
     stream = Stream(Telling(20), listed, auto_collation=True)
-    assert stream[asked(12, 8, keep_from=12, mark=START)] == Answer(list(range(12, 20)), 8, marked(20))
-    assert stream[asked(16, 8, keep_from=16)] == Answer([16, 17, 18, 19], 4)
+    assert stream[asked(12, 8, keep_from=12, mark=START)] == StreamAnswer(list(range(12, 20)), 8, marked(20))
+    assert stream[asked(16, 8, keep_from=16)] == StreamAnswer([16, 17, 18, 19], 4)
 
 
 def test_a_stream_without_a_state_passes_what_lies_before() -> None:
     stream = Stream(Counting(20), listed, auto_collation=True)
-    assert stream[asked(7, 2, keep_from=7, mark=START)] == Answer([7, 8], 2)
+    assert stream[asked(7, 2, keep_from=7, mark=START)] == StreamAnswer([7, 8], 2)
 
 
 class Costly(Telling):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.fsdp.blocks import Trial, blocks_of, recompute, why_not_recompute
+from elastic_ext.fsdp.blocks import RecomputeTrial, blocks_of, recompute, why_not_recompute
 
 
 class Block(nn.Module):
@@ -333,7 +333,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
             part.register_forward_hook(lambda module, inputs, output: called.append(type(module).__name__))  # noqa: B023
         caches: list[Cache] = []
         num_hooks = _num_hooks(model)
-        trial = Trial(model, blocks_of(model)) if is_tried else None
+        trial = RecomputeTrial(model, blocks_of(model)) if is_tried else None
         with torch.no_grad():
             model(torch.randn(3, 4))  # which says nothing of backward passes
         assert trial is None or not trial.is_over
@@ -371,7 +371,7 @@ def test_what_is_not_the_same_when_it_is_computed_again_is_found_in_a_pass(given
     model = Language()
     if "make" in given and given["make"] is not Cache:
         model.blocks[0].forward = model.blocks[1].forward = lambda x, cache, has_bias: x * x
-    trial = Trial(model, blocks_of(model))
+    trial = RecomputeTrial(model, blocks_of(model))
     model(torch.randn(3, 4, requires_grad=True), **given)
     assert trial.is_over
     if says is None:
@@ -385,7 +385,7 @@ def test_what_is_not_the_same_when_it_is_computed_again_is_found_in_a_pass(given
 
 def test_a_trial_that_raises_does_so_once_and_before_the_pass() -> None:
     model = Language()
-    Trial(model, blocks_of(model), raises=True)
+    RecomputeTrial(model, blocks_of(model), raises=True)
     with pytest.raises(ValueError, match="does not come to the same when it is computed again"):
         model(torch.randn(3, 4), make=Cache)
     assert model.blocks[0].num_passes == 0
@@ -395,7 +395,7 @@ def test_a_trial_that_raises_does_so_once_and_before_the_pass() -> None:
 def test_compiled_models_are_not_tried() -> None:
     model = Language()
     model.blocks[0].compile(backend="eager")
-    assert Trial(model, blocks_of(model)).is_over
+    assert RecomputeTrial(model, blocks_of(model)).is_over
 
 
 def test_a_copy_of_a_model_that_is_computed_again_is_trained_by_itself() -> None:

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.optimizers import held_of_optimizers, make_missing, put_groups, put_values
-from elastic_ext.fsdp.state import Held, Kind, box_of, held_of_model
+from elastic_ext.fsdp.state import Kind, LocalShard, box_of, held_of_model
 from elastic_ext.fsdp.value_encoding import Plain
 from tests.support.ranks import RankPool
 from tests.support.sharded import WAYS, values_of
@@ -182,7 +182,7 @@ def one_step(model: nn.Module, optimizer: Optimizer, index: int) -> None:
     optimizer.zero_grad()
 
 
-def copied(held: Sequence[Held]) -> list[Saved]:
+def copied(held: Sequence[LocalShard]) -> list[Saved]:
     return [
         Saved(one.name, one.tensor.reshape(-1).clone(), one.box, one.dtype, one.kind, one.is_alias_of) for one in held
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
-from elastic_ext.master.configs import ConfigBook, Late, Page
+from elastic_ext.master.configs import ConfigBook, Page, StaleVersion
 
 
 def write(book: ConfigBook, rate: float, **given: object) -> Page:
@@ -36,7 +36,7 @@ def test_a_generated_version_is_late_once_a_person_has_written_another() -> None
     write(book, 0.1)
     write(book, 0.2, author="generated", made_from=1)
     write(book, 0.3)
-    with pytest.raises(Late, match="made from version 2, and version 3 is the newest"):
+    with pytest.raises(StaleVersion, match="made from version 2, and version 3 is the newest"):
         write(book, 0.4, author="generated", made_from=2)
     assert book.version == 3
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.master.service import Door, Ended, Guard, host_of
+from elastic_ext.master.service import CallEnded, Door, Guard, host_of
 from elastic_ext.master.status import Shown
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.support.masters import TOKEN, MasterProcess, master_in_process
@@ -91,7 +91,7 @@ async def admitted(guard: Guard, name: str, **given: Any) -> grpc.StatusCode | N
     """With what a call ends, None where it is let be."""
     try:
         await guard.admit(Peer(name, **given))  # type: ignore[arg-type]
-    except Ended as error:
+    except CallEnded as error:
         return error.code
     return None
 
@@ -107,7 +107,7 @@ class Gate:
         """With what a call of the connection of that name ends, None where it is let be."""
         try:
             asyncio.run(self.guard.admit(Peer(name, **given)))  # type: ignore[arg-type]
-        except Ended as error:
+        except CallEnded as error:
             return error.code, error.words
         return None
 
@@ -168,7 +168,7 @@ def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_s
         await asyncio.gather(*waiting, return_exceptions=True)
         return len(waiting), {type(each.exception()).__name__ for each in done}
 
-    assert asyncio.run(come()) == (1_024, {"Ended"})
+    assert asyncio.run(come()) == (1_024, {"CallEnded"})
 
 
 def test_who_has_no_token_takes_nothing_from_those_who_have() -> None:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.master.collector import History, Point, mean_of
+from elastic_ext.master.collector import History, MeanPoint, mean_of
 
 BEGIN = 1_700_006_400.0  # a whole number of ten minutes
 HOUR, DAY, WEEK = 3600.0, 86400.0, 7 * 86400.0
 
 
-def _point(time: float, rate: float | None = 1.0, *, seconds: float = 5.0, **changes: object) -> Point:
-    return Point(time=time, seconds=seconds, steps_per_second=rate, **changes)  # type: ignore[arg-type]
+def _point(time: float, rate: float | None = 1.0, *, seconds: float = 5.0, **changes: object) -> MeanPoint:
+    return MeanPoint(time=time, seconds=seconds, steps_per_second=rate, **changes)  # type: ignore[arg-type]
 
 
 def _filled(seconds: float, every: float = 5.0) -> History:

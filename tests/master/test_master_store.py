@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import Entry
+from elastic_ext.config.history import HistoryEntry
 from elastic_ext.master.configs import Page
 from elastic_ext.master.events import EventRecord, NodeRecord
-from elastic_ext.master.store import Store, StoreError, Superseded, network_in_words
+from elastic_ext.master.store import JobStore, StoreError, Superseded, network_in_words
 
 
 def page_of(version: int, **given: int) -> Page:
     config = ElasticConfig.from_values({"optimizer.learning_rate": 0.1}, version=version, reason="a try")
-    return Page(entry=Entry(time=1.0 * version, config=config, **given), author="person")
+    return Page(entry=HistoryEntry(time=1.0 * version, config=config, **given), author="person")
 
 
 def event_of(number: int, text: str = "something") -> EventRecord:
@@ -34,7 +34,7 @@ NODE = NodeRecord(
 
 
 def test_all_of_it_is_there_again(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         first = store.read()
         assert first.epoch == 1 and first.job == "" and len(first.job_id) == 32
         store.enter_page(page_of(1))
@@ -42,7 +42,7 @@ def test_all_of_it_is_there_again(tmp_path: Path) -> None:
         store.keep(
             events=[event_of(1), event_of(2)], nodes=[NODE], membership='{"a": 1}', points=[(60.0, "{}")], job="j"
         )
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         found = store.read()
     assert found.epoch == 2 and found.job == "j" and found.job_id == first.job_id
     assert found.pages == (page_of(1), page_of(2, restores=1))
@@ -51,7 +51,7 @@ def test_all_of_it_is_there_again(tmp_path: Path) -> None:
 
 
 def test_what_is_forgotten_and_what_is_too_old_goes(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         for version in range(1, 203):
             store.enter_page(page_of(version))
         store.keep(events=[event_of(number) for number in range(1, 5_101)], nodes=[NODE])
@@ -64,14 +64,14 @@ def test_what_is_forgotten_and_what_is_too_old_goes(tmp_path: Path) -> None:
 
 
 def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)), pytest.raises(StoreError, match="another master has"):
-        Store(tmp_path)
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)), pytest.raises(StoreError, match="another master has"):
+        JobStore(tmp_path)
+    with contextlib.closing(JobStore(tmp_path)) as store:
         assert store.epoch == 2
 
 
 def test_a_master_that_another_has_replaced_writes_nothing_more(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         store.enter_page(page_of(1))
         with contextlib.closing(sqlite3.connect(store.path)) as other, other:  # on storage whose locks were lost
             other.execute("UPDATE meta SET value = '2' WHERE key = 'epoch'")
@@ -79,13 +79,13 @@ def test_a_master_that_another_has_replaced_writes_nothing_more(tmp_path: Path) 
             store.enter_page(page_of(2))
         with pytest.raises(Superseded):
             store.keep(events=[event_of(1)])
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         found = store.read()
         assert found.epoch == 3 and found.pages == (page_of(1),) and found.events == ()
 
 
 def test_what_was_removed_under_it_is_written_to_no_more_and_goes_on_where_it_is_put_back(tmp_path: Path) -> None:
-    store = Store(tmp_path / "state")
+    store = JobStore(tmp_path / "state")
     store.enter_page(page_of(1))
     (tmp_path / "state").rename(tmp_path / "away")
     with pytest.raises(StoreError, match="was removed while this master ran"):
@@ -93,7 +93,7 @@ def test_what_was_removed_under_it_is_written_to_no_more_and_goes_on_where_it_is
     (tmp_path / "away").rename(tmp_path / "state")
     store.enter_page(page_of(2))
     (tmp_path / "state").rename(tmp_path / "away")
-    other = Store(tmp_path / "state")  # another master, which finds no lock
+    other = JobStore(tmp_path / "state")  # another master, which finds no lock
     with pytest.raises(Superseded, match="another file has taken the place"):
         store.keep(job="j")
     other.enter_page(page_of(1))
@@ -102,7 +102,7 @@ def test_what_was_removed_under_it_is_written_to_no_more_and_goes_on_where_it_is
 
 
 def test_a_full_disk_changes_nothing_and_is_got_over(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         store.enter_page(page_of(1))
         (used,) = store._db.execute("PRAGMA page_count").fetchone()
         store._db.execute(f"PRAGMA max_page_count = {used + 2}")
@@ -129,7 +129,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_versions(tmp_path
         told = [int(writer.stdout.readline()) for _ in range(30)]
         writer.kill()
         told += [int(line) for line in writer.stdout if line.endswith("\n")]
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         found = store.read()
     versions = [each.config.version for each in found.pages]
     assert versions == list(range(versions[0], versions[-1] + 1)) and versions[-1] >= told[-1], "what was told stays"
@@ -140,31 +140,31 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_versions(tmp_path
 def test_a_damaged_file_is_refused_and_stays(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "master.db").write_bytes(content)
     if not content:  # a file that was just being made
-        Store(tmp_path).close()
+        JobStore(tmp_path).close()
         return
     with pytest.raises(StoreError, match="master\\.db cannot be opened"):
-        Store(tmp_path)
+        JobStore(tmp_path)
     assert (tmp_path / "master.db").read_bytes() == content
 
 
 def test_rows_that_no_master_has_written_are_refused(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         store._db.execute("INSERT INTO pages VALUES (1, 1.0, 'somebody', '', NULL, '{}')")
         with pytest.raises(StoreError, match="holds what no master has written"):
             store.read()
 
 
 def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         store._db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreError, match="of a newer version of this library"):
-        Store(tmp_path)
+        JobStore(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
-        Store(tmp_path / "file" / "inside")
+        JobStore(tmp_path / "file" / "inside")
 
 
 def test_storage_over_a_network_is_refused_with_the_reason() -> None:
@@ -189,8 +189,8 @@ def test_storage_over_a_network_is_refused_with_the_reason() -> None:
     ],
 )
 def test_a_file_that_computes_what_is_read_is_refused(tmp_path: Path, change: str) -> None:
-    Store(tmp_path).close()
+    JobStore(tmp_path).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "master.db")) as db:
         db.executescript(change)
     with pytest.raises(StoreError, match="is computed by the file; give --state-dir another folder"):
-        Store(tmp_path)
+        JobStore(tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elastic_ext.master.job import Job, JobSettings, Moment
+from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_message
@@ -156,10 +156,10 @@ def kept_pairs(folder: Path) -> str:
 
 def test_a_history_is_told() -> None:
     stored = Stored(job="j", job_id="0", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
-    job = Job(stored, JobSettings(library="1"), Moment(clock=0.0, time=1e9))
-    job.join(Moment(clock=0.0, time=1e9), join_request("a"))
+    job = Job(stored, JobSettings(library="1"), Now(clock=0.0, time=1e9))
+    job.join(Now(clock=0.0, time=1e9), join_request("a"))
     for second in range(200):
-        now = Moment(clock=second, time=1e9 + second)
+        now = Now(clock=second, time=1e9 + second)
         if second % 10 == 0:
             job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, workers=[worker(0)]))
         job.tick(now)
@@ -167,7 +167,5 @@ def test_a_history_is_told() -> None:
     assert len(points) >= 15 and points[-1].steps_per_second == 10.0 and points[-1].num_workers == 1
     rows = job.take_unsaved().points
     assert rows and not job.take_unsaved().points, "each is stored once"
-    again = Job(
-        replace(stored, points=tuple(text for _, text in rows)), job.settings, Moment(clock=0.0, time=1e9 + 300)
-    )
+    again = Job(replace(stored, points=tuple(text for _, text in rows)), job.settings, Now(clock=0.0, time=1e9 + 300))
     assert [each.steps_per_second for each in again.collector.history().points][-1] == 10.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_ext.master.job import Job, JobSettings, Moment
-from elastic_ext.master.store import Store, Stored, Unsaved
+from elastic_ext.master.job import Job, JobSettings, Now
+from elastic_ext.master.store import JobStore, Stored, Unsaved
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.support.masters import join_request
 
@@ -13,8 +13,8 @@ NOTHING = Stored(job="", job_id="id", epoch=1, pages=(), events=(), nodes=(), me
 DAY = 24 * 3600.0
 
 
-def at(seconds: float) -> Moment:
-    return Moment(seconds, 1e9 + seconds)
+def at(seconds: float) -> Now:
+    return Now(seconds, 1e9 + seconds)
 
 
 def job(stored: Stored = NOTHING) -> Job:
@@ -41,7 +41,7 @@ def test_each_change_is_given_once_and_again_where_it_was_not_written() -> None:
 
 
 def test_a_node_that_was_forgotten_and_has_come_back_is_stored(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = JobStore(tmp_path)
     found = job(store.read())
     found.join(at(1.0), join_request("a"))
     kept(store, found.take_unsaved())
@@ -57,7 +57,7 @@ def test_a_node_that_was_forgotten_and_has_come_back_is_stored(tmp_path: Path) -
     store.close()
 
 
-def kept(store: Store, unsaved: Unsaved) -> None:
+def kept(store: JobStore, unsaved: Unsaved) -> None:
     store.keep(
         events=unsaved.events,
         nodes=unsaved.nodes,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.master.configs import Unacknowledged, Watcher, Watchers
+from elastic_ext.master.configs import ConfigStream, Unacknowledged, Watchers
 
 SECONDS = 0.05  # within which a version has to be held
 
@@ -17,7 +17,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20.0))
 
 
-async def served(watcher: Watcher, sent: list[int], newest: list[int]) -> None:
+async def served(watcher: ConfigStream, sent: list[int], newest: list[int]) -> None:
     """As the service does it."""
     while not watcher.is_over:
         if watcher.has_news(newest[0]):

@@ -18,7 +18,7 @@ from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_record
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
-from elastic_ext.tuner.measurements import Seen, why_untrusted
+from elastic_ext.tuner.measurements import MeasuredSteps, why_untrusted
 from tests.support.job_facts import made_facts
 from tests.support.tuned import STEP, reported
 
@@ -118,7 +118,7 @@ def begun(world_size: int = 2) -> Seeing:
     return seeing
 
 
-def told_by(*workers: wire.Worker, world_size: int = 2) -> Seen | None:
+def told_by(*workers: wire.Worker, world_size: int = 2) -> MeasuredSteps | None:
     seeing = begun(world_size)
     seeing.take(NOW, workers)
     return seeing.seen(NOW)

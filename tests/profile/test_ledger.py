@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from elastic_ext.profile.ledger import (
     ENTRIES,
-    Entry,
     Happened,
     Ledger,
     Life,
     Slice,
+    TimeUse,
     in_order,
     ledger_of_job,
     ledger_of_slices,
@@ -126,7 +126,7 @@ def test_no_window_is_in_two_lives_and_none_is_lost(given_windows: list[StepWind
 # --- what each entry is ---------------------------------------------------------------------------------------------
 
 
-def ledger(found: Sequence[StepWindow], happened: Happened | None = None, until: float = 0.0) -> dict[Entry, float]:
+def ledger(found: Sequence[StepWindow], happened: Happened | None = None, until: float = 0.0) -> dict[TimeUse, float]:
     """The entries that there are, to the microsecond."""
     slices = slices_of(in_order(lives_of(found)), happened or Happened(), until=until)
     result = ledger_of_slices(slices)
@@ -147,13 +147,13 @@ def test_phases_of_steps_stay_what_they_are() -> None:
     seconds = {"data": 1.0, "forward": 2.0, "backward": 4.0, "communication": 3.0, "checkpoint": 0.5, "outside": 6.0}
     found = chain(first_window(START, 5.0), window(0.0, seconds, step=10, num_steps=10))
     assert ledger(found) == {
-        Entry.STARTUP: 5.0,
-        Entry.DATA: 1.0,
-        Entry.FORWARD: 2.0,
-        Entry.BACKWARD: 4.0,
-        Entry.COMMUNICATION: 3.0,
-        Entry.CHECKPOINT: 0.5,
-        Entry.OUTSIDE: 6.0,
+        TimeUse.STARTUP: 5.0,
+        TimeUse.DATA: 1.0,
+        TimeUse.FORWARD: 2.0,
+        TimeUse.BACKWARD: 4.0,
+        TimeUse.COMMUNICATION: 3.0,
+        TimeUse.CHECKPOINT: 0.5,
+        TimeUse.OUTSIDE: 6.0,
     }
 
 
@@ -161,9 +161,9 @@ def test_steps_that_were_not_looked_at_are_divided_as_those_before_them() -> Non
     looked_at = window(0.0, {"forward": 1.0, "communication": 1.0}, step=1, num_steps=1)
     looked_at = replace(looked_at, typical={"forward": 1.0, "communication": 3.0, "data": 9.0})
     found = chain(first_window(START, 1.0), looked_at, window(0.0, {"step": 8.0, "data": 1.0}, step=2, num_steps=1))
-    assert ledger(found) == {Entry.STARTUP: 1.0, Entry.FORWARD: 3.0, Entry.COMMUNICATION: 7.0, Entry.DATA: 1.0}
+    assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.FORWARD: 3.0, TimeUse.COMMUNICATION: 7.0, TimeUse.DATA: 1.0}
     nothing_known = chain(first_window(START, 1.0), window(0.0, {"step": 8.0}, step=2, num_steps=1))
-    assert ledger(nothing_known) == {Entry.STARTUP: 1.0, Entry.STEP: 8.0}
+    assert ledger(nothing_known) == {TimeUse.STARTUP: 1.0, TimeUse.STEP: 8.0}
 
 
 def killed_and_restarted() -> list[StepWindow]:
@@ -182,39 +182,39 @@ def killed_and_restarted() -> list[StepWindow]:
 
 def test_time_between_a_process_and_the_first_step_of_the_next_is_a_restart() -> None:
     assert ledger(killed_and_restarted()) == {
-        Entry.STARTUP: 5.0,
-        Entry.FORWARD: 4.0 + 1.5 + 4.0,
-        Entry.DATA: 0.5,
-        Entry.AGAIN: 2.0,  # half of the second window: steps 7 and 8
-        Entry.RESTART: 26.0,
+        TimeUse.STARTUP: 5.0,
+        TimeUse.FORWARD: 4.0 + 1.5 + 4.0,
+        TimeUse.DATA: 0.5,
+        TimeUse.AGAIN: 2.0,  # half of the second window: steps 7 and 8
+        TimeUse.RESTART: 26.0,
     }
 
 
 def test_what_a_killed_process_had_not_written_is_lost_up_to_its_failure() -> None:
     happened = Happened(failures=(START + 13.0 + 1.5,), has_launcher=True)
     found = ledger(killed_and_restarted(), happened)
-    assert (found[Entry.UNSEEN], found[Entry.RESTART]) == (1.5, 24.5)
+    assert (found[TimeUse.UNSEEN], found[TimeUse.RESTART]) == (1.5, 24.5)
 
 
 def test_time_in_which_no_launcher_runs_is_no_restart() -> None:
     happened = Happened(failures=(START + 15.0,), stopped=((START + 16.0, START + 30.0),), has_launcher=True)
     found = ledger(killed_and_restarted(), happened)
-    assert (found[Entry.UNSEEN], found[Entry.STOPPED], found[Entry.RESTART]) == (2.0, 14.0, 10.0)
+    assert (found[TimeUse.UNSEEN], found[TimeUse.STOPPED], found[TimeUse.RESTART]) == (2.0, 14.0, 10.0)
 
 
 def test_without_a_launcher_a_process_that_goes_on_by_hand_was_stopped_before() -> None:
     before = killed_and_restarted()[:3]
     after = chain(first_window(START + 100.0, 6.0, step=8), window(0.0, {"forward": 1.0}, step=9, num_steps=1))
     found = ledger(before + after)
-    assert (found[Entry.STOPPED], found[Entry.STARTUP]) == (87.0, 11.0)
-    assert Entry.RESTART not in found
+    assert (found[TimeUse.STOPPED], found[TimeUse.STARTUP]) == (87.0, 11.0)
+    assert TimeUse.RESTART not in found
 
 
 def test_steps_count_as_lost_on_a_rank_that_did_not_come_back() -> None:
     found = killed_and_restarted()[:3]
     happened = Happened(begun=((START + 40.0, 6),))
-    assert ledger(found, happened)[Entry.AGAIN] == 2.0
-    assert Entry.AGAIN not in ledger(found, Happened(begun=((START + 2.0, 6),)))  # began before, or at the same time
+    assert ledger(found, happened)[TimeUse.AGAIN] == 2.0
+    assert TimeUse.AGAIN not in ledger(found, Happened(begun=((START + 2.0, 6),)))  # began before, or at the same time
 
 
 def test_steps_that_are_taken_again_within_a_process_count_as_lost() -> None:
@@ -224,14 +224,14 @@ def test_steps_that_are_taken_again_within_a_process_count_as_lost() -> None:
         window(0.0, {"checkpoint": 1.0}, step=5, num_steps=0),
         window(0.0, {"forward": 10.0}, step=15, num_steps=10),
     )
-    assert ledger(found) == {Entry.STARTUP: 1.0, Entry.FORWARD: 15.0, Entry.AGAIN: 5.0, Entry.CHECKPOINT: 1.0}
+    assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.FORWARD: 15.0, TimeUse.AGAIN: 5.0, TimeUse.CHECKPOINT: 1.0}
 
 
 def test_steps_that_do_not_commit_are_not_taken_for_lost_ones() -> None:
     """As where a loop gathers gradients over four steps by itself, or a scaler leaves steps out."""
     parts = [window(0.0, {"forward": 4.0}, step=step, num_steps=4) for step in (1, 2, 2, 3)]
     found = chain(first_window(START, 1.0), *parts)
-    assert ledger(found) == {Entry.STARTUP: 1.0, Entry.FORWARD: 16.0}
+    assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.FORWARD: 16.0}
     assert len(merged(found, 1e9)) == 2, "and many of them are read in little memory"
 
 
@@ -244,14 +244,14 @@ def test_what_came_before_training_went_back_within_a_process_counts_as_lost() -
         window(0.0, {"forward": 3.0}, step=3, num_steps=3),
     ]
     found = chain(first_window(START, 1.0), *parts)
-    assert ledger(found) == {Entry.STARTUP: 1.0, Entry.CHECKPOINT: 2.0, Entry.AGAIN: 12.0, Entry.FORWARD: 3.0}
+    assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.CHECKPOINT: 2.0, TimeUse.AGAIN: 12.0, TimeUse.FORWARD: 3.0}
     assert ledger(merged(found, 1e9)) == ledger(found)
 
 
 def test_lines_that_could_not_be_read_are_time_that_nothing_is_known_of() -> None:
     found = list(life(START, START + 60.0))
     del found[20:30]
-    assert ledger(found)[Entry.UNSEEN] == pytest.approx(10.0)
+    assert ledger(found)[TimeUse.UNSEEN] == pytest.approx(10.0)
     assert len(lives_of(found)) == 2
 
 
@@ -277,7 +277,7 @@ def test_a_rank_of_the_job_that_came_late_has_its_own_wall_time() -> None:
     assert [round(each.wall_seconds) for each in ledgers] == [100, 40]
     job = ledger_of_job(ledgers, [(START, START + 100.0), (START + 60.0, START + 100.0)])
     check(job)
-    assert job.seconds[Entry.STARTUP] == pytest.approx(10.0 * 100 / 140)
+    assert job.seconds[TimeUse.STARTUP] == pytest.approx(10.0 * 100 / 140)
 
 
 def test_time_in_which_no_rank_is_known_is_in_the_jobs_ledger() -> None:
@@ -285,7 +285,7 @@ def test_time_in_which_no_rank_is_known_is_in_the_jobs_ledger() -> None:
     other = ledger_of_slices(slices_of(lives_of(life(START + 30.0, START + 40.0, rank=1)), Happened()))
     job = ledger_of_job([one, other], [(START, START + 10.0), (START + 30.0, START + 40.0)])
     check(job)
-    assert job.wall_seconds == pytest.approx(40.0) and job.seconds[Entry.STOPPED] == pytest.approx(20.0)
+    assert job.wall_seconds == pytest.approx(40.0) and job.seconds[TimeUse.STOPPED] == pytest.approx(20.0)
 
 
 @given(st.floats(1.0, 40.0))
@@ -353,4 +353,4 @@ def test_a_process_that_begins_at_the_beginning_again_begins_another_training(
 def test_a_slice_without_a_process_has_no_piece() -> None:
     slices: list[Slice] = slices_of(in_order(lives_of(killed_and_restarted())), Happened(), until=START + 500.0)
     assert [each.piece is None for each in slices] == [False, False, False, True, False, False, True]
-    assert set(slices[-1].seconds) == {Entry.STOPPED}
+    assert set(slices[-1].seconds) == {TimeUse.STOPPED}

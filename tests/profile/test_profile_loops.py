@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from elastic_ext import ElasticDataLoader
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
-from elastic_ext.profile.sampled_steps import Found, Surveyor
+from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.training.prepare import _started_at
@@ -184,7 +184,7 @@ def test_a_machine_that_cannot_be_measured_is_left_so() -> None:
         rank=0,
         host="node",
         device=torch.device("meta"),  # which nobody waits for
-        found=Found(census=seen.append, trace=seen.append, calibration=seen.append),
+        found=SampleListeners(census=seen.append, trace=seen.append, calibration=seen.append),
         why_no_census=lambda: None,
         is_traced=lambda: False,
     )

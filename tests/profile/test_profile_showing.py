@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.output import Showing, Sinks, TensorBoardSink, Training
+from elastic_ext.profile.output import Showing, Sinks, TensorBoardSink, TrainingFacts
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.reader import present_windows, profiled_ranks, rounds_of, tail_of, tails_of, view_of
 from elastic_ext.profile.summary import (
@@ -226,9 +226,9 @@ def test_numbers_have_three_digits() -> None:
 # ---- the log ----
 
 
-def training(**values: Any) -> Training:
+def training(**values: Any) -> TrainingFacts:
     usual: dict[str, Any] = {"num_replicas": 1, "num_micro_steps": 1, "num_workers": 2, "waits_in_passes": False}
-    return Training(**usual | values)
+    return TrainingFacts(**usual | values)
 
 
 def shown(folder: Path, *, hosts: Sequence[str] = ("node",), seconds: float = 3.0, rank: int = 0) -> Showing:

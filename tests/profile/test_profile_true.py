@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
 from elastic_ext.cli import main
-from elastic_ext.profile.ledger import Entry, Ledger
+from elastic_ext.profile.ledger import Ledger, TimeUse
 from elastic_ext.records.files import write_whole
 from tests.profile.test_profile import total, windows_of
 from tests.report.test_report import check_page, gathered, shown
@@ -151,7 +151,7 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
     return {"span": span, "retried": job.retried, "versions": job.versions}
 
 
-def spent(ledger: Ledger, entry: Entry) -> float:
+def spent(ledger: Ledger, entry: TimeUse) -> float:
     return ledger.seconds[entry]
 
 
@@ -164,20 +164,20 @@ def check_rank(folder: Path, rank: int, ledger: Ledger, told: Mapping[str, Any])
     assert in_all == pytest.approx(end - begin, rel=0.01, abs=0.2)
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, rel=1e-6)
     (retried,) = told["retried"]
-    assert STEP <= spent(ledger, Entry.ROLLED_BACK) <= retried
+    assert STEP <= spent(ledger, TimeUse.ROLLED_BACK) <= retried
     num_passes = {"before": SHORT_AT, "short": 2 * (FIRST_IN_FORCE - SHORT_AT), "again": 4 * (BACK_AT - BACK_TO)}
-    assert spent(ledger, Entry.AGAIN) >= num_passes["again"] * STEP
+    assert spent(ledger, TimeUse.AGAIN) >= num_passes["again"] * STEP
     num_passes["then"] = 4 * (SECOND_IN_FORCE - FIRST_IN_FORCE) + 2 * (LAST - SECOND_IN_FORCE)
     kept = sum(num_passes.values()) - num_passes["again"]
-    assert kept * STEP <= spent(ledger, Entry.FORWARD) <= total(windows, "forward") - num_passes["again"] * STEP
-    assert spent(ledger, Entry.CHANGE) >= 2 * CHANGE
-    assert spent(ledger, Entry.CHECKPOINT) >= LAST // SAVE_EVERY * SAVE
-    assert spent(ledger, Entry.OUTSIDE) >= EVALUATE
+    assert kept * STEP <= spent(ledger, TimeUse.FORWARD) <= total(windows, "forward") - num_passes["again"] * STEP
+    assert spent(ledger, TimeUse.CHANGE) >= 2 * CHANGE
+    assert spent(ledger, TimeUse.CHECKPOINT) >= LAST // SAVE_EVERY * SAVE
+    assert spent(ledger, TimeUse.OUTSIDE) >= EVALUATE
     assert [each.step for each in windows if each.num_steps == 0] == [0, BACK_TO]
     # What is not any of these is little: nothing of them was taken for something else.
-    for entry in (Entry.AGREEMENT, Entry.OTHER, Entry.DATA):
+    for entry in (TimeUse.AGREEMENT, TimeUse.OTHER, TimeUse.DATA):
         assert spent(ledger, entry) < 0.2 * ledger.wall_seconds, entry
-    for entry in (Entry.UNSEEN, Entry.RESTART, Entry.STOPPED, Entry.STEP):
+    for entry in (TimeUse.UNSEEN, TimeUse.RESTART, TimeUse.STOPPED, TimeUse.STEP):
         assert spent(ledger, entry) == 0, entry
 
 

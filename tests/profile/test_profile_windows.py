@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elastic_ext.profile import phases as timeline_room
 from elastic_ext.profile.phases import IN_STEPS, Phase, Timeline
-from elastic_ext.profile.probe import Pace, steps_between
-from elastic_ext.profile.windows import Standing, Windows, window_seconds
+from elastic_ext.profile.probe import ProbePace, steps_between
+from elastic_ext.profile.windows import TrainingProgress, Windows, window_seconds
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 
@@ -146,12 +146,12 @@ def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, 
 def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) -> None:
     profile = Profile(clock)
     clock.go(5.0)
-    assert profile.windows.close(Standing(0, 0, 1, 0)).seconds == {"startup": 5.0}
+    assert profile.windows.close(TrainingProgress(0, 0, 1, 0)).seconds == {"startup": 5.0}
     for factor in (1.0, 2.0, 1.0, 1.0, 9.0):
         profile.step({phase: seconds * factor for phase, seconds in STEP.items()})
     profile.windows.count(7, 8)
     clock.go(0.25)
-    window = profile.windows.close(Standing(5, 80, 2, 0))
+    window = profile.windows.close(TrainingProgress(5, 80, 2, 0))
     assert window.begin == 105.0 and window.end == 105.0 + sum(window.seconds.values())
     assert window.seconds == {"data": 7.0, "forward": 3.5, "backward": 7.0, "optimizer": 1.75, "other": 0.25}
     assert window.processor_seconds["data"] == 3.5
@@ -161,7 +161,7 @@ def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) ->
     assert (window.num_tokens, window.num_bytes, window.memory_bytes) == (7, 8, 1000)
     assert (window.rank, window.world_size, window.restart) == (1, 2, 3)
     assert window.config_version == 1, "the one that was in force while it went on"
-    assert profile.windows.close(Standing(5, 80, 2, 0)).config_version == 2
+    assert profile.windows.close(TrainingProgress(5, 80, 2, 0)).config_version == 2
     assert profile.kept[1] is window and StepWindow.from_json(window.to_json()) == window
 
 
@@ -169,19 +169,19 @@ def test_a_window_says_what_all_steps_but_a_few_wait_for_others(clock: Clock) ->
     profile = Profile(clock)
     for waiting in (8.0, 1.0, 6.0, 4.0, 2.0, 7.0, 5.0, 3.0):
         profile.step({Phase.FORWARD: 1.0, Phase.COMMUNICATION: waiting, Phase.AGREEMENT: 0.5})
-    window = profile.windows.close(Standing(8, 0, 0, 0))
+    window = profile.windows.close(TrainingProgress(8, 0, 0, 0))
     assert window.waiting_seconds == 3.5 and window.typical["communication"] == 5.0
     assert window.computing_seconds == 1.0
     assert StepWindow.from_json(window.to_json()) == window
     profile.step({Phase.STEP: 2.0}, is_detailed=False)
-    assert profile.windows.close(Standing(9, 0, 0, 0)).waiting_seconds is None
+    assert profile.windows.close(TrainingProgress(9, 0, 0, 0)).waiting_seconds is None
 
 
 def test_a_window_says_whether_something_was_still_on_its_way_then(clock: Clock) -> None:
     profile = Profile(clock)
     for is_settled in (True, False, False, True, True):
         profile.step(STEP)
-        profile.windows.close(Standing(1, 0, 0, 0, is_settled))
+        profile.windows.close(TrainingProgress(1, 0, 0, 0, is_settled))
     assert [each.is_settling for each in profile.kept] == [False, True, True, True, False]
 
 
@@ -190,7 +190,7 @@ def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Cloc
     for _ in range(3):
         profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_detailed=False)
     profile.step(STEP)
-    window = profile.windows.close(Standing(4, 0, 0, 0))
+    window = profile.windows.close(TrainingProgress(4, 0, 0, 0))
     assert window.seconds["step"] == 6.0 and window.seconds["data"] == 3.5
     assert (window.num_steps, window.num_detailed) == (4, 1)
     assert window.typical["data"] == 0.5
@@ -200,7 +200,7 @@ def test_quantiles_of_very_many_steps_are_those_of_steps_from_all_over(clock: Cl
     profile = Profile(clock)
     for number in range(5000):
         profile.step({Phase.FORWARD: 1.0 + number})
-    window = profile.windows.close(Standing(5000, 0, 0, 0))
+    window = profile.windows.close(TrainingProgress(5000, 0, 0, 0))
     assert window.num_detailed == 5000 and sum(window.seconds.values()) == pytest.approx(5000 * 5001 / 2)
     tenth, middle, most, longest = window.step_seconds
     assert tenth == pytest.approx(500, rel=0.05) and middle == pytest.approx(2500, rel=0.05)
@@ -220,7 +220,7 @@ def test_a_window_is_due_after_a_second_and_later_ones_take_longer(clock: Clock)
 def test_after_a_change_the_window_that_is_open_is_short_too(clock: Clock) -> None:
     profile = Profile(clock)
     clock.go(50_000.0)
-    profile.windows.close(Standing(0, 0, 0, 0))
+    profile.windows.close(TrainingProgress(0, 0, 0, 0))
     assert not profile.step({Phase.FORWARD: 30.0})
     profile.windows.expect_change()
     assert profile.step({Phase.FORWARD: 0.01})
@@ -232,7 +232,7 @@ def test_phases_of_a_step_are_all_but_what_is_out_of_the_ordinary() -> None:
     assert len({phase.label for phase in Phase}) == len(Phase)
 
 
-def looked_at(pace: Pace, seconds: Iterable[float]) -> int:
+def looked_at(pace: ProbePace, seconds: Iterable[float]) -> int:
     """How many steps that take so long are looked at."""
     found, to_pass, passed = 0, 0, list[float]()
     for each in seconds:
@@ -248,7 +248,7 @@ def looked_at(pace: Pace, seconds: Iterable[float]) -> int:
 
 
 def test_long_steps_are_all_looked_at() -> None:
-    assert looked_at(Pace(), [0.25] * 1000) == 1000
+    assert looked_at(ProbePace(), [0.25] * 1000) == 1000
 
 
 @pytest.mark.parametrize(
@@ -256,17 +256,17 @@ def test_long_steps_are_all_looked_at() -> None:
 )
 def test_of_shorter_steps_as_many_are_looked_at_as_their_time_allows(seconds: float, share: float) -> None:
     number = max(round(20 / seconds), 10_000)
-    found = looked_at(Pace(), [seconds] * number)
+    found = looked_at(ProbePace(), [seconds] * number)
     assert found > 64 and (found - 64) * 215e-6 <= 0.8 * share * number * seconds
 
 
 def test_a_pause_between_steps_makes_them_no_longer() -> None:
     pauses = (300e-6 if number % 200 else 10.0 for number in range(100_000))  # as with an evaluation after each 200
-    assert looked_at(Pace(), pauses) <= 2 * looked_at(Pace(), [300e-6] * 100_000)
+    assert looked_at(ProbePace(), pauses) <= 2 * looked_at(ProbePace(), [300e-6] * 100_000)
 
 
 def test_where_looked_at_steps_become_longer_all_are_looked_at() -> None:
-    pace = Pace()
+    pace = ProbePace()
     looked_at(pace, [100e-6] * 64)
     assert 300e-6 < pace.long_seconds < 500e-6
     assert looked_at(pace, [0.3] * 1000) > 900

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.run_dir import StartSettings
 from tests.support.configs import unhurried
 
 HOME = Path("~").expanduser()
@@ -23,13 +23,13 @@ HOME = Path("~").expanduser()
     + [({"ELASTIC_EXT": word}, True) for word in ("", "on", "ON", "1", "true", "yes", " 1\n")],
 )
 def test_one_variable_switches_the_library_off(environ: dict[str, str], enabled: bool) -> None:
-    assert Settings.resolve(environ, script="train.py").enabled is enabled
+    assert StartSettings.resolve(environ, script="train.py").enabled is enabled
 
 
 @pytest.mark.parametrize("word", ["of", "disabled", "2", "nein", "offf", "none"])
 def test_a_word_that_is_neither_on_nor_off_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"ELASTIC_EXT is '{word}'; allowed: on or off"):
-        Settings.resolve({"ELASTIC_EXT": word}, script="train.py")
+        StartSettings.resolve({"ELASTIC_EXT": word}, script="train.py")
 
 
 @pytest.mark.parametrize("name", ["job", "run_dir", "config_file"])
@@ -37,13 +37,13 @@ def test_an_argument_of_no_text_is_refused_and_not_replaced(name: str) -> None:
     environ = {"ELASTIC_EXT_JOB": "j", "ELASTIC_EXT_RUN_DIR": "/r", "ELASTIC_EXT_CONFIG_FILE": "/c"}
     arguments: dict[str, Any] = {name: ""}
     with pytest.raises(ValueError, match=f"{name} is '', as where a variable is not set; allowed: a"):
-        Settings.resolve(environ, script="train.py", **arguments)
+        StartSettings.resolve(environ, script="train.py", **arguments)
 
 
 @pytest.mark.parametrize("seconds", ["soon", True])
 def test_a_time_that_was_given_and_is_none_is_named_as_it_was_given(seconds: Any) -> None:
     with pytest.raises(ValueError, match=r"(?i)timeout_seconds is ('soon'|nan); allowed: seconds"):
-        Settings.resolve({}, script="train.py", timeout_seconds=seconds)
+        StartSettings.resolve({}, script="train.py", timeout_seconds=seconds)
 
 
 TIMES = [
@@ -58,7 +58,7 @@ def test_a_time_is_taken_from_the_argument_then_the_environment_then_the_default
     name: str, variable: str, default: float
 ) -> None:
     def resolved(environ: dict[str, str], **arguments: float) -> object:
-        return getattr(Settings.resolve(environ, script="train.py", **arguments), name)  # type: ignore[arg-type]
+        return getattr(StartSettings.resolve(environ, script="train.py", **arguments), name)  # type: ignore[arg-type]
 
     assert resolved({}) == default
     assert resolved({variable: ""}) == default
@@ -71,13 +71,13 @@ def test_a_time_is_taken_from_the_argument_then_the_environment_then_the_default
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "-inf", "1e999", "soon", "1s", "1,5"])
 def test_a_time_that_nobody_can_wait_is_refused(name: str, variable: str, default: float, text: str) -> None:
     with pytest.raises(ValueError, match=f"(?i){name}.*allowed: seconds, a number > 0"):
-        Settings.resolve({variable: text}, script="train.py")
+        StartSettings.resolve({variable: text}, script="train.py")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_time_given_as_argument_is_checked_too(value: float) -> None:
     with pytest.raises(ValueError, match=r"poll_seconds is .*; allowed: seconds, a number > 0"):
-        Settings.resolve({}, script="train.py", poll_seconds=value)
+        StartSettings.resolve({}, script="train.py", poll_seconds=value)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_a_time_given_as_argument_is_checked_too(value: float) -> None:
 def test_paths_come_from_the_argument_then_the_environment_then_the_cache(
     environ: dict[str, str], arguments: dict[str, str], run_dir: str | Path, config_file: str | Path
 ) -> None:
-    settings = Settings.resolve(environ, script="train.py", **arguments)  # type: ignore[arg-type]
+    settings = StartSettings.resolve(environ, script="train.py", **arguments)  # type: ignore[arg-type]
     assert settings.run_dir == Path(run_dir)
     assert settings.config_file == Path(run_dir) / config_file
 
 
 def test_the_home_of_a_user_who_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="no_such_user_here"):
-        Settings.resolve({"ELASTIC_EXT_RUN_DIR": "~no_such_user_here/run"}, script="train.py")
+        StartSettings.resolve({"ELASTIC_EXT_RUN_DIR": "~no_such_user_here/run"}, script="train.py")
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_the_home_of_a_user_who_does_not_exist_is_refused() -> None:
     ],
 )
 def test_the_job_is_named_by_the_user_or_the_launcher(environ: dict[str, str], job: str) -> None:
-    assert Settings.resolve(environ, script="train.py").job == job
-    assert Settings.resolve(environ, script="train.py", job="argument").job == "argument"
+    assert StartSettings.resolve(environ, script="train.py").job == job
+    assert StartSettings.resolve(environ, script="train.py", job="argument").job == "argument"
 
 
 def test_a_job_that_nobody_named_is_named_by_its_script_and_where_it_lies() -> None:
     for environ in ({}, {"TORCHELASTIC_RUN_ID": "none"}):
-        one = Settings.resolve(environ, script="/a/train.py").job
-        other = Settings.resolve(environ, script="/b/train.py").job
+        one = StartSettings.resolve(environ, script="/a/train.py").job
+        other = StartSettings.resolve(environ, script="/b/train.py").job
         assert one.startswith("train-") and other.startswith("train-") and one != other
-        assert Settings.resolve(environ, script="/a/train.py").job == one
-    assert Settings.resolve({}, script="").job.startswith("interactive-")
+        assert StartSettings.resolve(environ, script="/a/train.py").job == one
+    assert StartSettings.resolve({}, script="").job.startswith("interactive-")
 
 
 HOSTILE_NAMES = [
@@ -149,7 +149,9 @@ HOSTILE_NAMES = [
 
 @pytest.mark.parametrize("job", HOSTILE_NAMES)
 def test_a_run_directory_is_one_folder_below_the_cache_whatever_the_job_is_called(job: str) -> None:
-    settings = Settings.resolve({"XDG_CACHE_HOME": "/c"}, script="train.py", job=job.encode(errors="replace").decode())
+    settings = StartSettings.resolve(
+        {"XDG_CACHE_HOME": "/c"}, script="train.py", job=job.encode(errors="replace").decode()
+    )
     assert settings.run_dir.parent == Path("/c/elastic_ext")
     assert not settings.run_dir.name.startswith(".")
     assert len(os.fsencode(settings.run_dir.name)) <= 255
@@ -158,38 +160,38 @@ def test_a_run_directory_is_one_folder_below_the_cache_whatever_the_job_is_calle
 @unhurried
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=2, max_size=2, unique=True))
 def test_unlike_jobs_have_unlike_run_directories(jobs: list[str]) -> None:
-    one, other = (Settings.resolve({"XDG_CACHE_HOME": "/c"}, script="train.py", job=job).run_dir for job in jobs)
+    one, other = (StartSettings.resolve({"XDG_CACHE_HOME": "/c"}, script="train.py", job=job).run_dir for job in jobs)
     assert one != other
 
 
 @pytest.mark.parametrize(("text", "folder"), [(None, None), ("", None), ("/p", Path("/p")), ("p", Path.cwd() / "p")])
 def test_an_agent_says_where_it_looks_for_a_pulse(text: str | None, folder: Path | None) -> None:
     environ = {} if text is None else {"ELASTIC_EXT_PULSE_DIR": text}
-    assert Settings.resolve(environ, script="train.py").pulse_dir == folder
+    assert StartSettings.resolve(environ, script="train.py").pulse_dir == folder
 
 
 @pytest.mark.parametrize(("text", "restart"), [("", 0), ("0", 0), ("3", 3)])
 def test_the_restart_is_counted_by_the_launcher(text: str, restart: int) -> None:
-    assert Settings.resolve({"TORCHELASTIC_RESTART_COUNT": text}, script="train.py").restart == restart
+    assert StartSettings.resolve({"TORCHELASTIC_RESTART_COUNT": text}, script="train.py").restart == restart
 
 
 @pytest.mark.parametrize("text", ["-1", "one", "1.0", " "])
 def test_a_restart_count_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT"):
-        Settings.resolve({"TORCHELASTIC_RESTART_COUNT": text}, script="train.py")
+        StartSettings.resolve({"TORCHELASTIC_RESTART_COUNT": text}, script="train.py")
 
 
 @pytest.mark.parametrize("job", ["train", "a/b", "..", "größe"])
 def test_the_run_directory_of_a_job_that_was_given_none_is_found_by_its_name(job: str) -> None:
     for environ in ({"XDG_CACHE_HOME": "/c"}, {"XDG_CACHE_HOME": "not absolute"}, {}):
-        found = Settings.run_dir_of(environ, job)
-        assert found == Settings.resolve(environ, script="train.py", job=job).run_dir
-        assert found.parent == Settings.jobs_folder(environ)
+        found = StartSettings.run_dir_of(environ, job)
+        assert found == StartSettings.resolve(environ, script="train.py", job=job).run_dir
+        assert found.parent == StartSettings.jobs_folder(environ)
 
 
 def test_the_log_tells_of_the_profile_once_a_minute_unless_told_otherwise() -> None:
     for text, seconds in (("", 60.0), ("5", 5.0), ("0", 0.0)):
-        assert Settings.resolve({"ELASTIC_EXT_PROFILE_SECONDS": text}, script="t").profile_seconds == seconds
+        assert StartSettings.resolve({"ELASTIC_EXT_PROFILE_SECONDS": text}, script="t").profile_seconds == seconds
     for text in ("-1", "nan", "inf", "never"):
         with pytest.raises(ValueError, match=r"ELASTIC_EXT_PROFILE_SECONDS is .* 0 for never"):
-            Settings.resolve({"ELASTIC_EXT_PROFILE_SECONDS": text}, script="t")
+            StartSettings.resolve({"ELASTIC_EXT_PROFILE_SECONDS": text}, script="t")

@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.cli import main
-from elastic_ext.profile.ledger import ENTRIES, Entry
+from elastic_ext.profile.ledger import ENTRIES, TimeUse
 from elastic_ext.records.metrics import Measures, RankMetrics
 from elastic_ext.records.run_dir import RunDirectory
 from elastic_ext.report.axes import AmountScale, TimeScale, nice_top
-from elastic_ext.report.events import Period, Spread
+from elastic_ext.report.events import Period, Quartiles
 from elastic_ext.report.load import Broken, events_in, find_places, gather, windows_in
 from elastic_ext.report.markup import amount, elapsed_in_words, number, percent, seconds_in_words, tag, text
 from elastic_ext.report.page import MARK, page
@@ -569,7 +569,7 @@ def test_numbers_in_words() -> None:
 
 
 def test_a_config_of_few_windows_has_no_effect_to_tell() -> None:
-    def period(spread: Spread) -> Period:
+    def period(spread: Quartiles) -> Period:
         return Period(
             version=1,
             revision=0,
@@ -581,10 +581,10 @@ def test_a_config_of_few_windows_has_no_effect_to_tell() -> None:
             step_seconds=None,
         )
 
-    calm = period(Spread(low=99.0, middle=100.0, high=101.0, count=9))
-    assert period(Spread(low=1.0, middle=1.0, high=1.0, count=2)).compared_with(calm) == "too short to tell"
-    assert period(Spread(low=119.0, middle=120.0, high=121.0, count=9)).compared_with(calm) == "20.0% faster"
-    wide = period(Spread(low=80.0, middle=110.0, high=130.0, count=9))
+    calm = period(Quartiles(low=99.0, middle=100.0, high=101.0, count=9))
+    assert period(Quartiles(low=1.0, middle=1.0, high=1.0, count=2)).compared_with(calm) == "too short to tell"
+    assert period(Quartiles(low=119.0, middle=120.0, high=121.0, count=9)).compared_with(calm) == "20.0% faster"
+    wide = period(Quartiles(low=80.0, middle=110.0, high=130.0, count=9))
     assert wide.compared_with(calm) == "no clear change (10.0% faster, within the spread)"
 
 
@@ -634,8 +634,8 @@ def test_report_of_a_training_tells_what_it_did(tmp_path: Path) -> None:
     check_page(shown(record))
     seconds = record.ledger.seconds
     assert took - 2.5 < record.ledger.wall_seconds < took
-    assert seconds[Entry.DATA] >= 600 * 0.0005 * 0.95
-    assert seconds[Entry.OUTSIDE] >= 0.5
+    assert seconds[TimeUse.DATA] >= 600 * 0.0005 * 0.95
+    assert seconds[TimeUse.OUTSIDE] >= 0.5
     assert 0 < record.ledger.goodput < 1
     assert (record.last_step, record.num_samples, record.num_steps_again) == (38, 600, 0)
     assert not record.notes

@@ -13,11 +13,11 @@ from elastic_ext.doctor.records import (
     Gpu,
     Gpus,
     Limits,
-    Memory,
+    MainMemory,
     Network,
     NetworkInterface,
     NodeHardware,
-    Storage,
+    StorageOfPath,
     System,
     Versions,
 )
@@ -25,9 +25,9 @@ from elastic_ext.doctor.records import (
 GIB = 1 << 30
 
 
-def storage(**changes: Any) -> Storage:
+def storage(**changes: Any) -> StorageOfPath:
     """A disk with room, as ``changes`` have it."""
-    good = Storage(
+    good = StorageOfPath(
         path="/data",
         use="asked for",
         is_there=True,
@@ -93,7 +93,7 @@ def machine(**changes: Any) -> NodeHardware:
     good = NodeHardware(
         time=0.0,
         cpu=Cpu(model="Some CPU", num_logical=64, num_allowed=64, quota_cores=None, num_numa_nodes=2),
-        memory=Memory(
+        memory=MainMemory(
             total_bytes=512 * GIB,
             available_bytes=400 * GIB,
             limit_bytes=None,

@@ -13,7 +13,7 @@ from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, GROUPS, KINDS, ST
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit, FileSummary, Lineage, checksum_of
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import part_of
-from elastic_ext.fsdp.checkpoint.format.writer import Piece
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.value_encoding import name_of
 from tests.support.shards import write_alone
@@ -65,7 +65,7 @@ def make_checkpoint(
     shards = {}
     for rank in range(num_ranks):
         pieces = [
-            Piece(name, meta.dtype, part.sizes, part_of(tensors[name], Box.whole(part.shape), part))
+            TensorToWrite(name, meta.dtype, part.sizes, part_of(tensors[name], Box.whole(part.shape), part))
             for name, meta in metas["model"].tensors.items()
             if not (part := meta.layout.boxes[rank]).is_empty
         ]

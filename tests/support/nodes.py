@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elastic_ext.ranks.processes import Process, is_alive, process_of
+from elastic_ext.ranks.processes import ProcessIdentity, is_alive, process_of
 from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, AgentRecord
 from tests.support.scripts import begun
 
@@ -89,7 +89,7 @@ class Node:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def workers(self) -> dict[int, Process]:
+    def workers(self) -> dict[int, ProcessIdentity]:
         """Its present workers by rank."""
         told = [event for event in self.events() if event["kind"] == "workers-started"]
         found = {}

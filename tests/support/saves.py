@@ -15,9 +15,9 @@ from pathlib import Path
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Chain, Commit, chain_after, read_commit
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found, is_name
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, is_name
 from elastic_ext.fsdp.checkpoint.format.reader import ShardReader
-from elastic_ext.fsdp.checkpoint.format.writer import Piece, write_shard
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite, write_shard
 from elastic_ext.records.files import NewFiles, write_new
 from tests.support.syscalls import every_kill
 
@@ -37,11 +37,11 @@ class Run:
         self.chain: Chain = chain_after(None, run_id=run_id)
         self._num_saves = 0
 
-    def go_on(self, found: Found | None) -> Run:
+    def go_on(self, found: ListedCheckpoint | None) -> Run:
         self.chain = chain_after(None if found is None else found.commit, run_id=self.id)
         return self
 
-    def save(self, name: str, *, step: int | None = None, epoch: int = 0) -> Found:
+    def save(self, name: str, *, step: int | None = None, epoch: int = 0) -> ListedCheckpoint:
         """Save under a name; its number is the global step unless that is given. All calls of one save are here."""
         self._num_saves += 1
         generation = f"{self.id}-{self._num_saves}"
@@ -52,13 +52,13 @@ class Run:
             self.folder.discard(name)
             raise
 
-    def _write(self, path: Path, generation: str, step: int, epoch: int) -> Found:
+    def _write(self, path: Path, generation: str, step: int, epoch: int) -> ListedCheckpoint:
         name = path.name
         tensor = memoryview(generation.encode() * 100)
         with NewFiles() as new:
             checksum = self.folder.put_meta(name, "model_meta.json", META)
             state = self.folder.put_state(new, name, "trainer_state.json", generation.encode())
-            pieces = [Piece("tensor", "U8", (len(tensor),), tensor)]
+            pieces = [TensorToWrite("tensor", "U8", (len(tensor),), tensor)]
             shard = write_shard(new, path / SHARD, pieces, generation=generation)
             new.sync()
             new.put_in_place()
@@ -89,7 +89,7 @@ def runs(path: Path, history: Mapping[str, tuple[str | None, list[str]]]) -> Non
         run.end()
 
 
-def assert_loads(found: Found) -> None:
+def assert_loads(found: ListedCheckpoint) -> None:
     """Every file of a checkpoint is there and is what was saved with it."""
     commit = found.commit
     assert found.read_meta("model_meta.json") == META

@@ -28,7 +28,7 @@ from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
 from elastic_ext.fsdp.checkpoint import storage as of_storage
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
-from elastic_ext.fsdp.checkpoint.folder.listing import Found, is_name
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, is_name
 from elastic_ext.fsdp.checkpoint.loading.verify import damage_in
 from elastic_ext.fsdp.checkpoint.saving import async_saver, background, staging
 from tests.support.file_operations import FileOperations, Strike
@@ -316,7 +316,7 @@ def newest_of(storage: Path) -> int:
 def is_loaded(storage: Path, step: int) -> bool:
     """Whether the checkpoint of a step has, to the last bit, what it was saved with, and is verified."""
     path = job_folder(storage) / f"step_{step}"
-    assert list(damage_in(Found.read(path))) == []
+    assert list(damage_in(ListedCheckpoint.read(path))) == []
     model, optimizer = make_state(seed=5)
     with checkpointer_of(storage) as checkpointer:
         loaded: Loaded = checkpointer.load(model, optimizer, path)

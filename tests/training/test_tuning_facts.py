@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.agent.master.report import NodeReport
+from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.config.keys import TUNABLE, TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.master.address import MOST_BEAT_BYTES
@@ -221,7 +221,7 @@ def seen(folder: Path, *ranks: int, restart: int = 0) -> None:
     (folder / WORKERS_FILE).write_text(record.to_json())
 
 
-def filled(report: NodeReport) -> str:
+def filled(report: NodeReporter) -> str:
     request = wire.BeatRequest()
     report.fill(request, MOST_BEAT_BYTES)
     return request.facts
@@ -232,7 +232,7 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
     with run.trainer:
         run.train(2)
     text = run.file.read_text().strip()
-    report = NodeReport(tmp_path / "0", since=Since(0.0))
+    report = NodeReporter(tmp_path / "0", since=Since(0.0))
     seen(tmp_path / "0", 1)
     assert filled(report) == "", "which are of another node, where rank 0 is not here"
     seen(tmp_path / "0", 0, 1)
@@ -246,7 +246,7 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
     report.confirm()
     report.forget()
     assert filled(report) != "", "to a master that may know nothing"
-    earlier = NodeReport(tmp_path / "0", since=Since(time.time() + 60))
+    earlier = NodeReporter(tmp_path / "0", since=Since(time.time() + 60))
     assert filled(earlier) == "", "what is there from an earlier start is told to nobody"
 
 
@@ -254,4 +254,4 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
 def test_a_file_that_is_damaged_is_told_to_nobody(tmp_path: Path, text: str) -> None:
     seen(tmp_path, 0)
     (tmp_path / FILE).write_text(text)
-    assert filled(NodeReport(tmp_path, since=Since(0.0))) == ""
+    assert filled(NodeReporter(tmp_path, since=Since(0.0))) == ""

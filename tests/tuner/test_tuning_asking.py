@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.master.configs import Late
-from elastic_ext.master.job import Job, JobSettings, Moment
-from elastic_ext.master.nodes import Refused
+from elastic_ext.master.configs import StaleVersion
+from elastic_ext.master.job import Job, JobSettings, Now
+from elastic_ext.master.nodes import RequestRefused
 from elastic_ext.master.process import PlanningThread
-from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.tuning import MOST_WAITING, Asking, Tuning, at_once
+from elastic_ext.master.store import JobStore, Stored
+from elastic_ext.master.tuning import MOST_WAITING, StrategyQueue, Tuning, at_once
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.tuner.decisions import Decision
 from tests.support.job_facts import made_facts
@@ -60,7 +60,7 @@ class Asked:
         self.taken: list[tuple[float, list[int]]] = []
         self.failures: list[str] = []
         self.known: list[Decision] = []
-        self.asking = Asking(
+        self.asking = StrategyQueue(
             self.later.run,
             known=lambda: self.known,
             take=lambda now, decisions: self.taken.append((now, [each.number for each in decisions])),
@@ -174,8 +174,8 @@ class Host:
         self.job.join(self.moment, join_request("a"))
 
     @property
-    def moment(self) -> Moment:
-        return Moment(clock=self.now, time=self.now)
+    def moment(self) -> Now:
+        return Now(clock=self.now, time=self.now)
 
     @property
     def tuning(self) -> Tuning:
@@ -194,7 +194,7 @@ class Host:
         elif what == "tick":
             self.tuning.tick(self.now, is_held=True)
         elif what in ("pause", "resume", "undo"):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(RequestRefused):
                 self.tuning.control(self.now, what, "")
         else:
             changes = {"tuning.mode": json.dumps(what)} if what != "set" else {"user.x": str(self.now)}
@@ -258,7 +258,7 @@ def test_what_was_planned_from_a_version_that_a_person_has_replaced_is_never_wri
     host.settle()
     due = host.tuning.due
     assert due is not None and due.base == 0
-    with pytest.raises(Late, match="version 1"):
+    with pytest.raises(StaleVersion, match="version 1"):
         host.job.generated(host.moment, due)
 
 
@@ -434,7 +434,7 @@ def test_a_master_that_ends_while_it_plans_writes_nothing_of_it(
     held.release.set()
     ended.join(DEADLINE)
     assert not ended.is_alive()
-    with contextlib.closing(Store(tmp_path / "state")) as store:
+    with contextlib.closing(JobStore(tmp_path / "state")) as store:
         stored = store.read()
     assert (list(stored.pages), list(stored.decisions)) == ([], [])
     assert stored.events[-1].text == "the master ends"

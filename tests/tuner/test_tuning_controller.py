@@ -15,7 +15,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from elastic_ext.tuner.controller import Controller
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.measurements import MeasuredSteps
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
 from tests.support.tuned_jobs import LOADER, TunedJob, loader_seconds
@@ -578,7 +578,7 @@ def test_whatever_is_told_every_change_is_a_config_and_is_its_own(events: list[A
             job.take(calls[event]())
         else:
             job.run(2)
-            seen: Seen = job.seen()
+            seen: MeasuredSteps = job.seen()
             job.take(job.controller.see(job.now, dataclasses.replace(seen, **event)))
     for each in job.told:
         assert set(each.changes) <= {"dataloader.batch_size", "dataloader.num_workers"}

@@ -17,7 +17,7 @@ from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts, LearningFacts, MemoryFacts, PassesMemory
 from elastic_ext.tuner.batch_efficiency import Sizes, facts_at, sizes_of
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.memory import Memory
+from elastic_ext.tuner.memory import JobMemory
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
 from tests.support.tuned_jobs import TunedJob
@@ -471,11 +471,11 @@ def test_memory_knows_of_other_sizes_what_it_has_learnt_of_one() -> None:
         capacity_bytes=100_000,
     )
     facts = _facts(device="cuda", memory=told)
-    memory, point = Memory(facts), point_of(facts.values)
+    memory, point = JobMemory(facts), point_of(facts.values)
     memory.see(point, 20_000)
     before = memory.expected_bytes(point)
     assert before == pytest.approx(20_000, rel=0.01)
-    assert Memory(facts_at(facts, 512), before=memory).expected_bytes(point) == before
+    assert JobMemory(facts_at(facts, 512), before=memory).expected_bytes(point) == before
 
 
 def test_in_advise_mode_it_is_said_once_and_nothing_is_written() -> None:

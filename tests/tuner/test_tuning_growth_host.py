@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic_ext.master.configs import Late
-from elastic_ext.master.job import Job, JobSettings, Moment
+from elastic_ext.master.configs import StaleVersion
+from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_message
@@ -38,8 +38,8 @@ class Growing:
         self.job.join(self._moment, join_request("a"))
 
     @property
-    def _moment(self) -> Moment:
-        return Moment(clock=self.now, time=self.now)
+    def _moment(self) -> Now:
+        return Now(clock=self.now, time=self.now)
 
     @property
     def newest_size(self) -> int:
@@ -93,7 +93,7 @@ class Growing:
         while (decision := self.job.tuning.due) is not None:
             try:
                 page = self.job.generated(self._moment, decision)
-            except Late as error:
+            except StaleVersion as error:
                 self.job.tuning.refuse_due(self.now, decision.number, f"it could not be written: {error}")
             else:
                 self.job.enter(self._moment, page, decision=decision.number)

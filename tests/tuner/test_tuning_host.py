@@ -18,12 +18,12 @@ import grpc
 import pytest
 
 from elastic_ext.master.arguments import parse
-from elastic_ext.master.configs import Late
-from elastic_ext.master.job import Job, JobSettings, Moment
+from elastic_ext.master.configs import StaleVersion
+from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.metrics import exposition
-from elastic_ext.master.nodes import Refused
+from elastic_ext.master.nodes import RequestRefused
 from elastic_ext.master.status import job_status
-from elastic_ext.master.store import Store, Stored
+from elastic_ext.master.store import JobStore, Stored
 from elastic_ext.master.tuning import Mode
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.metrics import JobFacts, LearningFacts
@@ -47,8 +47,8 @@ class Told:
         self.job.join(self._moment, join_request("a"))
 
     @property
-    def _moment(self) -> Moment:
-        return Moment(clock=self.now, time=self.now)
+    def _moment(self) -> Now:
+        return Now(clock=self.now, time=self.now)
 
     def beat(self, *workers: wire.Worker, facts: JobFacts | None = None, raw: str = "", **given: Any) -> wire.BeatReply:
         self.now += 1
@@ -242,7 +242,7 @@ def test_what_is_learned_is_never_changed_whatever_was_decided() -> None:
     told = Told(deciding(decision_of(changes={"dataloader.num_workers": 1, "global_batch_size": 1})))
     told.beat(facts=FACTS)
     told.round(1)
-    with pytest.raises(Refused, match="global_batch_size is not for the tuner to change"):
+    with pytest.raises(RequestRefused, match="global_batch_size is not for the tuner to change"):
         told.write()
 
 
@@ -260,7 +260,7 @@ def test_the_size_of_steps_is_changed_where_a_person_lets_it_and_always_taken_ba
         assert told.job.book.newest is not None
         assert told.job.book.newest.config.values()["global_batch_size"] == 256
     else:
-        with pytest.raises(Refused, match="global_batch_size is not for the tuner to change"):
+        with pytest.raises(RequestRefused, match="global_batch_size is not for the tuner to change"):
             told.write()
 
 
@@ -285,11 +285,11 @@ def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> Non
     told = Told(deciding(decision_of(base=1)))
     changes = {"optimizer.learning_rate": "0.5"}
     request = wire.SetConfigRequest(changes=changes, at_step=100)
-    now = Moment(clock=1.0, time=1.0)
+    now = Now(clock=1.0, time=1.0)
     told.job.enter(now, told.job.changed(now, request))
     told.beat(facts=FACTS)
     told.round(1)
-    with pytest.raises(Late, match="version 1 comes into force at step 100"):
+    with pytest.raises(StaleVersion, match="version 1 comes into force at step 100"):
         told.write()
     told.beat(wire.Worker(rank=0, state="running", step=100))
     told.write()
@@ -299,10 +299,10 @@ def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> Non
 def test_what_was_decided_waits_for_a_persons_version_that_is_still_to_come() -> None:
     told = Told(deciding(decision_of(base=1, kind="undo")))
     request = wire.SetConfigRequest(changes={"optimizer.learning_rate": "0.5"}, at_step=100)
-    told.job.enter(Moment(clock=1.0, time=1.0), told.job.changed(Moment(clock=1.0, time=1.0), request))
+    told.job.enter(Now(clock=1.0, time=1.0), told.job.changed(Now(clock=1.0, time=1.0), request))
     told.beat(facts=FACTS)
     told.round(1)
-    due, moment = told.job.tuning.due, Moment(clock=told.now, time=told.now)
+    due, moment = told.job.tuning.due, Now(clock=told.now, time=told.now)
     assert due is not None and told.job.decided(moment) is None
     told.beat(wire.Worker(rank=0, state="running", step=100))
     assert told.job.decided(moment) == due
@@ -369,7 +369,7 @@ def test_nodes_tell_more_often_while_something_is_tried_and_there_are_few() -> N
     strategy.standing = replace(strategy.standing, stand="probing")
     told.tick()
     for number in range(40):
-        told.job.join(Moment(clock=told.now, time=told.now), join_request(f"node-{number}"))
+        told.job.join(Now(clock=told.now, time=told.now), join_request(f"node-{number}"))
     assert told.beat().beat_seconds == BEAT
 
 
@@ -400,7 +400,7 @@ def test_the_status_and_prometheus_tell_how_it_stands() -> None:
     told = Told(strategy)
     told.beat(facts=FACTS)
     told.round(1)
-    status = job_status(told.job, Moment(clock=told.now, time=told.now), wire.GetStatusRequest())
+    status = job_status(told.job, Now(clock=told.now, time=told.now), wire.GetStatusRequest())
     tuning = status.tuning
     assert (tuning.mode, tuning.standing, tuning.best, tuning.num_decisions) == ("auto", "probing", 640.0, 1)
     assert (tuning.predicted, tuning.measured) == (180.0, 190.0)
@@ -452,7 +452,7 @@ def test_a_decision_goes_to_the_nodes_at_once_and_is_stored_with_its_version(
     (entry,) = caller("GetConfigs").entries
     assert entry.author == "generated"
     master.end()
-    with contextlib.closing(Store(tmp_path / "state")) as store:
+    with contextlib.closing(JobStore(tmp_path / "state")) as store:
         (kept,) = store.read().decisions
     assert kept.version == 1 and kept.reason == "samples are waited for"
 
@@ -529,11 +529,11 @@ def test_a_version_that_cannot_be_written_is_refused_and_the_beat_is_answered(tm
 
 
 def test_a_store_of_an_earlier_version_of_the_library_is_taken_up(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)):
+    with contextlib.closing(JobStore(tmp_path)):
         pass
     with contextlib.closing(sqlite3.connect(tmp_path / "master.db")) as db:
         db.execute("DROP TABLE decisions")
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(JobStore(tmp_path)) as store:
         assert store.read().decisions == ()
         store.keep(decisions=[decision_of(number) for number in range(1, 1_102)])
         kept = store.read().decisions

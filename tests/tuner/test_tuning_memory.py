@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.simulated_cases import DEVELOPMENT_SEEDS, seeds_tried
 from benchmarks.simulated_job import SimulatedJob
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
-from elastic_ext.tuner.memory import Memory
+from elastic_ext.tuner.memory import JobMemory
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
 
@@ -48,7 +48,7 @@ def _point(facts: JobFacts, **changes: Any) -> Point:
 
 
 def _bytes(facts: JobFacts, **changes: Any) -> int:
-    peak = Memory(facts).peak(_point(facts, **changes))
+    peak = JobMemory(facts).peak(_point(facts, **changes))
     assert peak is not None
     return peak.num_bytes
 
@@ -130,20 +130,20 @@ def test_more_samples_at_once_never_take_less(
 
 def test_some_memory_is_left_free_and_what_was_not_seen_is_not_believed_to_the_last_byte() -> None:
     facts = _facts(_memory(capacity_bytes=20_000))
-    unseen = Memory(facts)
+    unseen = JobMemory(facts)
     assert not unseen.why_not(_point(facts, batch_size=64)), f"{_bytes(facts, batch_size=64)} of 20,000"
     tight = _facts(_memory(capacity_bytes=13_200))
-    why = Memory(tight).why_not(_point(tight, batch_size=64))
+    why = JobMemory(tight).why_not(_point(tight, batch_size=64))
     assert "64 samples at once by no_shard would take" in why
-    seen = Memory(tight)
+    seen = JobMemory(tight)
     seen.see(_point(tight, batch_size=16), _bytes(tight, batch_size=16))
     assert not seen.why_not(_point(tight, batch_size=64)), "it was right so far"
-    assert Memory(tight, headroom=0.2).why_not(_point(tight, batch_size=64))
+    assert JobMemory(tight, headroom=0.2).why_not(_point(tight, batch_size=64))
 
 
 def test_a_peak_above_what_was_expected_raises_what_is_expected() -> None:
     facts = _facts(_memory(capacity_bytes=13_000))
-    memory = Memory(facts)
+    memory = JobMemory(facts)
     memory.see(_point(facts, batch_size=16), int(1.2 * _bytes(facts, batch_size=16)))
     expected = memory.expected_bytes(_point(facts, batch_size=64))
     assert expected is not None and abs(expected / _bytes(facts, batch_size=64) - 1.2) < 0.01
@@ -155,7 +155,7 @@ def test_a_peak_above_what_was_expected_raises_what_is_expected() -> None:
 def test_what_the_optimizer_takes_for_a_moment_is_counted_until_it_is_seen_not_to() -> None:
     memory = _memory(capacity_bytes=10**6, optimizer_bytes=0, parameter_bytes=10_000, gradient_bytes=0)
     facts = _facts(memory, world_size=1)
-    found = Memory(facts)
+    found = JobMemory(facts)
     point = _point(facts, batch_size=1)
     assert found.expected_bytes(point) == 10_000 + 10 + 10_000
     found.see(point, 10_000 + 10 + 120)
@@ -164,7 +164,7 @@ def test_what_the_optimizer_takes_for_a_moment_is_counted_until_it_is_seen_not_t
 
 def test_a_point_that_was_in_force_takes_no_more_than_was_ever_taken() -> None:
     facts = _facts(_memory(capacity_bytes=12_000))
-    memory = Memory(facts)
+    memory = JobMemory(facts)
     assert memory.why_not(_point(facts, batch_size=64))
     memory.see(_point(facts, batch_size=64), 11_000)
     assert not memory.why_not(_point(facts, batch_size=64))
@@ -173,7 +173,7 @@ def test_a_point_that_was_in_force_takes_no_more_than_was_ever_taken() -> None:
 @pytest.mark.parametrize(("source", "is_tried"), [("measured", False), ("fake", True)])
 def test_measured_passes_are_not_believed_far_beyond_what_was_measured(source: str, is_tried: bool) -> None:
     facts = _facts(_memory(source=source, capacity_bytes=10**6))
-    memory = Memory(facts)
+    memory = JobMemory(facts)
     memory.see(_point(facts, batch_size=4), None)
     assert not memory.why_not(_point(facts, batch_size=16))
     why = memory.why_not(_point(facts, batch_size=32))
@@ -183,7 +183,7 @@ def test_measured_passes_are_not_believed_far_beyond_what_was_measured(source: s
 
 def test_worked_out_passes_grow_by_steps_where_memory_is_short() -> None:
     facts = _facts(_memory(capacity_bytes=14_000))
-    memory = Memory(facts)
+    memory = JobMemory(facts)
     memory.see(_point(facts, batch_size=4), None)
     memory.see(_point(facts, batch_size=4), 1)
     assert "times what any have taken" in memory.why_not(_point(facts, batch_size=64))
@@ -196,19 +196,19 @@ def test_passes_that_are_larger_than_any_so_far_get_some_room_beside() -> None:
     needed = _bytes(facts, batch_size=64)
     for size, fits in ((64, True), (32, False)):
         tight = _facts(_memory(capacity_bytes=int(needed / 0.94) + 10))
-        memory = Memory(tight)
+        memory = JobMemory(tight)
         memory.see(_point(tight, batch_size=size), _bytes(facts, batch_size=size))
         assert (not memory.why_not(_point(tight, batch_size=64, num_workers=1))) is fits
 
 
 def test_what_did_not_fit_is_not_tried_again_nor_what_takes_as_much() -> None:
     facts = _facts(_memory(capacity_bytes=10**6), bound=32, values={**START, "dataloader.batch_size": 16})
-    memory = Memory(facts)
+    memory = JobMemory(facts)
     for size, fits in ((16, True), (31, True), (32, False), (64, False)):
         assert (not memory.why_not(_point(facts, batch_size=size))) is fits
     assert not memory.why_not(_point(facts, batch_size=32, strategy="full_shard")), "it takes less"
     plain = _facts(None, device="cpu", bound=32)
-    assert "did not suffice for 32 samples" in Memory(plain).why_not(
+    assert "did not suffice for 32 samples" in JobMemory(plain).why_not(
         _point(plain, batch_size=64, strategy="full_shard")
     )
 
@@ -216,21 +216,21 @@ def test_what_did_not_fit_is_not_tried_again_nor_what_takes_as_much() -> None:
 def test_a_bound_of_another_plan_is_remembered_with_that_plan() -> None:
     before = _facts(_memory(capacity_bytes=10**6), bound=32)
     after = _facts(_memory(capacity_bytes=10**6), values={**START, "parallelism.strategy": "full_shard"})
-    memory = Memory(after, None, Memory(before))
+    memory = JobMemory(after, None, JobMemory(before))
     assert memory.why_not(_point(before, batch_size=32))
     assert not memory.why_not(_point(after, batch_size=32))
 
 
 def test_memory_is_no_concern_where_there_is_no_limit() -> None:
     facts = _facts(_memory(), device="cpu")
-    memory = Memory(facts)
+    memory = JobMemory(facts)
     assert not memory.why_not(_point(facts, batch_size=64)) and memory.expected_bytes(_point(facts)) is None
 
 
 @pytest.mark.parametrize("memory", [None, _memory(capacity_bytes=None), _memory(capacity_bytes=10**9, passes=())])
 def test_an_accelerator_of_which_nothing_is_known_gets_no_more_than_it_has(memory: MemoryFacts | None) -> None:
     facts = _facts(memory, values={**START, "dataloader.batch_size": 8, "dataloader.num_workers": 0})
-    found = Memory(facts)
+    found = JobMemory(facts)
     assert found.expected_bytes(_point(facts)) is None
     assert not found.why_not(_point(facts))
     assert found.why_not(_point(facts, batch_size=16)) and found.why_not(_point(facts, strategy="full_shard"))
@@ -240,7 +240,7 @@ def test_an_accelerator_of_which_nothing_is_known_gets_no_more_than_it_has(memor
 def test_what_is_expected_of_simulated_jobs_is_not_too_little(seed: int) -> None:
     job = SimulatedJob(seed)
     seen = [job.step() for _ in range(6)]
-    memory = Memory(job.facts)
+    memory = JobMemory(job.facts)
     memory.see(job.point, seen[-1].peak_bytes if seen[-1] else None)
     points = job.space.points[:: max(len(job.space.points) // 100, 1)]
     for point in points:

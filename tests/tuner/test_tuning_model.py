@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from elastic_ext.records.metrics import JobFacts, MemoryFacts
-from elastic_ext.tuner.measurements import Measured
-from elastic_ext.tuner.model import NAMES, Columns, Fitted, columns_of, fit, phases_of, prior_of
+from elastic_ext.tuner.measurements import StepTimes
+from elastic_ext.tuner.model import NAMES, Fitted, PointColumns, columns_of, fit, phases_of, prior_of
 from elastic_ext.tuner.space import Point
 from tests.support.job_facts import made_facts
 
@@ -60,7 +60,7 @@ def _numbers(**seconds: float) -> np.ndarray:
     return found
 
 
-def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noise: float = 0.0) -> list[Measured]:
+def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noise: float = 0.0) -> list[StepTimes]:
     """What a job whose steps are as the model has them would show."""
     said = phases_of(numbers, columns_of(points, facts), facts.share)
     random = np.random.default_rng(1)
@@ -70,7 +70,7 @@ def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noi
         passes = phases.pop("passes")
         phases |= {"forward": passes / 3, "backward": passes * 2 / 3}
         seconds = sum(phases.values())
-        found.append(Measured(point=point, seconds=seconds, spread=0.0, num_steps=3, num_reports=3, phases=phases))
+        found.append(StepTimes(point=point, seconds=seconds, spread=0.0, num_steps=3, num_reports=3, phases=phases))
     return found
 
 
@@ -128,7 +128,7 @@ def test_loaders_that_wait_are_expected_to_scale_beyond_the_processors_and_other
 
     def expected(loading_share: float) -> np.ndarray:
         phases = {"data": 0.9, "forward": 0.03, "backward": 0.06, "optimizer": 0.01}
-        first = Measured(START, 1.0, 0.0, 3, 3, phases=phases, loading_share=loading_share)
+        first = StepTimes(START, 1.0, 0.0, 3, 3, phases=phases, loading_share=loading_share)
         prior = prior_of(facts, first, columns.at([0]))
         found: np.ndarray = np.exp(
             fit(prior, [first], columns.at([0]), facts.share).log_seconds(columns, facts.share)[0]
@@ -165,7 +165,7 @@ def test_steps_that_were_not_looked_at_teach_by_their_length_alone() -> None:
     facts, numbers = _facts(), _numbers()
     points = [START, START._replace(batch_size=64)]
     columns = columns_of(points, facts)
-    bare = [Measured(each.point, each.seconds, 0.0, 3, 3) for each in _measured(numbers, points, facts)]
+    bare = [StepTimes(each.point, each.seconds, 0.0, 3, 3) for each in _measured(numbers, points, facts)]
     fitted = fit(prior_of(facts, bare[0], columns.at([0])), bare, columns, facts.share)
     assert _steps(fitted.numbers, points, facts) == pytest.approx([each.seconds for each in bare], rel=0.1)
 
@@ -173,7 +173,7 @@ def test_steps_that_were_not_looked_at_teach_by_their_length_alone() -> None:
 def test_the_same_measurements_give_the_same_numbers() -> None:
     facts, points = _facts(), [START, START._replace(batch_size=8)]
     one, other = (_fitted(_numbers(), points, facts, noise=0.05) for _ in range(2))
-    columns: Columns = columns_of(points, facts)
+    columns: PointColumns = columns_of(points, facts)
     assert (one.numbers == other.numbers).all()
     assert (one.log_seconds(columns, 64) == other.log_seconds(columns, 64)).all()
 

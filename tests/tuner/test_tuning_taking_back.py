@@ -12,7 +12,7 @@ from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.tuner.costs import Budget
 from elastic_ext.tuner.decisions import Book, Decision
-from elastic_ext.tuner.measurements import Seen
+from elastic_ext.tuner.measurements import MeasuredSteps
 from elastic_ext.tuner.search import Search
 from elastic_ext.tuner.space import Point, point_of
 from elastic_ext.tuner.trials import Course
@@ -230,7 +230,9 @@ def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_
 
     def see(seconds: float, *, until: str) -> None:
         for step in range(100):
-            seen = Seen(time=0.0, version=0, step=step, num_steps=1, num_ranks=4, world_size=4, step_seconds=seconds)
+            seen = MeasuredSteps(
+                time=0.0, version=0, step=step, num_steps=1, num_ranks=4, world_size=4, step_seconds=seconds
+            )
             if any(each.kind == until for each in course.see(0.0, seen, writes=True)):
                 return
         assert not until

@@ -25,12 +25,12 @@ from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.text import age_in_words
 
 from .identity import Acquaintance, NodeSelf
-from .outbox import HeldConfig, Outbox
+from .outbox import EventOutbox, HeldConfig
 
 if TYPE_CHECKING:
     from elastic_ext.master.client import MasterClient
 
-    from .report import NodeReport
+    from .report import NodeReporter
     from .session import MasterSession
 
 __all__ = ["FoundMaster", "GivenMaster", "LinkNews", "LinkState", "LinkStory", "MasterFinder", "MasterLink"]
@@ -162,7 +162,7 @@ class MasterLink:
         self._wake = threading.Event()
         self._answered = threading.Event()
         self._config = HeldConfig(tuner, self._stop)
-        self._outbox = Outbox(most=_MOST_EVENTS)
+        self._outbox = EventOutbox(most=_MOST_EVENTS)
         self._rank_events = EventFiles(run_dir, most_bytes=_MOST_EVENT_BYTES, of_agent=False)
         self._chance = random.Random(f"{node.node_id}/{node.incarnation}")
         self._backoff = Backoff(self._chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
@@ -210,9 +210,9 @@ class MasterLink:
     # ---- the thread ----
 
     def _run(self) -> None:
-        from .report import NodeReport
+        from .report import NodeReporter
 
-        report = NodeReport(self._run_dir, since=Since(self._node.started_at))
+        report = NodeReporter(self._run_dir, since=Since(self._node.started_at))
         self._await_hardware()
         try:
             while not self._stop.is_set():
@@ -222,7 +222,7 @@ class MasterLink:
         finally:
             self._answered.set()
 
-    def _try_once(self, report: NodeReport) -> float:
+    def _try_once(self, report: NodeReporter) -> float:
         """Speak with the master, whatever may go wrong with that; how long to wait then."""
         try:
             return self._try(report)
@@ -232,7 +232,7 @@ class MasterLink:
             _logger.exception("what an agent has to do with its master has failed, and is tried again")
             return self._backoff.next_seconds()
 
-    def _try(self, report: NodeReport) -> float:
+    def _try(self, report: NodeReporter) -> float:
         """Speak with the master as long as that goes well; how long to wait then. NodeFenced ends it for good."""
         from elastic_ext.master.client import MasterClient
 
@@ -265,7 +265,7 @@ class MasterLink:
             self._answered.set()
         return self._backoff.next_seconds()
 
-    def _speak(self, client: MasterClient, found: FoundMaster, report: NodeReport) -> None:
+    def _speak(self, client: MasterClient, found: FoundMaster, report: NodeReporter) -> None:
         """One connection, until the agent ends."""
         from .session import ConfigWatch, MasterSession
 

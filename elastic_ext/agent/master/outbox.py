@@ -15,13 +15,13 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.metrics import JobEvent
 
-__all__ = ["Held", "HeldConfig", "Outbox"]
+__all__ = ["EventOutbox", "HeldConfig", "NewestConfig"]
 
 
 # --- events that a master is to hear of, kept until it has; as many as there is room for -----------------------------
 
 
-class Outbox:
+class EventOutbox:
     """The newest events that nobody has confirmed yet, and how many older ones had to go. Any thread may call."""
 
     def __init__(self, *, most: int) -> None:
@@ -84,8 +84,8 @@ _MASTER = "the master"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """The newest config that the node's file has held; version 0 where there is none."""
+class NewestConfig:
+    """The newest config that the node's config file has had; version 0 where there is none."""
 
     version: int = 0
     digest: str = ""
@@ -99,7 +99,7 @@ class HeldConfig:
         self._tuner = tuner
         self._stop = stop
         self._is_in_use = False
-        self._last = Held()
+        self._last = NewestConfig()
 
     def begin(self) -> None:
         """Nodes have met, and what an earlier job has left is set aside: from now on there is something to say."""
@@ -109,14 +109,14 @@ class HeldConfig:
     def is_in_use(self) -> bool:
         return self._is_in_use
 
-    def now(self) -> Held:
+    def now(self) -> NewestConfig:
         """What is held at this moment."""
         newest = self._tuner.newest() if self._is_in_use else None
         if newest is None:
-            return Held()
+            return NewestConfig()
         last = self._last
         if (last.version, last.text) != newest:
-            last = self._last = Held(version=newest[0], digest=_digest_of(newest[1]), text=newest[1])
+            last = self._last = NewestConfig(version=newest[0], digest=_digest_of(newest[1]), text=newest[1])
         return last
 
     @property

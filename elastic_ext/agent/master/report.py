@@ -29,7 +29,7 @@ from elastic_ext.records.files import read_at_most
 from elastic_ext.records.metrics import FILE as JOB_FILE
 from elastic_ext.records.metrics import JobEvent, JobFacts, RankMetrics, StepWindow
 
-__all__ = ["NodeReport", "event_message", "wire_text"]
+__all__ = ["NodeReporter", "event_message", "wire_text"]
 
 _MOST_METRICS_BYTES = 64 << 10
 _MOST_HARDWARE_BYTES = _MOST_FACTS_BYTES = 256 << 10
@@ -42,8 +42,8 @@ _MOST_DETAILS = 4000
 _Record = TypeVar("_Record")
 
 
-class NodeReport:
-    """What there is to tell of one node; ``since`` is when its agent was started."""
+class NodeReporter:
+    """Collects what an agent tells its master about one node; ``since`` is when the agent was started."""
 
     def __init__(self, run_dir: Path, *, since: Since) -> None:
         self._run_dir = run_dir

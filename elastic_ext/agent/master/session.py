@@ -18,8 +18,8 @@ from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.ranks.deadlines import Backoff
 
 from .identity import Acquaintance, NodeSelf
-from .outbox import Held, HeldConfig, Outbox
-from .report import NodeReport, event_message, wire_text
+from .outbox import EventOutbox, HeldConfig, NewestConfig
+from .report import NodeReporter, event_message, wire_text
 
 __all__ = ["ConfigWatch", "Due", "MasterSession", "beat_due"]
 
@@ -168,8 +168,8 @@ class MasterSession:
         node: NodeSelf,
         known: Acquaintance,
         config: HeldConfig,
-        report: NodeReport,
-        outbox: Outbox,
+        report: NodeReporter,
+        outbox: EventOutbox,
         rank_events: EventFiles,
         watch: ConfigWatch,
     ) -> None:
@@ -181,8 +181,8 @@ class MasterSession:
         self._outbox = outbox
         self._rank_events = rank_events
         self._watch = watch
-        self._told = Held()
-        self._given = Held()  # whose text was
+        self._told = NewestConfig()
+        self._given = NewestConfig()  # whose text was
         self._wants_text = self._is_asked = False
         self._lease_seconds = self._beat_seconds = 1.0
         self._said_at = self._acknowledge_at = 0.0
@@ -275,7 +275,7 @@ class MasterSession:
         """How long a master may take to answer: one that is stopped must not look alive until the lease runs out."""
         return min(max(self._lease_seconds / 3, 1.0), _CALL_SECONDS)
 
-    def _request(self, held: Held) -> pb.BeatRequest:
+    def _request(self, held: NewestConfig) -> pb.BeatRequest:
         request = pb.BeatRequest(
             node_id=wire_text(self._node.node_id),
             incarnation=self._node.incarnation,
@@ -307,14 +307,14 @@ class MasterSession:
         self._outbox.lend_less(len(found))
         return found
 
-    def _confirm(self, held: Held) -> None:
+    def _confirm(self, held: NewestConfig) -> None:
         self._outbox.confirm()
         self._report.confirm()
         self._told = held
         if self._wants_text:
             self._given, self._wants_text = held, False
 
-    def _take(self, reply: pb.BeatReply, held: Held) -> None:
+    def _take(self, reply: pb.BeatReply, held: NewestConfig) -> None:
         self._set_times(reply.lease_seconds, reply.beat_seconds)
         if reply.wants_config and held.version > 0:
             self._wants_text = True

@@ -17,7 +17,7 @@ from elastic_ext.agent.config_writer import is_running
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.profile.reader import NodeProfiles, read_profiles
-from elastic_ext.ranks.processes import Process, is_alive, process_of
+from elastic_ext.ranks.processes import ProcessIdentity, is_alive, process_of
 from elastic_ext.records.agent import (
     AGENT_FILE,
     EVENTS_FILE,
@@ -225,7 +225,9 @@ def _living(
     """The pids that are still those of the processes that were meant, of those on this machine."""
     exactly: dict[int, bool] = {}
     if workers is not None and agent is not None and agent.host == host:
-        exactly = {each.pid: is_alive(Process(pid=each.pid, start_ticks=each.start_ticks)) for each in workers.workers}
+        exactly = {
+            each.pid: is_alive(ProcessIdentity(pid=each.pid, start_ticks=each.start_ticks)) for each in workers.workers
+        }
     living = {pid for pid, lives in exactly.items() if lives}
     booted = _boot_time()
     for each in metrics:
@@ -239,11 +241,11 @@ def _living(
 
 def _started_by_clock(agent: AgentRecord) -> AgentRecord:
     """An agent of this machine with the time of its start by the clock as it is now, if that was put back since."""
-    started = _started(Process(pid=agent.pid, start_ticks=agent.start_ticks), _boot_time())
+    started = _started(ProcessIdentity(pid=agent.pid, start_ticks=agent.start_ticks), _boot_time())
     return replace(agent, time=started) if 0 < started < agent.time - _SLACK_SECONDS else agent
 
 
-def _started(process: Process, booted: float) -> float:
+def _started(process: ProcessIdentity, booted: float) -> float:
     return booted + process.start_ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -24,11 +24,11 @@ from elastic_ext.ranks.heartbeat import Activity, PulseReading
 __all__ = [
     "Hang",
     "HangLimits",
+    "HangVerdict",
     "Judge",
-    "Standing",
-    "Verdict",
     "WaitingNews",
     "WorkerLook",
+    "WorkerStanding",
     "find_hang",
     "ranks_in_words",
     "standings_from_json",
@@ -130,8 +130,8 @@ class WorkerLook:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """How one worker stands."""
+class WorkerStanding:
+    """Whether one worker makes progress, and why not."""
 
     rank: int
     progress: Progress = "getting on"
@@ -171,8 +171,8 @@ class Hang:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """How workers that train together stand."""
+class HangVerdict:
+    """Which of the workers that train together hang, and who waits for whom."""
 
     hang: Hang | None = None
     said: str = ""
@@ -204,7 +204,7 @@ class Judge:
         self._workers: dict[int, _Worker] = {}
         self._looked_at: float | None = None
 
-    def look(self, now: float, looks: Sequence[WorkerLook]) -> tuple[Standing, ...]:
+    def look(self, now: float, looks: Sequence[WorkerLook]) -> tuple[WorkerStanding, ...]:
         """How each stands; ``now`` is on the clock of ``time.monotonic``.
 
         What lies between two looks counts for a few seconds at most: who looks may have been stopped, or the machine.
@@ -217,11 +217,11 @@ class Judge:
         """Other workers come."""
         self._workers.clear()
 
-    def _judge(self, now: float, passed: float, look: WorkerLook) -> Standing:
+    def _judge(self, now: float, passed: float, look: WorkerLook) -> WorkerStanding:
         reading, is_held = look.reading, look.process_state in _HELD
         if reading is None:
             reason = _held_in_words(look.pid) if is_held else ""
-            return Standing(
+            return WorkerStanding(
                 rank=look.rank, is_held=is_held, progress="stuck" if is_held else "getting on", reason=reason
             )
         worker = self._workers.setdefault(look.rank, _Worker())
@@ -248,7 +248,7 @@ class Judge:
                 reason += f"; {_held_in_words(look.pid)}"
             elif is_asleep:
                 reason += "; it waits for a device or a file system, where nothing can wake it (state D)"
-        return Standing(
+        return WorkerStanding(
             rank=look.rank,
             progress=progress,
             reason=reason,
@@ -262,21 +262,21 @@ class Judge:
         )
 
 
-def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
+def find_hang(standings: Sequence[WorkerStanding], *, world_size: int) -> HangVerdict:
     """Whether workers that train together hang, and if not, who waits for whom; some of ``world_size`` are looked at.
 
     They may be those of several nodes: then what looked like a hang on one may be a rank of another that evaluates.
     """
     over = [each for each in standings if each.is_over and each.place is not None]
     if not over:
-        return Verdict(said="; ".join(f"rank {each.rank}: {each.reason}" for each in standings if each.is_held))
+        return HangVerdict(said="; ".join(f"rank {each.rank}: {each.reason}" for each in standings if each.is_held))
     ahead = max(each.place or () for each in over)
     behind = [each for each in standings if each.may_come and (each.place is None or each.place <= ahead)]
     stuck = [each for each in over if not any(_may_wait_for(each, other) for other in behind)]
     if not stuck:
         causes = "; ".join(_doing(each) for each in behind)
         whom = "it" if len(behind) == 1 else "them"
-        return Verdict(said=f"{causes}; {ranks_in_words(over)} {_wait(over)} for {whom}")
+        return HangVerdict(said=f"{causes}; {ranks_in_words(over)} {_wait(over)} for {whom}")
     held = [each for each in standings if each.is_held and any(_may_wait_for(one, each) for one in stuck)]
     least = min(each.place or () for each in stuck)
     last = held or [each for each in stuck if each.place == least]
@@ -288,7 +288,7 @@ def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
     elif len(last) > 1 or not is_sure:
         reason += f"; {'one of them' if len(last) > 1 else 'it'} hangs"
         reason += "" if is_sure else ", or waits for a rank of another node that does"
-    return Verdict(
+    return HangVerdict(
         hang=Hang(
             ranks=tuple(sorted(each.rank for each in last)),
             reason=reason,
@@ -306,7 +306,7 @@ class WaitingNews:
         self._since = self._next = 0.0
 
     def is_due(self, said: str, now: float) -> bool:
-        """Whether ``Verdict.said`` is to be told at this time, in seconds of a clock that only goes forward."""
+        """Whether ``HangVerdict.said`` is to be told at this time, in seconds of a clock that only goes forward."""
         who = _SECONDS_IN_WORDS.sub("", said)
         if who != self._who:
             self._who, self._since, self._next = who, now, now
@@ -316,12 +316,12 @@ class WaitingNews:
         return True
 
 
-def standings_to_json(standings: Sequence[Standing]) -> str:
+def standings_to_json(standings: Sequence[WorkerStanding]) -> str:
     """As one line, for the agents of other nodes."""
     return json.dumps([asdict(each) for each in standings])
 
 
-def standings_from_json(text: str) -> tuple[Standing, ...]:
+def standings_from_json(text: str) -> tuple[WorkerStanding, ...]:
     """What ``standings_to_json`` gave; ValueError for anything else."""
     try:
         rows = json.loads(text)
@@ -332,7 +332,7 @@ def standings_from_json(text: str) -> tuple[Standing, ...]:
         raise ValueError(f"no standings of workers: {error}") from None
 
 
-def ranks_in_words(standings: Sequence[Standing]) -> str:
+def ranks_in_words(standings: Sequence[WorkerStanding]) -> str:
     """``rank 1``, ``ranks 0, 2 and 3``."""
     numbers = [str(rank) for rank in sorted(each.rank for each in standings)]
     if len(numbers) == 1:
@@ -356,7 +356,7 @@ def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, 
     worker.num_boundaries = reading.num_boundaries
 
 
-def _may_wait_for(waiting: Standing, other: Standing) -> bool:
+def _may_wait_for(waiting: WorkerStanding, other: WorkerStanding) -> bool:
     """Whether ``other``, which may still come, has not passed where ``waiting`` is."""
     return other.place is None or waiting.place is None or other.place <= waiting.place
 
@@ -374,7 +374,7 @@ def _where(reading: PulseReading) -> str:
     return f"in step {reading.step + 1}{micro_step}"
 
 
-def _doing(standing: Standing) -> str:
+def _doing(standing: WorkerStanding) -> str:
     if standing.activity is None:
         return f"rank {standing.rank} tells nothing"
     return f"rank {standing.rank} has been {standing.where} for {_seconds(standing.seconds)}"
@@ -384,7 +384,7 @@ def _held_in_words(pid: int) -> str:
     return f"a signal or a debugger has stopped it (state T); `kill -CONT {pid}` lets it go on"
 
 
-def _wait(standings: Sequence[Standing]) -> str:
+def _wait(standings: Sequence[WorkerStanding]) -> str:
     return "waits" if len(standings) == 1 else "wait"
 
 
@@ -392,12 +392,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _standing_of(row: dict[str, Any]) -> Standing:
+def _standing_of(row: dict[str, Any]) -> WorkerStanding:
     """One of what a newer version may have added to."""
     if type(row["rank"]) is not int or not all(type(row[name]) is bool for name in ("is_over", "is_held")):
         raise TypeError(f"{row!r}")
-    known = {each.name: row[each.name] for each in fields(Standing) if each.name in row}
-    return Standing(**{**known, "place": _place_of(row["place"]), "seconds": float(row["seconds"])})
+    known = {each.name: row[each.name] for each in fields(WorkerStanding) if each.name in row}
+    return WorkerStanding(**{**known, "place": _place_of(row["place"]), "seconds": float(row["seconds"])})
 
 
 def _place_of(value: object) -> Place | None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_ext.ranks.heartbeat import PulseReading, pulse_file, read_pulse
-from elastic_ext.ranks.processes import Process
+from elastic_ext.ranks.processes import ProcessIdentity
 from elastic_ext.records.agent import WorkerSeen, WorkersRecord, WorkerState
 
-from .hangs import Hang, HangLimits, Judge, Standing, WorkerLook, find_hang
+from .hangs import Hang, HangLimits, Judge, WorkerLook, WorkerStanding, find_hang
 
-__all__ = ["GpuProbe", "GpuUse", "Monitor", "NvidiaGpus", "ProcessTable", "Sample", "Seen", "Watched"]
+__all__ = ["GpuProbe", "GpuUse", "Monitor", "NvidiaGpus", "ProcessSample", "ProcessTable", "Watched", "WorkersLook"]
 
 _logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ _TREE_SECONDS = 5.0  # who has started whom is looked up so often: that takes a 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """What a worker and the processes that it has started take."""
+class ProcessSample:
+    """The processor time and memory of a worker and of the processes that it has started."""
 
     state: str
     """The worker's own, a letter as Linux has it."""
@@ -86,7 +86,7 @@ class ProcessTable:
         self._looked_up_at: float | None = None
         self._ticks: dict[int, tuple[float, int, int]] = {}  # pid -> when, start, ticks of it and its children
 
-    def sample(self, process: Process, now: float) -> Sample | None:
+    def sample(self, process: ProcessIdentity, now: float) -> ProcessSample | None:
         """What ``process`` takes at the time ``now``; None if it has ended."""
         own = _stat_of(process.pid)
         if own is None or own.start_ticks != process.start_ticks or own.state in ("Z", "X"):
@@ -102,7 +102,7 @@ class ProcessTable:
         if before is not None and before[1] == own.start_ticks and now > before[0]:
             used = max(ticks - before[2], 0)  # those of a child that has ended are gone
             percent = round(100 * used / _TICKS_PER_SECOND / (now - before[0]), 1)
-        return Sample(
+        return ProcessSample(
             state=own.state,
             cpu_percent=percent,
             memory_bytes=sum(each.memory_bytes for each in stats),
@@ -202,18 +202,18 @@ class Watched:
 
     local_rank: int
     rank: int
-    process: Process
+    process: ProcessIdentity
     state: WorkerState = "running"
     exit_code: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What one look has shown."""
+class WorkersLook:
+    """What one look at a node's workers has shown."""
 
     record: WorkersRecord
     """For workers.json."""
-    standings: tuple[Standing, ...]
+    standings: tuple[WorkerStanding, ...]
     """For find_hang, with those of other nodes."""
     hang: Hang | None
     """By the workers of this node alone."""
@@ -243,8 +243,8 @@ class Monitor:
         self._table = ProcessTable()
         self._judge = Judge(limits)
         self._due_at = clock()
-        self._readings: dict[Process, PulseReading] = {}  # the last that could be read
-        self._rates: dict[Process, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
+        self._readings: dict[ProcessIdentity, PulseReading] = {}  # the last that could be read
+        self._rates: dict[ProcessIdentity, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
         self._metrics: dict[int, tuple[int, Mapping[str, Any]]] = {}  # rank -> when its file was written; what it says
 
     def look(
@@ -255,7 +255,7 @@ class Monitor:
         membership_version: int,
         world_size: int,
         at_once: bool = False,
-    ) -> Seen | None:
+    ) -> WorkersLook | None:
         """What there is to see now; None, at no cost, where it is not yet time, unless it is asked for ``at_once``."""
         now = self._clock()
         if now < self._due_at and not at_once:
@@ -285,7 +285,7 @@ class Monitor:
                 for each in workers
             ),
         )
-        return Seen(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
+        return WorkersLook(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
 
     def forget(self) -> None:
         """Other workers come: nothing that was seen so far is of them. What is left of their
@@ -303,7 +303,7 @@ class Monitor:
         if self._gpus is not None:
             self._gpus.close()
 
-    def _reading(self, worker: Watched, sample: Sample) -> PulseReading | None:
+    def _reading(self, worker: Watched, sample: ProcessSample) -> PulseReading | None:
         """What its pulse says, or said last: its own, or that of a process which it has started to train."""
         reading = read_pulse(pulse_file(self._pulse_dir, worker.rank))
         if reading is not None and reading.pid in (worker.process.pid, *sample.children):
@@ -315,9 +315,9 @@ class Monitor:
         worker: Watched,
         now: float,
         restart: int,
-        sample: Sample | None,
+        sample: ProcessSample | None,
         reading: PulseReading | None,
-        standing: Standing | None,
+        standing: WorkerStanding | None,
         uses: Mapping[int, GpuUse],
     ) -> WorkerSeen:
         if sample is None or standing is None:
@@ -352,7 +352,7 @@ class Monitor:
         )
 
     def _progress(
-        self, worker: Watched, now: float, restart: int, sample: Sample, reading: PulseReading | None
+        self, worker: Watched, now: float, restart: int, sample: ProcessSample, reading: PulseReading | None
     ) -> tuple[int | None, float | None]:
         """How many steps a worker has taken, and how many in a second."""
         if reading is None:
@@ -366,7 +366,9 @@ class Monitor:
         seconds = now - counted[0][0]
         return reading.step, (reading.num_boundaries - counted[0][1]) / seconds if seconds > 0 else None
 
-    def _progress_by_metrics(self, worker: Watched, restart: int, sample: Sample) -> tuple[int | None, float | None]:
+    def _progress_by_metrics(
+        self, worker: Watched, restart: int, sample: ProcessSample
+    ) -> tuple[int | None, float | None]:
         """The same by what it writes of itself every few seconds."""
         file = self._run_dir / f"metrics-{worker.rank}.json"
         try:

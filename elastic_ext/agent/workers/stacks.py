@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePath
 
 from elastic_ext.ranks.heartbeat import PulseReading, ask_for_stacks, pulse_file, read_pulse, stacks_pipe
-from elastic_ext.ranks.processes import Process, process_of
+from elastic_ext.ranks.processes import ProcessIdentity, process_of
 from elastic_ext.records.files import write_whole
 
 from .monitor import Watched
@@ -199,8 +199,8 @@ class Captured:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A worker that was asked for its stacks, and what came."""
+class _StacksRequest:
+    """A worker that was asked for its stacks, and its answer so far."""
 
     worker: Watched
     state: str
@@ -254,9 +254,9 @@ def capture(
 # --- by itself ------------------------------------------------------------------------------------------------------
 
 
-def _prepared(worker: Watched, pulse_dir: Path) -> _Asked:
+def _prepared(worker: Watched, pulse_dir: Path) -> _StacksRequest:
     """A worker with the file that it writes its stacks to, if it is one that does."""
-    asked = _Asked(worker=worker, state=_state_of(worker.process.pid))
+    asked = _StacksRequest(worker=worker, state=_state_of(worker.process.pid))
     reading = asked.reading = read_pulse(pulse_file(pulse_dir, worker.rank))
     if reading is None or reading.stacks_signal == 0:
         return asked
@@ -264,7 +264,7 @@ def _prepared(worker: Watched, pulse_dir: Path) -> _Asked:
         asked.problem = _STOPPED
         return asked
     try:
-        if process_of(reading.pid) == Process(pid=reading.pid, start_ticks=reading.start_ticks):
+        if process_of(reading.pid) == ProcessIdentity(pid=reading.pid, start_ticks=reading.start_ticks):
             asked.file = _open_stacks(reading)
             asked.start = asked.size = os.fstat(asked.file).st_size
     except OSError as error:
@@ -273,7 +273,7 @@ def _prepared(worker: Watched, pulse_dir: Path) -> _Asked:
     return asked
 
 
-def _send_signal(asked: _Asked) -> None:
+def _send_signal(asked: _StacksRequest) -> None:
     """Have faulthandler write them, as the process itself does not come to it."""
     reading = asked.reading
     assert reading is not None, "its pulse says where it writes"
@@ -282,7 +282,7 @@ def _send_signal(asked: _Asked) -> None:
     except OSError:
         return
     try:
-        is_it = process_of(reading.pid) == Process(pid=reading.pid, start_ticks=reading.start_ticks)
+        is_it = process_of(reading.pid) == ProcessIdentity(pid=reading.pid, start_ticks=reading.start_ticks)
         if is_it and _catches(reading.pid, reading.stacks_signal):  # else it would end, as another program would
             signal.pidfd_send_signal(process, reading.stacks_signal)
     except OSError as error:
@@ -299,7 +299,7 @@ def _open_stacks(reading: PulseReading) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _wait(asked: Sequence[_Asked], patience_seconds: float) -> None:
+def _wait(asked: Sequence[_StacksRequest], patience_seconds: float) -> None:
     """Return when all have written what they write, or have not."""
     deadline = time.monotonic() + patience_seconds
     while not all(each.is_done for each in asked) and time.monotonic() < deadline:
@@ -316,13 +316,13 @@ def _wait(asked: Sequence[_Asked], patience_seconds: float) -> None:
         each.problem = "" if each.text else _NO_STACKS.format(patience_seconds)
 
 
-def _close(asked: _Asked) -> None:
+def _close(asked: _StacksRequest) -> None:
     if asked.file != -1:
         os.close(asked.file)
         asked.file = -1
 
 
-def _where(asked: _Asked) -> Where | None:
+def _where(asked: _StacksRequest) -> Where | None:
     if asked.reading is None or not asked.text:
         return None
     return where_of(asked.worker.rank, parse_stacks(asked.text), asked.reading.thread)
@@ -331,11 +331,11 @@ def _where(asked: _Asked) -> Where | None:
 # --- from outside ---------------------------------------------------------------------------------------------------
 
 
-def _ask_py_spy(asked: Sequence[_Asked], py_spy: str | None, patience_seconds: float) -> None:
+def _ask_py_spy(asked: Sequence[_StacksRequest], py_spy: str | None, patience_seconds: float) -> None:
     """Have it look at those that say nothing themselves."""
     if py_spy is None:
         return
-    running: list[tuple[_Asked, subprocess.Popen[bytes]]] = []
+    running: list[tuple[_StacksRequest, subprocess.Popen[bytes]]] = []
     for each in asked:
         command = [py_spy, "dump", "--nonblocking", "--pid", str(each.worker.process.pid)]
         try:
@@ -397,7 +397,7 @@ def _read(path: Path) -> str:
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def _section(asked: _Asked, most: int) -> str:
+def _section(asked: _StacksRequest, most: int) -> str:
     """What there is of one worker."""
     worker = asked.worker
     lines = [f"==== rank {worker.rank} (process {worker.process.pid}, state {asked.state or 'ended'})"]

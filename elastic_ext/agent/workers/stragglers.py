@@ -19,7 +19,7 @@ from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, loc
 from elastic_ext.records.json import record_of
 from elastic_ext.records.metrics import Measures, StepWindow
 
-__all__ = ["Board", "Rounds", "SlowNews", "SlowWorker", "SlowWorkers"]
+__all__ = ["Board", "SlowNews", "SlowWorker", "SlowWorkers", "StragglerRounds"]
 
 _EVERY_SECONDS = 10.0
 _NUM_WINDOWS = 16  # more than end in so long
@@ -84,8 +84,8 @@ class NodeRound:
             raise ValueError(f"no round: {error}") from None
 
 
-class Rounds:
-    """Rounds of all nodes, judged one after another: pure."""
+class StragglerRounds:
+    """Which nodes are slow, judged from rounds of measurements of all nodes; pure."""
 
     def __init__(self) -> None:
         self.slow: tuple[SlowWorker, ...] = ()
@@ -136,7 +136,7 @@ class SlowWorkers:
         """Other workers come, started at ``since``, in seconds since 1970."""
         self._due_at = self._clock() + self._every_seconds
         self._since = since
-        self._rounds = Rounds()
+        self._rounds = StragglerRounds()
         self._told: tuple[SlowWorker, ...] = ()
 
     def look(self, ranks: Sequence[int], board: Board | None) -> list[SlowNews]:

@@ -26,16 +26,16 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.utils.api import macros
 
-from elastic_ext.agent.arguments import Place, devices_of, environment_of, with_start
+from elastic_ext.agent.arguments import WorkerPlace, devices_of, environment_of, with_start
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.ranks.processes import Process, end_groups, process_of
+from elastic_ext.ranks.processes import ProcessIdentity, end_groups, process_of
 from elastic_ext.records.agent import WorkerState
 from elastic_ext.torch_private.agent import bound_command, bound_function
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .monitor import Watched
 
-__all__ = ["Launch", "NotStarted", "StopSignals", "Workers", "environments", "workers_of"]
+__all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments", "workers_of"]
 
 
 # --- the workers of one node, each behind a process context of its own, as torch's agent sees one for all ------------
@@ -46,7 +46,7 @@ _LEFT_SECONDS = 3.0  # for what a worker has started and left behind
 _MOST_THREADS = 32
 
 
-class NotStarted(ElasticError):
+class WorkerNotStarted(ElasticError):
     """A worker could not be started; it says why."""
 
 
@@ -76,10 +76,10 @@ class Workers(PContext):
         self._numa = numa
         self._contexts: dict[int, PContext] = {}
         self._ended: dict[int, RunProcsResult] = {}
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, ProcessIdentity] = {}
 
     @property
-    def processes(self) -> Mapping[int, Process]:
+    def processes(self) -> Mapping[int, ProcessIdentity]:
         """The workers by local rank, those that have ended too."""
         return self._processes
 
@@ -105,11 +105,11 @@ class Workers(PContext):
                 with self._as_given():
                     self._contexts[local_rank] = self._start_one(local_rank)
                 pid = self._contexts[local_rank].pids()[0]
-                self._processes[local_rank] = process_of(pid) or Process(pid=pid, start_ticks=0)  # it has ended
+                self._processes[local_rank] = process_of(pid) or ProcessIdentity(pid=pid, start_ticks=0)  # it has ended
         except BaseException as error:
             self._close(signal.SIGTERM)
             if isinstance(error, (OSError, ValueError, AssertionError)):  # no such program, no more processes, no GPU
-                raise NotStarted(in_words(error)) from error
+                raise WorkerNotStarted(in_words(error)) from error
             raise
 
     def _start_one(self, local_rank: int) -> PContext:
@@ -228,7 +228,7 @@ def workers_of(
 
 def _environment(launch: Launch, group: WorkerGroup, worker: Any, restart_count: int) -> dict[str, str]:
     spec, inherited = group.spec, launch.inherited
-    place = Place(
+    place = WorkerPlace(
         rank=worker.global_rank,
         local_rank=worker.local_rank,
         role_rank=worker.role_rank,

@@ -31,11 +31,11 @@ __all__ = [
     "MESSAGE_BYTES",
     "Child",
     "Ending",
+    "ForkedProcess",
     "Nurseries",
-    "Process",
-    "Report",
     "Separate",
     "Starter",
+    "WorkerOutcome",
     "in_words",
     "is_readable",
     "order_of",
@@ -108,8 +108,8 @@ class Starter(Protocol):
         """See to the end of what was needed to start them, once they have ended."""
 
 
-class Process:
-    """A process of multiprocessing's; how it ended may be asked on any thread."""
+class ForkedProcess:
+    """A worker forked by the fork server, as a process of multiprocessing; any thread may ask how it ended."""
 
     def __init__(
         self, context: BaseContext, name: str, target: Callable[..., None], arguments: tuple[object, ...]
@@ -170,7 +170,7 @@ class Separate:
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """A worker with these ends of its pipes, of which it has copies."""
         with self._may_start:  # the dataset is pickled
-            return Process(self._context, seat.name, run, (self._work, seat, indices, results, ()))
+            return ForkedProcess(self._context, seat.name, run, (self._work, seat, indices, results, ()))
 
     def retire(self) -> None:
         """There is nothing but them."""
@@ -212,8 +212,8 @@ _SIGSET_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What became of a worker."""
+class WorkerOutcome:
+    """How a forked data worker began or ended."""
 
     pid: int = 0
     code: int | None = None
@@ -225,7 +225,7 @@ class Report:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
+    def from_bytes(cls, data: bytes) -> WorkerOutcome:
         return cls(**json.loads(data))
 
 
@@ -283,7 +283,7 @@ class _Forking:
                     self._kill(descriptor)
         for process, line in list(self._workers.values()):
             if process.exitcode is not None:
-                _tell(line, Report(pid=process.pid, code=process.exitcode))
+                _tell(line, WorkerOutcome(pid=process.pid, code=process.exitcode))
                 self._unwatch(line)
                 del self._workers[line.fileno()]
                 line.close()
@@ -308,12 +308,12 @@ class _Forking:
             line = socket.socket(fileno=descriptors.pop(0))
             for descriptor in descriptors:
                 os.close(descriptor)
-            _tell(line, Report(error=EMFILE))
+            _tell(line, WorkerOutcome(error=EMFILE))
             line.close()
 
     def _fork(self, seat: Seat, line: socket.socket, indices: Connection, results: Connection) -> None:
         if is_readable(line.fileno()):  # nobody wants it any more
-            _tell(line, Report(error=ECANCELED))
+            _tell(line, WorkerOutcome(error=ECANCELED))
             line.close()
             return
         own = [self._signals, self._orders, line, *[each for _, each in self._workers.values()]]
@@ -323,7 +323,7 @@ class _Forking:
         try:
             process.start()
         except OSError as error:
-            _tell(line, Report(error=error.errno or EAGAIN))
+            _tell(line, WorkerOutcome(error=error.errno or EAGAIN))
             line.close()
             return
         self._workers[line.fileno()] = (process, line)
@@ -344,7 +344,7 @@ class _Forking:
             self._poll.unregister(self._orders)
 
 
-def _tell(line: socket.socket, report: Report) -> None:
+def _tell(line: socket.socket, report: WorkerOutcome) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has no use for it
         line.send(report.to_bytes())
 
@@ -436,7 +436,7 @@ class _Nursery:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none may come before it is ready
             try:
                 arguments = (work, context, theirs, self._orders, mask)
-                self._process = Process(context, "elastic_ext nursery", tend, arguments)
+                self._process = ForkedProcess(context, "elastic_ext nursery", tend, arguments)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             on_failure.pop_all()
@@ -525,7 +525,7 @@ class _Forked:
         except ConnectionResetError:
             data = b""
         if data:
-            report = Report.from_bytes(data)
+            report = WorkerOutcome.from_bytes(data)
             error = OSError(report.error, os.strerror(report.error)) if report.error else None
             return Ending.of(report.pid, report.code, error)
         which = "it" if self._pid is None else f"pid {self._pid}"

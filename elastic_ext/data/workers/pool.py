@@ -18,7 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
-from elastic_ext.data.prefetch import Late
+from elastic_ext.data.prefetch import BatchNotReady
 from elastic_ext.errors import ElasticError, WorkerDiedError
 from elastic_ext.torch_private.loading import private_parts, thread_state
 
@@ -541,15 +541,15 @@ class Pool:
         return time.monotonic() + self._timeout_seconds if self._timeout_seconds > 0 else None
 
 
-def _timed_out(after_seconds: float, worker: Worker | None) -> Late:
+def _timed_out(after_seconds: float, worker: Worker | None) -> BatchNotReady:
     """What is raised where nothing came in time of this worker."""
     message = f"DataLoader timed out after {after_seconds} seconds: "
     if worker is None:
-        return Late(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
+        return BatchNotReady(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
     indices = [] if worker.doing is None else worker.doing.indices
     stack = worker.stack()
     where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
-    return Late(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
+    return BatchNotReady(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
 
 
 def _left(until: float | None) -> float | None:

@@ -24,7 +24,7 @@ from elastic_ext.errors import WorkerDiedError
 from elastic_ext.torch_private.loading import PrivateParts, remove_shared_memory_of
 
 from .fork_server import GONE_SECONDS, Ending, Nurseries, Separate, Starter, is_readable
-from .worker_process import READY, STACK_SIGNAL, STOP, Inbox, Outbox, Seat, Work
+from .worker_process import READY, STACK_SIGNAL, STOP, Inbox, PipeOutbox, Seat, Work
 
 __all__ = [
     "NOTHING",
@@ -72,7 +72,7 @@ class Worker:
             self._results, results = multiprocessing.Pipe(duplex=False)
             in_worker.callback(results.close)
             on_failure.callback(self._results.close)
-            self.outbox = Outbox(self._indices.fileno())
+            self.outbox = PipeOutbox(self._indices.fileno())
             self.inbox = Inbox(self._results.fileno())
             self._child = starter.start(seat, indices, results)
             on_failure.pop_all()

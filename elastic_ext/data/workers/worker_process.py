@@ -34,7 +34,7 @@ __all__ = [
     "STOP",
     "Inbox",
     "Noted",
-    "Outbox",
+    "PipeOutbox",
     "Seat",
     "Work",
     "end_with_parent",
@@ -51,7 +51,7 @@ _READ_BYTES = 65536  # what a pipe holds, unless somebody changes that
 _COPIED_BYTES = 65536  # payloads up to here are written in one call with their header
 
 
-class Outbox:
+class PipeOutbox:
     """The end of a pipe that is written to. What the pipe has no room for stays here until ``flush``."""
 
     def __init__(self, descriptor: int) -> None:
@@ -270,7 +270,7 @@ class Line:
         self._arrived: deque[tuple[int, memoryview]] = deque()
         self._task: object = None
         self._results = results
-        self._outbox = Outbox(results)
+        self._outbox = PipeOutbox(results)
         self._sending = threading.Lock()
         self._has_left = threading.Event()
         self._feeder: threading.Thread | None = None

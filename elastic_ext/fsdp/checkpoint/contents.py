@@ -14,7 +14,7 @@ from .format.json_text import ITEM_BYTES
 from .format.metadata import Kind, StateMeta, TensorMeta
 
 if TYPE_CHECKING:
-    from elastic_ext.fsdp.state import Held
+    from elastic_ext.fsdp.state import LocalShard
 
 __all__ = [
     "EXTRA_STATES",
@@ -26,7 +26,7 @@ __all__ = [
     "Contents",
     "FileKind",
     "Inventory",
-    "Item",
+    "RankTensor",
     "meta_file",
     "meta_of",
     "own_prefix",
@@ -45,8 +45,8 @@ _OF_THE_FIRST: frozenset[Kind] = frozenset({"buffer", "scalar"})
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor, and the part of it that lies on a rank."""
+class RankTensor:
+    """One tensor of a checkpoint, and the part of it that lies on one rank."""
 
     name: str
     dtype: str
@@ -60,7 +60,7 @@ class Item:
 class Inventory:
     """All that a rank holds."""
 
-    items: tuple[Item, ...]
+    items: tuple[RankTensor, ...]
 
     def to_json(self) -> bytes:
         """The same bytes for the same inventory."""
@@ -75,7 +75,7 @@ class Inventory:
         """Of a rank of this run, which is trusted."""
         return cls(
             tuple(
-                Item(name, dtype, kind, Box(tuple(shape), tuple(start), tuple(end)), same_as)
+                RankTensor(name, dtype, kind, Box(tuple(shape), tuple(start), tuple(end)), same_as)
                 for name, dtype, kind, shape, start, end, same_as in json.loads(data)
             )
         )
@@ -90,7 +90,7 @@ def meta_of(inventories: Sequence[Inventory], *, is_of_one_model: bool = False) 
     num_ranks = len(inventories)
     if is_of_one_model:
         _check_names(inventories)
-    found: dict[str, dict[int, Item]] = {}
+    found: dict[str, dict[int, RankTensor]] = {}
     aliases: dict[str, str] = {}
     for rank, inventory in enumerate(inventories):
         for item in inventory.items:
@@ -117,7 +117,7 @@ def _check_names(inventories: Sequence[Inventory]) -> None:
             )
 
 
-def _tensor(name: str, items: Mapping[int, Item], num_ranks: int) -> TensorMeta:
+def _tensor(name: str, items: Mapping[int, RankTensor], num_ranks: int) -> TensorMeta:
     first_rank, first = next(iter(items.items()))
     for rank, item in items.items():
         if (item.dtype, item.kind, item.box.shape) != (first.dtype, first.kind, first.box.shape):
@@ -143,7 +143,7 @@ def _without_replicas(layout: Layout) -> Layout:
     return replace(layout, boxes=tuple(boxes))
 
 
-def _in_words(item: Item) -> str:
+def _in_words(item: RankTensor) -> str:
     return f"{item.kind} {item.dtype} {item.box.shape}"
 
 
@@ -184,16 +184,16 @@ def own_registered_prefix(rank: int) -> str:
 class Contents:
     """What one rank has for a checkpoint."""
 
-    model: Sequence[Held]
-    optim: Sequence[Held] = ()
-    extra: Sequence[Held] = ()
+    model: Sequence[LocalShard]
+    optim: Sequence[LocalShard] = ()
+    extra: Sequence[LocalShard] = ()
     """Registered and given tensors, and the state of random generators."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Plain values, the same on all ranks: the first one's are kept."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Plain values by names, of which a rank may have some."""
 
-    def by_kind(self) -> Iterator[tuple[FileKind, Sequence[Held]]]:
+    def by_kind(self) -> Iterator[tuple[FileKind, Sequence[LocalShard]]]:
         yield "model", self.model
         yield "optim", self.optim
         yield "extra", self.extra
@@ -202,5 +202,5 @@ class Contents:
         return {kind: Inventory(tuple(map(_item, held))) for kind, held in self.by_kind()}
 
 
-def _item(held: Held) -> Item:
-    return Item(name=held.name, dtype=held.dtype, kind=held.kind, box=held.box, same_as=held.is_alias_of)
+def _item(held: LocalShard) -> RankTensor:
+    return RankTensor(name=held.name, dtype=held.dtype, kind=held.kind, box=held.box, same_as=held.is_alias_of)

@@ -26,7 +26,7 @@ from .coordination import agree_and_gather, agree_on, gather_or_raise
 from .folder.claim import job_name
 from .folder.commit import Commit
 from .folder.job_folder import JobFolder
-from .folder.listing import Found, Retention
+from .folder.listing import ListedCheckpoint, Retention
 from .folder.run import Run
 from .loading.loader import first_change
 from .loading.restorer import Destination, Restorer
@@ -192,7 +192,7 @@ class JobCheckpoints:
 
         def compare() -> str | None:
             try:
-                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+                found = self._storage.within(lambda: ListedCheckpoint.read(path), f"reading {path}")
             except CheckpointNotFound:
                 return "anything"
             with Opened(found, self._storage) as opened:

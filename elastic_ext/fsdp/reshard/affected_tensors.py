@@ -23,17 +23,17 @@ from elastic_ext.fsdp.plan import UNEVEN, Degrees, Layouts, parts_of
 from elastic_ext.fsdp.state import local_of
 
 from . import rewire
-from .buckets import Item, Router
+from .buckets import BucketItem, Router
 from .companions import Tensors, companions_in
 from .refusals import why_not_parted
 from .units import Place, Survey
 
-__all__ = ["Carried", "Parameter", "carried_with", "parameters_of"]
+__all__ = ["Carried", "PlacedParameter", "carried_with", "parameters_of"]
 
 
 @dataclass(eq=False)
-class Parameter:
-    """A parameter, and where the model has it."""
+class PlacedParameter:
+    """A parameter, and the modules that have it."""
 
     tensor: nn.Parameter
     places: tuple[Place, ...]
@@ -70,7 +70,7 @@ class Carried:
     """Which one it is, None where it is none."""
     puts: tuple[Callable[[torch.Tensor], None], ...]
     """Each puts another object in one of its places, but for a parameter's in the model."""
-    item: Item
+    item: BucketItem
     is_gradient: bool = False
 
     def put(self, new: torch.Tensor) -> None:
@@ -79,11 +79,11 @@ class Carried:
             put(new)
 
 
-def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[Parameter]:
+def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[PlacedParameter]:
     """Those that lie by the plan: what fully_shard has, or all where it has none."""
     if survey is not None:
         for slot in survey.slots:
-            yield Parameter(slot.parameter, slot.places, rewire.dim_of(slot))
+            yield PlacedParameter(slot.parameter, slot.places, rewire.dim_of(slot))
         return
     places: dict[int, list[Place]] = {}
     found: dict[int, nn.Parameter] = {}
@@ -96,12 +96,12 @@ def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[Parameter
     if refusal is not None:
         raise ValueError(refusal)
     for key, parameter in found.items():
-        yield Parameter(parameter, tuple(places[key]), 0)
+        yield PlacedParameter(parameter, tuple(places[key]), 0)
 
 
 def carried_with(
     model: nn.Module,
-    parameters: Sequence[Parameter],
+    parameters: Sequence[PlacedParameter],
     optimizers: Sequence[Optimizer],
     registered: Sequence[Tensors],
     degrees: Degrees | None,
@@ -142,7 +142,9 @@ def _gradients_aside(found: Sequence[Carried]) -> list[Carried]:
     return sorted(found, key=lambda each: each.is_gradient is not grows)
 
 
-def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
+def _by_any_name(
+    model: nn.Module, parameters: Sequence[PlacedParameter]
+) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
     """Parameters with the dimensions that cut them, by what users may call them: with the names of wrappers too."""
     own = {id(each.tensor): (each.tensor, each.dim) for each in parameters}
     bare = ((each.name, each.tensor) for each in named_tensors(model))

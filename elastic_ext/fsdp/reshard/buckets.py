@@ -16,7 +16,7 @@ from operator import add, sub
 from elastic_ext.fsdp.layout import Layout, turn_of
 from elastic_ext.fsdp.moves import Move, moves
 
-__all__ = ["Bucket", "Freight", "Item", "Router"]
+__all__ = ["Bucket", "BucketItem", "Freight", "Router"]
 
 _EXCHANGED = 3  # quarters of what a bucket may take; the rest is for what is there twice
 
@@ -33,8 +33,8 @@ class _Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A tensor that is to lie elsewhere."""
+class BucketItem:
+    """A tensor that a change of plan moves."""
 
     name: str
     old: Layout
@@ -74,12 +74,12 @@ class Router:
     def __init__(self) -> None:
         self._known: dict[tuple[Layout, Layout, int], _Route] = {}
 
-    def item(self, name: str, old: Layout, new: Layout, item_bytes: int) -> Item:
+    def item(self, name: str, old: Layout, new: Layout, item_bytes: int) -> BucketItem:
         """The name says whose turn it is to give what several ranks have."""
         key = old, new, turn_of(name) % max(1, len(old.boxes))
         if key not in self._known:
             self._known[key] = _route(*key)
-        return Item(name, old, new, item_bytes, self._known[key])
+        return BucketItem(name, old, new, item_bytes, self._known[key])
 
 
 def _route(old: Layout, new: Layout, turn: int) -> _Route:
@@ -106,7 +106,7 @@ class Bucket:
     """Some items in a row."""
 
     first: int
-    items: Sequence[Item]
+    items: Sequence[BucketItem]
 
     @cached_property
     def num_sent(self) -> int:
@@ -122,7 +122,7 @@ class Bucket:
 class Freight:
     """All items in order, in buckets that take ``most_bytes`` or less where they have more than one item."""
 
-    def __init__(self, items: Sequence[Item], most_bytes: int) -> None:
+    def __init__(self, items: Sequence[BucketItem], most_bytes: int) -> None:
         self.items = items
         self.buckets = list(_buckets_of(items, most_bytes))
 
@@ -149,7 +149,7 @@ class Freight:
         return max(map(add, over, self.staged), default=0)
 
 
-def _buckets_of(items: Sequence[Item], most_bytes: int) -> Iterator[Bucket]:
+def _buckets_of(items: Sequence[BucketItem], most_bytes: int) -> Iterator[Bucket]:
     first = 0
     exchanged: list[int] = []
     doubled: list[int] = []

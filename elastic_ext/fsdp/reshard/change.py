@@ -30,12 +30,12 @@ from elastic_ext.fsdp.plan import Degrees
 from elastic_ext.fsdp.state import local_of
 
 from . import rewire
-from .affected_tensors import Carried, Parameter, carried_with, parameters_of
+from .affected_tensors import Carried, PlacedParameter, carried_with, parameters_of
 from .buckets import Bucket, Freight
 from .companions import Tensors, replace_parameter
 from .exchange import Carrier
 from .references import replace_in
-from .units import Slot, Survey, Unit
+from .units import ParameterSlot, Survey, Unit
 
 __all__ = ["Agree", "Change", "Moved", "Sharded", "Whole"]
 
@@ -141,7 +141,7 @@ class Change:
         mesh: DeviceMesh | None = None
         error: BaseException | None = None
         locals_before = [local_of(each.tensor) for each in self._parameters]
-        slots: list[Slot] = []
+        slots: list[ParameterSlot] = []
         self.is_as_before = False
         try:
             mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
@@ -178,7 +178,7 @@ class Change:
         self,
         agree: Agree,
         locals_before: list[torch.Tensor],
-        slots: Sequence[Slot],
+        slots: Sequence[ParameterSlot],
         mesh: DeviceMesh | None,
         *,
         group: dist.ProcessGroup,
@@ -223,7 +223,7 @@ class Change:
                 error = caught.with_traceback(None)
         agree(error)
 
-    def _wire(self, mesh: DeviceMesh | None) -> list[Slot]:
+    def _wire(self, mesh: DeviceMesh | None) -> list[ParameterSlot]:
         """Take off what is there and put on what shall be; gives the slots in the order of the parameters."""
         if self._survey is not None:
             rewire.take_off(self._model)
@@ -232,7 +232,7 @@ class Change:
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         return self._put_on(self._after.units, mesh) if isinstance(self._after, Sharded) else []
 
-    def _put_on(self, units: Sequence[Unit], mesh: DeviceMesh | None) -> list[Slot]:
+    def _put_on(self, units: Sequence[Unit], mesh: DeviceMesh | None) -> list[ParameterSlot]:
         dims = {each.places[0]: each.dim for each in self._parameters}
         rewire.put_on(units, mesh, dims, self.left_out)
         rewire.place_hooks(self._model, {} if self._survey is None else self._survey.ahead)
@@ -273,10 +273,10 @@ class Change:
         found = self._carried[bucket.first : bucket.first + len(bucket.items)]
         return [each for each in found if each is not None]
 
-    def _memory_for(self, bucket: Bucket, slots: Sequence[Slot]) -> list[torch.Tensor]:
+    def _memory_for(self, bucket: Bucket, slots: Sequence[ParameterSlot]) -> list[torch.Tensor]:
         return [self._memory(each, local_of(each.tensor), slots) for each in self._carried_in(bucket)]
 
-    def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
+    def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[ParameterSlot]) -> torch.Tensor:
         """Where this rank's new part goes: where it is, if it stays the same."""
         rank = dist.get_rank()
         box = each.item.new.boxes[rank]
@@ -292,14 +292,16 @@ class Change:
         return padded[: box.num_elements].view(shape)
 
     def _take_over(
-        self, bucket: Bucket, new: Sequence[torch.Tensor], slots: Sequence[Slot], mesh: DeviceMesh | None
+        self, bucket: Bucket, new: Sequence[torch.Tensor], slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
     ) -> None:
         """Have everything in its new memory, and let go of the old one."""
         for each, local in zip(self._carried_in(bucket), new, strict=True):
             self._bind(each, local, slots, mesh)
         self._carried[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
 
-    def _bind(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
+    def _bind(
+        self, each: Carried, local: torch.Tensor, slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
+    ) -> None:
         if each.parameter is not None:
             parameter = self._parameters[each.parameter]
             self._bind_parameter(parameter, local, slots[each.parameter] if slots else None, mesh)
@@ -314,7 +316,9 @@ class Change:
             else:
                 each.put(made)
 
-    def _bind_parameter(self, each: Parameter, local: torch.Tensor, slot: Slot | None, mesh: DeviceMesh | None) -> None:
+    def _bind_parameter(
+        self, each: PlacedParameter, local: torch.Tensor, slot: ParameterSlot | None, mesh: DeviceMesh | None
+    ) -> None:
         old = each.tensor
         if slot is not None and isinstance(old, DTensor):
             rewire.bind(slot, old, local)

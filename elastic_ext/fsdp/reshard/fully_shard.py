@@ -10,7 +10,7 @@ import torch
 
 from elastic_ext.errors import ElasticError
 
-from .units import Settings
+from .units import UnitSettings
 
 __all__ = [
     "HOOK_HANDLES",
@@ -120,10 +120,10 @@ def drop_groups(state: Any) -> None:
         state._fsdp_param_groups.clear()
 
 
-def settings_of(group: Any) -> Settings:
+def settings_of(group: Any) -> UnitSettings:
     """What its user has set on a unit; torch 2.11 has fewer that can be."""
     is_2_11 = _is_2_11()
-    return Settings(
+    return UnitSettings(
         found(group, "gradient_divide_factor"),
         found(group, "force_sum_reduction_for_comms"),
         False if is_2_11 else found(group, "reduce_scatter_unused_params"),
@@ -137,7 +137,7 @@ def has_own_scatter_group(group: Any) -> bool:
     return not _is_2_11() and found(found(group, "mesh_info"), "reduce_scatter_process_group") is not None
 
 
-def set_on(unit: Any, settings: Settings) -> None:
+def set_on(unit: Any, settings: UnitSettings) -> None:
     """Set the same on a module that fully_shard has just been put on."""
     if settings.divide_factor is not None:
         unit.set_gradient_divide_factor(settings.divide_factor)

@@ -19,7 +19,7 @@ from elastic_ext.torch_private.sharded import has_hooks
 
 from . import rewire
 from .references import strangers
-from .units import Modules, Settings, Unit
+from .units import Modules, Unit, UnitSettings
 
 __all__ = [
     "why_not_called",
@@ -141,7 +141,7 @@ def why_not_whole(model: nn.Module, units: Sequence[Unit], left_out: Collection[
     for unit in units:
         if unit.precision != MixedPrecisionPolicy() or type(unit.offload) is not OffloadPolicy:
             return f"the model is sharded with a policy for mixed precision or offloading, {_KEEPS}"
-        if unit.settings != Settings():
+        if unit.settings != UnitSettings():
             return f"gradients of the model are divided or shared in a way of your own, {_KEEPS}"
     patched = rewire.patched_methods(model)
     return f"{patched[0]} was registered as a forward method of fully_shard, {_KEEPS}" if patched else None

@@ -37,7 +37,7 @@ from .fully_shard import (
     settings_of,
     unknown,
 )
-from .units import Ahead, Modules, Place, Settings, Slot, Survey, Unit
+from .units import Ahead, Modules, ParameterSlot, Place, Survey, Unit, UnitSettings
 
 __all__ = [
     "bind",
@@ -88,7 +88,7 @@ def survey(model: nn.Module) -> Survey:
         if isinstance(module, FSDPModule):
             module.reshard()  # give back what a pass without one backwards has gathered
     units: list[Unit] = []
-    slots: list[Slot] = []
+    slots: list[ParameterSlot] = []
     for state, groups in kept:
         if len(groups) > 1:
             raise ValueError(
@@ -207,12 +207,12 @@ def set_prefetch(units: Sequence[Unit]) -> None:
         first.set_modules_to_backward_prefetch([_as_unit(modules[0]) for modules in unit.backward_prefetch])
 
 
-def slots_of(model: nn.Module) -> list[Slot]:
+def slots_of(model: nn.Module) -> list[ParameterSlot]:
     """Where fully_shard keeps each parameter, as it has just been put on."""
     return [_slot(keeper) for state in _states(model) for group in groups_of(state) for keeper in group.fsdp_params]
 
 
-def bind(slot: Slot, parameter: nn.Parameter, local: torch.Tensor) -> None:
+def bind(slot: ParameterSlot, parameter: nn.Parameter, local: torch.Tensor) -> None:
     """Have a slot keep this parameter, the same object as ever, with ``local`` for its memory on this rank.
 
     ``local`` is dense; where the parts of a tensor are uneven, its storage has room for the largest one.
@@ -235,7 +235,7 @@ def rebind(tensor: DTensor, local: torch.Tensor, like: DTensor) -> None:
     held._spec = model._spec
 
 
-def dim_of(slot: Slot) -> int:
+def dim_of(slot: ParameterSlot) -> int:
     """Along which dimension its parameter is cut."""
     dim: int = slot.keeper.fsdp_placement.dim
     return dim
@@ -247,7 +247,7 @@ def dim_of_tensor(tensor: DTensor) -> int:
     return last.dim if isinstance(last, Shard) else 0
 
 
-def padded_size(slot: Slot) -> int:
+def padded_size(slot: ParameterSlot) -> int:
     """The elements of the largest part that a rank has of its parameter."""
     size: int = slot.keeper.padded_sharded_param_size.numel()
     return size
@@ -342,7 +342,7 @@ def _empty_unit(state: Any) -> Unit:
         None if found(state, "_auto_reshard_after_forward") else True,
         found(state, "_mp_policy"),
         OffloadPolicy(),
-        Settings(),
+        UnitSettings(),
         _prefetched(state, "_states_to_forward_prefetch"),
         _prefetched(state, "_states_to_backward_prefetch"),
     )
@@ -361,11 +361,11 @@ def _prefetched(state: Any, name: str) -> tuple[Modules, ...]:
     return tuple(tuple(other._modules) for other in found(state, name))
 
 
-def _slot(keeper: Any) -> Slot:
+def _slot(keeper: Any) -> ParameterSlot:
     info = found(keeper, "_module_info")
     tied = zip(found(info, "shared_modules"), found(info, "shared_param_names"), strict=True)
     places = [(found(info, "module"), found(info, "param_name")), *tied]
-    return Slot(found(keeper, "sharded_param"), tuple(places), keeper)
+    return ParameterSlot(found(keeper, "sharded_param"), tuple(places), keeper)
 
 
 def _make_sure_of(keeper: Any) -> None:

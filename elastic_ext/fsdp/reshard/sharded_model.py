@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.fsdp.blocks import Trial, Units, blocks_of, recompute, why_not_recompute
+from elastic_ext.fsdp.blocks import RecomputeTrial, Units, blocks_of, recompute, why_not_recompute
 from elastic_ext.fsdp.plan import Degrees, ParallelPlan
 
 from . import rewire
@@ -36,7 +36,7 @@ from .refusals import (
     why_not_unit,
     why_not_whole,
 )
-from .transition import BUCKET_BYTES, Pace, Tensor, Transition, transition
+from .transition import BUCKET_BYTES, Tensor, TransferRates, Transition, transition
 from .units import Survey, Told, Unit, modules_by_unit, prefetching, units_for
 
 __all__ = ["Recognised", "Spread", "recognise", "root_of"]
@@ -132,7 +132,7 @@ class Spread:
         """Why it cannot be changed, None where it can."""
         self._num_local = num_local
         self._bucket_bytes = bucket_bytes
-        self._pace = Pace()
+        self._pace = TransferRates()
         self._group: dist.ProcessGroup | None = None
         self._root = root_of(model)
         self._blocks = blocks_of(model, units)
@@ -140,7 +140,7 @@ class Spread:
         self._replica: Replica | None = None
         self._meshes: dict[Degrees, DeviceMesh] = {}
         self._told: Told | None = None  # to the units that were there before parameters became whole
-        self._trial: Trial | None = None  # of computing blocks again: under way, or what came of it
+        self._trial: RecomputeTrial | None = None  # of computing blocks again: under way, or what came of it
         self._leaves_unused = False  # some passes use only a part of the parameters
         self._finds_unused = False  # as all ranks have agreed when DDP came last
         self.look()
@@ -303,7 +303,7 @@ class Spread:
         """
         trial = self._trial
         if trial is None:
-            self._trial = Trial(self.model, self._blocks)
+            self._trial = RecomputeTrial(self.model, self._blocks)
             return self._trial.is_over, None
         trial.stop()
         if trial.why_not is not None:
@@ -403,7 +403,7 @@ class Spread:
             self._trial.stop()
             self._trial = None
         if ratio and self._trial is None:
-            self._trial = Trial(self.model, self._blocks, raises=True)
+            self._trial = RecomputeTrial(self.model, self._blocks, raises=True)
 
     def _rest(self) -> None:
         assert self._replica is not None

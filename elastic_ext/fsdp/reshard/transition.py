@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 
 from elastic_ext.fsdp.plan import UNEVEN, Layouts, ParallelPlan
 
-from .buckets import Freight, Item, Router
+from .buckets import BucketItem, Freight, Router
 
-__all__ = ["BUCKET_BYTES", "Pace", "Step", "Tensor", "Transition", "transition"]
+__all__ = ["BUCKET_BYTES", "Step", "Tensor", "TransferRates", "Transition", "transition"]
 
 Step: TypeAlias = Literal["spread", "gather", "prefetch", "buckets", "recompute"]
 """spread: units are made anew, and tensors moved. gather: what was gathered for the forward pass is kept or given back.
@@ -37,8 +37,9 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast changes are: at first as ``benchmarks/RESULTS.md`` has them of four ranks on two cores."""
+class TransferRates:
+    """How many bytes per second a change of plan moves: at first as ``benchmarks/RESULTS.md`` has them of four ranks
+    on two cores."""
 
     bytes_per_second: float = 9e8
     """Sent, received and newly taken by a rank."""
@@ -48,7 +49,7 @@ class Pace:
         """What moving it takes: the estimate."""
         return _most_handled(freight) / self.bytes_per_second + len(freight.items) * self.seconds_per_tensor
 
-    def after(self, freight: Freight, *, wiring_seconds: float, moving_seconds: float) -> Pace:
+    def after(self, freight: Freight, *, wiring_seconds: float, moving_seconds: float) -> TransferRates:
         """As it was seen to be; what was too little to tell stays as it was thought to be."""
         handled, number = _most_handled(freight), len(freight.items)
         if not number:
@@ -56,7 +57,7 @@ class Pace:
         per_tensor = wiring_seconds / number
         if handled < _TELLING_BYTES or moving_seconds <= 0:
             return replace(self, seconds_per_tensor=per_tensor)
-        return Pace(bytes_per_second=handled / moving_seconds, seconds_per_tensor=per_tensor)
+        return TransferRates(bytes_per_second=handled / moving_seconds, seconds_per_tensor=per_tensor)
 
 
 def _most_handled(freight: Freight) -> int:
@@ -75,8 +76,8 @@ class Transition:
     """In the order in which they are made; none where the plans come to the same."""
     replaces: bool
     """Parameters become other objects."""
-    items: tuple[Item, ...] = field(repr=False)
-    pace: Pace
+    items: tuple[BucketItem, ...] = field(repr=False)
+    pace: TransferRates
     bucket_bytes: int
 
     @cached_property
@@ -115,7 +116,7 @@ def transition(
     *,
     num_ranks: int,
     num_local: int,
-    pace: Pace | None = None,
+    pace: TransferRates | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Transition | None, str]:
     """The change and what it is in words, or None and why it cannot be made."""
@@ -153,7 +154,7 @@ def transition(
         tuple(steps),
         replaces=old.is_replicated is not new.is_replicated,
         items=tuple(items),
-        pace=pace or Pace(),
+        pace=pace or TransferRates(),
         bucket_bytes=bucket_bytes,
     )
     return made, str(made)

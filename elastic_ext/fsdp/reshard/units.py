@@ -19,12 +19,12 @@ from elastic_ext.fsdp.plan import ParallelPlan, units_of_blocks
 __all__ = [
     "Ahead",
     "Modules",
+    "ParameterSlot",
     "Place",
-    "Settings",
-    "Slot",
     "Survey",
     "Told",
     "Unit",
+    "UnitSettings",
     "modules_by_unit",
     "prefetching",
     "units_for",
@@ -41,8 +41,8 @@ Ahead: TypeAlias = Mapping[nn.Module, tuple[frozenset[int], frozenset[int]]]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What users may set on a unit besides its plan."""
+class UnitSettings:
+    """Settings of an FSDP unit that users may make besides its plan."""
 
     divide_factor: float | None = None
     sums_only: bool = False
@@ -63,15 +63,15 @@ class Unit:
     """None: for all but the outermost, as torch does by itself."""
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
-    settings: Settings
+    settings: UnitSettings
     forward_prefetch: tuple[Modules, ...]
     """The units that it has gathered ahead, by their modules."""
     backward_prefetch: tuple[Modules, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
-    """Where fully_shard keeps one parameter: its own object, and what it says of it."""
+class ParameterSlot:
+    """Fully_shard's own object for one parameter, and what it says of the parameter."""
 
     parameter: nn.Parameter
     places: tuple[Place, ...]
@@ -84,7 +84,7 @@ class Survey:
 
     units: tuple[Unit, ...]
     """Innermost first, so that they can be made again in this order."""
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     ahead: Ahead
     """Of each module that fully_shard has put hooks on."""
 
@@ -176,7 +176,7 @@ def _gathering(units: Sequence[Unit], told: Told) -> list[Unit]:
 def _like(survey: Survey | None) -> Callable[[Modules], Unit]:
     """What was set on the units that are there, for those that come in their place."""
     if survey is None:
-        plain = Unit((), None, None, MixedPrecisionPolicy(), OffloadPolicy(), Settings(), (), ())
+        plain = Unit((), None, None, MixedPrecisionPolicy(), OffloadPolicy(), UnitSettings(), (), ())
         return lambda modules: plain
     own = [unit for unit in survey.units if unit.mesh is not None]
     if all(

@@ -16,7 +16,7 @@ from elastic_ext.fsdp.blocks import recompute, why_not_recompute
 
 from .lines import Peaks, Tally
 from .prediction_request import dtype_of, like
-from .questions import Answer, OptimizerKind, ParameterKind, Question
+from .questions import MemoryAnswer, OptimizerKind, ParameterKind, Question
 from .samples import BlockWatch, LiveBytes
 
 __all__ = ["analyse", "why_not_fake", "without_memory"]
@@ -82,20 +82,22 @@ class _Unlike(Exception):
     """What the factory makes is not what is trained."""
 
 
-def analyse(question: Question, tell: Callable[[Answer], None]) -> None:
+def analyse(question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
     """Answer, as far as that can be done; the last answer says why no further."""
     refusal = why_not_fake()
     if refusal is not None:
-        tell(Answer(problem=refusal))
+        tell(MemoryAnswer(problem=refusal))
         return
     with without_memory():
         try:
             model = _made(question)
         except _Unlike as error:
-            tell(Answer(problem=str(error)))
+            tell(MemoryAnswer(problem=str(error)))
             return
         except Exception as error:  # the user's code: told to who has asked
-            tell(Answer(problem=f"model_factory could not be called on tensors without memory: {_in_words(error)}"))
+            tell(
+                MemoryAnswer(problem=f"model_factory could not be called on tensors without memory: {_in_words(error)}")
+            )
             return
         _tell_updates(model, question.optimizers, tell)
         _tell_passes(model, question, tell)
@@ -132,7 +134,7 @@ def _make_alike(made: Mapping[str, nn.Parameter], trained: Sequence[ParameterKin
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
-def _tell_passes(model: nn.Module, question: Question, tell: Callable[[Answer], None]) -> None:
+def _tell_passes(model: nn.Module, question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
     blocks = [model.get_submodule(name) for name in question.blocks]
     has_answered = has_flops = False
     for ratio in question.ratios:
@@ -146,13 +148,17 @@ def _tell_passes(model: nn.Module, question: Question, tell: Callable[[Answer], 
                 passes = found.peaks.passes(micro_batch=size, activation_checkpoint=ratio)
                 if is_first:
                     kept = tuple(each // size for each in found.kept_by_blocks)
-                    tell(Answer(passes=passes, flops_per_sample=found.num_flops // size, block_activation_bytes=kept))
+                    tell(
+                        MemoryAnswer(
+                            passes=passes, flops_per_sample=found.num_flops // size, block_activation_bytes=kept
+                        )
+                    )
                 else:
-                    tell(Answer(passes=passes))
+                    tell(MemoryAnswer(passes=passes))
                 has_answered, has_flops = True, has_flops or ratio == 0
         except Exception as error:  # the user's code: told to who has asked
             if not has_answered:
-                tell(Answer(problem=f"a step on tensors without memory failed: {_in_words(error)}"))
+                tell(MemoryAnswer(problem=f"a step on tensors without memory failed: {_in_words(error)}"))
                 return
 
 
@@ -264,7 +270,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 # --- the optimizers' steps --------------------------------------------------------------------------------------------
 
 
-def _tell_updates(model: nn.Module, optimizers: Sequence[OptimizerKind], tell: Callable[[Answer], None]) -> None:
+def _tell_updates(model: nn.Module, optimizers: Sequence[OptimizerKind], tell: Callable[[MemoryAnswer], None]) -> None:
     """What the largest of the optimizers' steps takes; nothing is told where one cannot be taken so."""
     most = 0
     parameters = dict(model.named_parameters())
@@ -277,7 +283,7 @@ def _tell_updates(model: nn.Module, optimizers: Sequence[OptimizerKind], tell: C
         for each in parameters.values():
             each.grad = None
     if optimizers:
-        tell(Answer(update_bytes=most))
+        tell(MemoryAnswer(update_bytes=most))
 
 
 def _update_bytes(kind: OptimizerKind, parameters: Mapping[str, nn.Parameter]) -> int:

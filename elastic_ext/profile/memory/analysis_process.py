@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from .questions import IS_ANALYSIS, Answer, Question
+from .questions import IS_ANALYSIS, MemoryAnswer, Question
 
 __all__ = ["main"]
 
@@ -32,7 +32,7 @@ def main() -> None:
         threading.Thread(target=_end_with_asker, name="elastic_ext asker", daemon=True).start()
         _be_modest()
 
-        def tell(answer: Answer) -> None:
+        def tell(answer: MemoryAnswer) -> None:
             answers.write(answer.to_json() + "\n")
             answers.flush()
 
@@ -48,10 +48,10 @@ def main() -> None:
                 question.main.take_up()
             analyse(question, tell)
         except MemoryError:
-            tell(Answer(problem=f"working it out took more than {_MEMORY_BYTES >> 30} GiB of memory"))
+            tell(MemoryAnswer(problem=f"working it out took more than {_MEMORY_BYTES >> 30} GiB of memory"))
         except BaseException as error:  # a script may do anything as it is imported: told to who has asked
             text = " ".join(str(error).split())
-            tell(Answer(problem=f"importing it in another process failed: {type(error).__name__}: {text[:300]}"))
+            tell(MemoryAnswer(problem=f"importing it in another process failed: {type(error).__name__}: {text[:300]}"))
     os._exit(0)  # whatever the user's code has begun
 
 

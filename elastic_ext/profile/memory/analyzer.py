@@ -30,11 +30,11 @@ from .prediction_request import (
     parameter_kinds,
     told,
 )
-from .process import Asking
+from .process import AnalysisRequest
 from .questions import Question
-from .samples import Readiness, Sample, sample_on
+from .samples import MemorySample, Readiness, sample_on
 
-__all__ = ["Analyzer", "ModelSizes", "Training", "besides_bytes", "capacity_bytes"]
+__all__ = ["AnalyzedTraining", "Analyzer", "ModelSizes", "besides_bytes", "capacity_bytes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ _WORKING = "what other sizes take is still being worked out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """What the analyzer asks of the training that it belongs to."""
+class AnalyzedTraining:
+    """What the memory analyzer needs to know of its training."""
 
     micro_batch: Callable[[], int]
     """The most samples that a rank takes at once,"""
@@ -169,7 +169,7 @@ class Analyzer:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         probe: Probe,
-        training: Training,
+        training: AnalyzedTraining,
         *,
         blocks: Sequence[nn.Module] = (),
         factory: Factory | None = None,
@@ -185,9 +185,9 @@ class Analyzer:
         self._shapes: _Shapes | None = None
         self._why_not = _NO_FACTORY if factory is None else ""
         self._outputs: list[weakref.ref[Any]] = []
-        self._asking: Asking | None = None
+        self._asking: AnalysisRequest | None = None
         self._readiness = Readiness(self._device)
-        self._sample: Sample | None = None
+        self._sample: MemorySample | None = None
         self._sampled: tuple[int, float] = (0, 0.0)
         self._is_first = False  # of its step, the micro-step that is sampled
         self._measured: dict[tuple[int, float], Peaks] = {}
@@ -340,7 +340,7 @@ class Analyzer:
         )
 
     @property
-    def asking(self) -> Asking | None:
+    def asking(self) -> AnalysisRequest | None:
         """What works it out, None where nothing was asked."""
         return self._asking
 
@@ -401,7 +401,7 @@ class Analyzer:
             self._refuse(str(error))
             return
         try:
-            self._asking = Asking(question)
+            self._asking = AnalysisRequest(question)
             self._asking.start()
         except (OSError, RuntimeError) as error:  # this process has no files or threads left
             self._refuse(f"the process that works it out could not be started: {error}")

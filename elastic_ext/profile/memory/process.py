@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from .questions import Answer, Question
+from .questions import MemoryAnswer, Question
 
-__all__ = ["THREAD_NAME", "Asking"]
+__all__ = ["THREAD_NAME", "AnalysisRequest"]
 
 _logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ _MOST_LINE_BYTES = 1 << 16
 _END_SECONDS = 5.0
 
 
-class Asking:
-    """One question; ``close`` it when training ends."""
+class AnalysisRequest:
+    """One question to the process that analyzes a model's memory; ``close`` it when training ends."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Asking:
         self._question = question
         self._most_seconds = most_seconds
         self._command = [*command, json.dumps(_path())]
-        self._answers: list[Answer] = []  # only ever appended to, on the thread
+        self._answers: list[MemoryAnswer] = []  # only ever appended to, on the thread
         self._is_over = threading.Event()
         self._closing, self._close_here = os.pipe()
         self._is_closed = False
@@ -58,7 +58,7 @@ class Asking:
         self._thread.start()
 
     @property
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[MemoryAnswer]:
         """That have come so far."""
         return tuple(self._answers)
 
@@ -88,7 +88,7 @@ class Asking:
         except (OSError, ValueError) as error:  # no process could be started, or what it says is no answer
             problem = f"the process that works it out failed: {error}"
         if problem is not None:
-            self._answers.append(Answer(problem=problem))
+            self._answers.append(MemoryAnswer(problem=problem))
         self._is_over.set()
 
     def _ask(self) -> str | None:
@@ -150,7 +150,7 @@ class Asking:
                 continue
             data = os.read(source, _MOST_LINE_BYTES)
             *lines, rest = (rest + data).split(b"\n")
-            self._answers.extend(Answer.from_json(line.decode()) for line in lines)
+            self._answers.extend(MemoryAnswer.from_json(line.decode()) for line in lines)
             if len(rest) > _MOST_LINE_BYTES:
                 raise ValueError("an answer is too long")
             if not data:

@@ -18,8 +18,8 @@ from elastic_ext.records.metrics import PassesMemory
 
 __all__ = [
     "IS_ANALYSIS",
-    "Answer",
     "MainModule",
+    "MemoryAnswer",
     "OptimizerKind",
     "Origin",
     "ParameterKind",
@@ -183,8 +183,8 @@ class Question(JsonRecord):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer(JsonRecord):
-    """One of these."""
+class MemoryAnswer(JsonRecord):
+    """One line of what the analysis process answers, with what it has found since the line before."""
 
     passes: PassesMemory | None = None
     update_bytes: int | None = None

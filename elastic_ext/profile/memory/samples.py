@@ -22,7 +22,7 @@ from elastic_ext.profile.step_costs import events_of, is_profiling, quiet_profil
 
 from .lines import Peaks, Stage, Tally
 
-__all__ = ["BlockWatch", "LiveBytes", "Readiness", "Sample", "sample_on"]
+__all__ = ["BlockWatch", "LiveBytes", "MemorySample", "Readiness", "sample_on"]
 
 _logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class Account(Protocol):
         """What was seen; None where that was too much. ``given_bytes`` is what the model is given."""
 
 
-class Sample:
-    """Of one micro-step: ``begin`` it, tell it of phases, ``end`` it; on the thread that trains."""
+class MemorySample:
+    """The memory of one micro-step: ``begin`` it, tell it of phases, ``end`` it; on the thread that trains."""
 
     def __init__(self, account: Account, parameters: Iterable[torch.Tensor]) -> None:
         self._account = account
@@ -115,9 +115,9 @@ class Sample:
                 self._account.keep_gradient(num_bytes)
 
 
-def sample_on(device: torch.device, parameters: Iterable[torch.Tensor]) -> Sample:
+def sample_on(device: torch.device, parameters: Iterable[torch.Tensor]) -> MemorySample:
     """A sample of a micro-step whose model lies there."""
-    return Sample(_Allocator(device) if device.type == "cuda" else _Profiled(), parameters)
+    return MemorySample(_Allocator(device) if device.type == "cuda" else _Profiled(), parameters)
 
 
 class Readiness:

@@ -29,7 +29,7 @@ from elastic_ext.ranks.heartbeat import Activity, Pulse
 from elastic_ext.training.options import CheckpointInterval
 
 from .resume import Resuming
-from .state import PASSES_BY_ITSELF, Moment, Overlap, Resumed, TrainingState
+from .state import PASSES_BY_ITSELF, BoundaryState, Overlap, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "HeldCopies", "Resume", "Saves", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
 
@@ -68,7 +68,7 @@ class Saves:
         """The global step of the last checkpoint that there is, or is being saved."""
         return self._saved_at
 
-    def moment(self, *, is_between: bool = False) -> Moment:
+    def moment(self, *, is_between: bool = False) -> BoundaryState:
         """What belongs to now: a loader's position, for one, which may take a while to be told.
 
         ``is_between`` is as ``TrainingState.moment`` takes it.
@@ -76,7 +76,7 @@ class Saves:
         with self._pulse.during(Activity.SAVING):
             return self._state.moment(is_between=is_between)
 
-    def save(self, name: str, moment: Moment, manner: Manner) -> Path | None:
+    def save(self, name: str, moment: BoundaryState, manner: Manner) -> Path | None:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:
             return self.save_and_wait(name, moment)
@@ -87,7 +87,7 @@ class Saves:
             self.note(path)
         return path
 
-    def save_and_wait(self, name: str, moment: Moment) -> Path:
+    def save_and_wait(self, name: str, moment: BoundaryState) -> Path:
         """Save while training waits."""
         self._pulse.note_save()
         self.settle()
@@ -96,7 +96,7 @@ class Saves:
         self.note(path)
         return path
 
-    def _request(self, name: str, moment: Moment, *, overlaps: bool = False) -> SaveRequest:
+    def _request(self, name: str, moment: BoundaryState, *, overlaps: bool = False) -> SaveRequest:
         state, step, epoch = self._state, self._counts.global_step, self._counts.epoch_to_resume
         if moment.counts.get("is_between", False) and name.startswith("step_"):
             epoch = moment.counts["epoch"] - 1  # older than what is saved again with what came after the epoch
@@ -198,7 +198,7 @@ class HeldCopies:
             self.copy(self._saves.moment(is_between=is_between))
             self._held_at = time.monotonic()
 
-    def keep(self, name: str, moment: Moment, *, waits: bool) -> None:
+    def keep(self, name: str, moment: BoundaryState, *, waits: bool) -> None:
         """Copy what a checkpoint holds that is due, to be written by ``write`` unless it is saved before; on all ranks.
 
         Where another save is under way that is not waited for nothing is copied.
@@ -233,7 +233,7 @@ class HeldCopies:
         is_needed = self._saves.path_of_now is None and self._job.live.is_free
         return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
 
-    def copy(self, moment: Moment | None = None) -> None:
+    def copy(self, moment: BoundaryState | None = None) -> None:
         """Copy what there is, to be written if training is told to end before the next copy; with all ranks.
 
         Not where that is saved. What has become of the save before is told where the next one is due.
@@ -300,7 +300,7 @@ WhenSaving = Literal["wait", "skip", "error"]
 class _Due:
     """A checkpoint that is due, and not begun."""
 
-    moment: Moment
+    moment: BoundaryState
     """Of the boundary, or of the end of the epoch, at which it was due."""
     is_asked_for: bool = False
     is_of_epoch: bool = False
@@ -457,7 +457,7 @@ class Checkpoints:
         elif self._has_changed(due):
             self._save_again(moment, manner)
 
-    def _moment_of(self, due: _Due, *, in_step: bool) -> Moment:
+    def _moment_of(self, due: _Due, *, in_step: bool) -> BoundaryState:
         """What belongs to what is due: of the boundary; between two epochs of now, where the next one begins.
 
         Where a step begins instead, the loop over its data has drawn random numbers, and will do so again.
@@ -483,11 +483,11 @@ class Checkpoints:
         with self._pulse.during(Activity.SAVING):
             self._job.live.fence()
 
-    def moment(self, *, is_between: bool = False) -> Moment:
+    def moment(self, *, is_between: bool = False) -> BoundaryState:
         """What belongs to the boundary that was passed just now, or to the end of an epoch."""
         return self._saves.moment(is_between=is_between)
 
-    def save_now(self, moment: Moment | None = None) -> Path:
+    def save_now(self, moment: BoundaryState | None = None) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
 
         The rest of the state is that of now, or of ``moment``.
@@ -579,7 +579,7 @@ class Checkpoints:
             self._tell_of_repeated_epoch(name)
         return f"step_{counts.global_step}"
 
-    def _save_again(self, moment: Moment, manner: Manner) -> None:
+    def _save_again(self, moment: BoundaryState, manner: Manner) -> None:
         """Save what has changed since it was saved as an epoch ended."""
         name = self._free_name()
         if name is not None:
@@ -603,7 +603,7 @@ class Checkpoints:
         if name.startswith("epoch_"):
             self._last_epoch = self._counts.epoch
 
-    def _save_or_warn(self, name: str, moment: Moment, manner: Manner, *, is_again: bool = False) -> None:
+    def _save_or_warn(self, name: str, moment: BoundaryState, manner: Manner, *, is_again: bool = False) -> None:
         names = self._saves.names_of_now
         if self._saves.path_of_now is not None and (name in names or not (is_again or name.startswith("epoch_"))):
             return

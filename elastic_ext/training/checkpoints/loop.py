@@ -19,7 +19,7 @@ from elastic_ext.training.steps.steps import Steps
 
 from .checkpoints import Checkpoints
 from .signals import EXIT_STATUS, Leaving
-from .state import Moment
+from .state import BoundaryState
 
 __all__ = ["Saving"]
 
@@ -44,8 +44,8 @@ class Saving:
         self._save_at = math.inf  # the next global step with something to save
         self._try_at = math.inf  # the first that training takes here, after which there is all that is saved
         self._leaving = self._listening() if checkpoints.leaves_on_signals else None
-        self._leaves_at: Moment | None = None  # of the boundary at which that was agreed on
-        self._copies_at: Moment | None = None
+        self._leaves_at: BoundaryState | None = None  # of the boundary at which that was agreed on
+        self._copies_at: BoundaryState | None = None
         self._is_fenced = False  # optimizers wait for a checkpoint that is being copied
 
     def start(self) -> None:

@@ -43,7 +43,7 @@ from elastic_ext.training.optimizers.prepared import TakingPart
 
 __all__ = [
     "PASSES_BY_ITSELF",
-    "Moment",
+    "BoundaryState",
     "Overlap",
     "Registered",
     "Resumed",
@@ -244,8 +244,8 @@ _STEPPED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Moment:
-    """What belongs to the boundary between two steps, and not to what a loop does before the next."""
+class BoundaryState:
+    """Training state as it is at the boundary between two steps, before the loop does anything else."""
 
     counts: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -307,7 +307,7 @@ class TrainingState:
 
     # ---- saving ----
 
-    def moment(self, *, is_between: bool = False) -> Moment:
+    def moment(self, *, is_between: bool = False) -> BoundaryState:
         """What must not move on when the loop does.
 
         ``is_between`` says that an epoch has ended, and that the loop has not done yet what it does before the next.
@@ -315,7 +315,7 @@ class TrainingState:
         self._on_moment()
         tensors: dict[str, torch.Tensor] = {}
         position = pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors)
-        return Moment(
+        return BoundaryState(
             counts=self._counts_to_save(is_between=is_between),
             config=self._config(),
             position=position,
@@ -325,7 +325,7 @@ class TrainingState:
             | {name: draw.get_state() for name, draw in _generators_of(self._batches.loader).items()},
         )
 
-    def collect(self, moment: Moment | None = None) -> Contents:
+    def collect(self, moment: BoundaryState | None = None) -> Contents:
         """All that this rank has: as it is now, and the rest as it was at ``moment``."""
         moment = moment or self.moment()
         for optimizer in self._parts.optimizers:

@@ -26,7 +26,7 @@ from .sharing import Sharing
 if TYPE_CHECKING:
     from elastic_ext.training.counters import Counts
 
-__all__ = ["WHEN_NOT_FINITE", "Finding", "FiniteGradients", "WhenNotFinite", "num_not_finite"]
+__all__ = ["WHEN_NOT_FINITE", "FiniteGradients", "NotFinite", "WhenNotFinite", "num_not_finite"]
 
 _logger = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ _BY_SCALER = "the scaler has left out {number} steps in a row for gradients that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """What was not finite in a step, as far as this rank has seen it."""
+class NotFinite:
+    """Which losses and gradients of a step were not finite, as far as this rank has seen."""
 
     num_gradients: int = 0
     """Parameters whose gradients are not,"""
@@ -230,9 +230,9 @@ class FiniteGradients:
             self._num_gradients, self._num_parameters = found, len(parameters)
         return found
 
-    def _finding(self) -> Finding:
+    def _finding(self) -> NotFinite:
         values = [(number, float(loss)) for number, loss in self._losses]
-        return Finding(
+        return NotFinite(
             num_gradients=self._num_gradients,
             num_parameters=self._num_parameters,
             is_elsewhere=self._is_elsewhere,
@@ -241,7 +241,7 @@ class FiniteGradients:
             num_by_scaler=self._num_by_scaler,
         )
 
-    def _note(self, finding: Finding) -> None:
+    def _note(self, finding: NotFinite) -> None:
         """Count the step, and say so once."""
         counts = self._counts
         counts.num_not_finite += 1
@@ -264,7 +264,7 @@ class FiniteGradients:
         self._report(text, self._after, self._details())
         raise StepError(text)
 
-    def _tell(self, when: WhenNotFinite, finding: Finding) -> None:
+    def _tell(self, when: WhenNotFinite, finding: NotFinite) -> None:
         if not self._has_told:
             self._has_told = True
             self._say(_TEXTS[when].format(found=finding, step=self._after))

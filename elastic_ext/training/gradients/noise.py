@@ -41,8 +41,8 @@ _MOST_KEPT = 16  # weights of so many looks
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """What is looked at of one tensor on this rank."""
+class _NoisePiece:
+    """The part of one gradient on this rank that the noise scale is measured on."""
 
     position: int
     """Of its parameter, among those of all optimizers."""
@@ -55,11 +55,11 @@ class _Piece:
 class _Cut:
     """A piece, and which elements it is."""
 
-    piece: _Piece
+    piece: _NoisePiece
     elements: slice
 
 
-_Seen = tuple[tuple[_Piece, ...], torch.Tensor]  # elements of some tensors on one device, one after another
+_Seen = tuple[tuple[_NoisePiece, ...], torch.Tensor]  # elements of some tensors on one device, one after another
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class GradientPairs:
         self._now: _Look | None = None
         self._first: _Look | None = None
         self._cuts: dict[tuple[int, int, int], _Cut] = {}  # by position, number of elements, and of ranks that share it
-        self._weights: dict[tuple[tuple[_Piece, ...], torch.dtype, torch.device], torch.Tensor] = {}
+        self._weights: dict[tuple[tuple[_NoisePiece, ...], torch.dtype, torch.device], torch.Tensor] = {}
 
     @torch.no_grad()
     def look(self, parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
@@ -100,7 +100,7 @@ class GradientPairs:
         No collective, and nothing that waits for a device.
         """
         look, num_shards = self._look_of(self._state.number), self._sharing().num_shards
-        pieces: dict[torch.device, list[_Piece]] = {}
+        pieces: dict[torch.device, list[_NoisePiece]] = {}
         views: dict[torch.device, list[torch.Tensor]] = {}
         for part in parameters:
             position = look.places.pop(id(part), None)
@@ -170,11 +170,11 @@ class GradientPairs:
             stride += 1
         start = random.Random(position).randrange(stride) if stride < num_elements else 0
         num_seen = len(range(start, num_elements, stride))
-        piece = _Piece(position, num_seen, num_elements / num_seen * num_shards / self._num_ranks)
+        piece = _NoisePiece(position, num_seen, num_elements / num_seen * num_shards / self._num_ranks)
         cut = self._cuts[position, num_elements, num_shards] = _Cut(piece, slice(start, None, stride))
         return cut
 
-    def _weights_of(self, pieces: tuple[_Piece, ...], elements: torch.Tensor) -> torch.Tensor:
+    def _weights_of(self, pieces: tuple[_NoisePiece, ...], elements: torch.Tensor) -> torch.Tensor:
         """Element by element."""
         key = pieces, elements.dtype, elements.device
         if key not in self._weights:
@@ -189,7 +189,7 @@ class GradientPairs:
 def _is_pair(first: Sequence[_Seen], second: Sequence[_Seen]) -> bool:
     """Whether the same was seen in both; a model may be moved, or made of another type, between two steps."""
 
-    def kinds(seen: Sequence[_Seen]) -> list[tuple[tuple[_Piece, ...], torch.dtype, torch.device]]:
+    def kinds(seen: Sequence[_Seen]) -> list[tuple[tuple[_NoisePiece, ...], torch.dtype, torch.device]]:
         return [(pieces, elements.dtype, elements.device) for pieces, elements in seen]
 
     return kinds(first) == kinds(second)

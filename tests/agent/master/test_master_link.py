@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.master.identity import INCARNATION_FILE, PLACE_FILE, Acquaintance, next_incarnation, node_id_of
 from elastic_ext.agent.master.link import FoundMaster, GivenMaster, LinkState, LinkStory
-from elastic_ext.agent.master.outbox import Outbox
-from elastic_ext.agent.master.report import NodeReport
+from elastic_ext.agent.master.outbox import EventOutbox
+from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.agent.master.session import Due, beat_due
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterAbsent
@@ -90,7 +90,7 @@ def test_what_is_asked_for_is_said_at_once_events_soon_and_the_rest_in_its_time(
 
 
 def test_the_outbox_keeps_the_newest_and_counts_what_it_drops_until_that_was_told() -> None:
-    box = Outbox(most=3)
+    box = EventOutbox(most=3)
     box.put([event(number) for number in range(5)], num_dropped=2)
     lent, num_dropped = box.lend(2)
     assert ([each.step for each in lent], num_dropped) == ([2, 3], 4)
@@ -104,7 +104,7 @@ def test_the_outbox_keeps_the_newest_and_counts_what_it_drops_until_that_was_tol
 
 @given(st.lists(st.sampled_from(["put", "lend", "less", "confirm"]), max_size=60))
 def test_every_event_is_lent_until_it_is_confirmed_or_counted_as_dropped(doings: list[str]) -> None:
-    box, num_put, arrived, num_dropped = Outbox(most=4), 0, set(), 0
+    box, num_put, arrived, num_dropped = EventOutbox(most=4), 0, set(), 0
     lent: tuple[tuple[JobEvent, ...], int] = ((), 0)
     for doing in [*doings, "lend", "confirm"]:
         if doing == "put":
@@ -670,7 +670,7 @@ def test_what_has_no_room_in_a_beat_comes_in_the_next(tmp_path: Path) -> None:
     write_workers(tmp_path)
     append(tmp_path / "profile-0.jsonl", window(0, 10.0, 10).to_json() + "\n", window(0, 11.0, 20).to_json() + "\n")
     (tmp_path / "hardware.json").write_text("x" * 200_000)
-    report = NodeReport(tmp_path, since=Since(0.0))
+    report = NodeReporter(tmp_path, since=Since(0.0))
     small, full, later = (pb.BeatRequest(held=pb.ConfigHeld(text="x" * num)) for num in (1_000, 0, 0))
     report.fill(small, 1_200)
     assert (len(small.workers), len(small.workers[0].windows), small.hardware) == (1, 0, "")

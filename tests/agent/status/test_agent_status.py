@@ -25,7 +25,7 @@ from elastic_ext.agent.status.status import NodeStatus, status_of
 from elastic_ext.agent.status.text import line_of, words
 from elastic_ext.cli import main
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.ranks.processes import Process, process_of, this_process
+from elastic_ext.ranks.processes import ProcessIdentity, process_of, this_process
 from elastic_ext.records.agent import (
     AGENT_FILE,
     EVENTS_FILE,
@@ -432,7 +432,7 @@ def test_whatever_the_records_say_there_is_a_status_in_words_and_as_json(files: 
 
 
 @contextmanager
-def a_process() -> Iterator[Process]:
+def a_process() -> Iterator[ProcessIdentity]:
     """One that lives until the ``with`` ends."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
         process = process_of(child.pid)
@@ -443,7 +443,7 @@ def a_process() -> Iterator[Process]:
 
 
 def write_all(
-    folder: Path, process: Process, *, job: str = "j", since: float = 100.0, host: str = socket.gethostname()
+    folder: Path, process: ProcessIdentity, *, job: str = "j", since: float = 100.0, host: str = socket.gethostname()
 ) -> None:
     now = time.time()
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from elastic_ext.agent.workers.hangs import (
     HangLimits,
+    HangVerdict,
     Judge,
-    Standing,
-    Verdict,
     WaitingNews,
     WorkerLook,
+    WorkerStanding,
     find_hang,
     ranks_in_words,
     standings_from_json,
@@ -57,20 +57,22 @@ def judged(
     limits: HangLimits | None = None,
     states: Mapping[int, str] | None = None,
     judge: Judge | None = None,
-) -> tuple[Standing, ...]:
+) -> tuple[WorkerStanding, ...]:
     """How workers stand whose pulses have said the same for so long, looked at every second; every five for hours."""
     judge = judge or Judge(limits or HangLimits())
     looks = [
         WorkerLook(rank=rank, pid=100 + rank, reading=found, process_state=(states or {}).get(rank, "S"))
         for rank, found in pulses.items()
     ]
-    standings: tuple[Standing, ...] = ()
+    standings: tuple[WorkerStanding, ...] = ()
     for second in range(0, int(seconds) + 1, 5 if seconds >= 3600 else 1):
         standings = judge.look(START + second, looks)
     return standings
 
 
-def verdict(pulses: Mapping[int, PulseReading | None], seconds: float, *, world_size: int = 0, **more: Any) -> Verdict:
+def verdict(
+    pulses: Mapping[int, PulseReading | None], seconds: float, *, world_size: int = 0, **more: Any
+) -> HangVerdict:
     return find_hang(judged(pulses, seconds, **more), world_size=world_size or len(pulses))
 
 
@@ -106,7 +108,7 @@ def test_an_evaluation_is_no_hang_however_long_it_is_and_whoever_waits_is_said_t
 
 def test_all_ranks_outside_of_steps_are_no_hang() -> None:
     found = verdict({rank: reading(START, Activity.OUTSIDE) for rank in range(3)}, 86400)
-    assert found == Verdict()
+    assert found == HangVerdict()
 
 
 def test_a_rank_alone_in_a_step_that_others_have_ended_hangs_though_they_evaluate() -> None:
@@ -389,10 +391,10 @@ places = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers
 
 
 @st.composite
-def standings(draw: st.DrawFn) -> list[Standing]:
+def standings(draw: st.DrawFn) -> list[WorkerStanding]:
     """Workers of any kind."""
     return [
-        Standing(
+        WorkerStanding(
             rank=rank,
             activity=draw(st.sampled_from(["in a step", "outside of steps", "ended", "saving"])),
             seconds=draw(st.floats(0, 1000)),
@@ -407,7 +409,7 @@ def standings(draw: st.DrawFn) -> list[Standing]:
 
 
 @given(standings())
-def test_standings_are_the_same_after_they_were_sent(given: list[Standing]) -> None:
+def test_standings_are_the_same_after_they_were_sent(given: list[WorkerStanding]) -> None:
     assert list(standings_from_json(standings_to_json(given))) == given
 
 
@@ -419,13 +421,13 @@ def test_what_is_no_standings_is_refused(text: str) -> None:
 
 @given(standings())
 def test_a_hang_is_of_ranks_that_are_there_and_only_where_one_waits_for_nobody_who_may_come(
-    given: list[Standing],
+    given: list[WorkerStanding],
 ) -> None:
     found = find_hang(given, world_size=len(given))
     waiting = [each for each in given if each.is_over]
     coming = [each for each in given if each.may_come]
 
-    def has_reason(one: Standing) -> bool:
+    def has_reason(one: WorkerStanding) -> bool:
         return any(each.place is None or one.place is None or each.place <= one.place for each in coming)
 
     assert (found.hang is not None) == any(not has_reason(one) for one in waiting)
@@ -436,15 +438,15 @@ def test_a_hang_is_of_ranks_that_are_there_and_only_where_one_waits_for_nobody_w
 
 
 @given(standings())
-def test_with_a_rank_at_the_beginning_that_may_come_nothing_is_a_hang(given: list[Standing]) -> None:
-    evaluating = Standing(rank=99, activity="outside of steps", where="outside of steps", place=(0, 0, 0, 0))
+def test_with_a_rank_at_the_beginning_that_may_come_nothing_is_a_hang(given: list[WorkerStanding]) -> None:
+    evaluating = WorkerStanding(rank=99, activity="outside of steps", where="outside of steps", place=(0, 0, 0, 0))
     assert find_hang([*given, evaluating], world_size=100).hang is None
 
 
 def test_ranks_are_told_in_their_order() -> None:
-    assert ranks_in_words([Standing(rank=3)]) == "rank 3"
-    assert ranks_in_words([Standing(rank=rank) for rank in (2, 0)]) == "ranks 0 and 2"
-    assert ranks_in_words([Standing(rank=rank) for rank in (2, 0, 11)]) == "ranks 0, 2 and 11"
+    assert ranks_in_words([WorkerStanding(rank=3)]) == "rank 3"
+    assert ranks_in_words([WorkerStanding(rank=rank) for rank in (2, 0)]) == "ranks 0 and 2"
+    assert ranks_in_words([WorkerStanding(rank=rank) for rank in (2, 0, 11)]) == "ranks 0, 2 and 11"
 
 
 # --- when it is told ------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from elastic_ext.agent.workers.hangs import HangLimits
-from elastic_ext.agent.workers.monitor import GpuUse, Monitor, NvidiaGpus, ProcessTable, Seen, Watched
+from elastic_ext.agent.workers.monitor import GpuUse, Monitor, NvidiaGpus, ProcessTable, Watched, WorkersLook
 from elastic_ext.ranks.heartbeat import pulse_file
-from elastic_ext.ranks.processes import Process, process_of
+from elastic_ext.ranks.processes import ProcessIdentity, process_of
 from elastic_ext.records.agent import WorkersRecord
 from elastic_ext.records.metrics import Measures, RankMetrics
 from tests.support.beating import reading_of, state_of, until, worker
@@ -42,13 +42,13 @@ def monitor_of(folder: Path, clock: Clock, limits: HangLimits | None = None, gpu
     return Monitor(run_dir=folder / "run", pulse_dir=folder, limits=limits or HangLimits(), gpus=gpus, clock=clock)
 
 
-def look(monitor: Monitor, *workers: Watched) -> Seen:
+def look(monitor: Monitor, *workers: Watched) -> WorkersLook:
     found = monitor.look(workers, restart=0, membership_version=7, world_size=len(workers))
     assert found is not None
     return found
 
 
-def seen_for(monitor: Monitor, clock: Clock, seconds: int, *workers: Watched) -> Seen:
+def seen_for(monitor: Monitor, clock: Clock, seconds: int, *workers: Watched) -> WorkersLook:
     """What is seen in the end when workers are looked at for so long, every second."""
     for _ in range(seconds):
         clock.now += 1
@@ -108,7 +108,11 @@ def test_between_two_looks_nothing_is_looked_at(tmp_path: Path, clock: Clock) ->
 def test_what_is_seen_can_be_written_and_read_again(tmp_path: Path, clock: Clock) -> None:
     with worker("is in a step", tmp_path) as found:
         gone = Watched(
-            local_rank=1, rank=1, process=Process(pid=found.process.pid, start_ticks=1), state="failed", exit_code=-9
+            local_rank=1,
+            rank=1,
+            process=ProcessIdentity(pid=found.process.pid, start_ticks=1),
+            state="failed",
+            exit_code=-9,
         )
         record = look(monitor_of(tmp_path, clock), found.watched, gone).record
         assert WorkersRecord.from_json(record.to_json()) == record
@@ -229,7 +233,7 @@ def test_processor_time_and_memory_are_counted_with_those_that_a_process_has_sta
             first = table.sample(found, 0.0)
             assert first is not None
             assert (len(first.children), first.cpu_percent) == (1, None)
-            own = table.sample(Process(pid=first.children[0], start_ticks=-1), 0.0)
+            own = table.sample(ProcessIdentity(pid=first.children[0], start_ticks=-1), 0.0)
             assert own is None, "it is another process than that one"
             child = psutil.Process(first.children[0])
             before = child.cpu_times().user

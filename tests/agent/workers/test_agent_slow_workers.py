@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.agent.workers.stragglers import NodeRound, Rounds, SlowNews, SlowWorkers
+from elastic_ext.agent.workers.stragglers import NodeRound, SlowNews, SlowWorkers, StragglerRounds
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.stragglers import LocalTime
 from elastic_ext.records.run_dir import RunDirectory
@@ -121,7 +121,7 @@ def test_rounds_of_unlike_configs_or_told_of_before_are_not_compared() -> None:
             json.loads(json.dumps(NodeRound(until=until, config=(version, 0), times=(time,)).to_row()))
         )
 
-    rounds = Rounds()
+    rounds = StragglerRounds()
     for number in range(1, 10):
         rounds.see({0: of(0, number), 1: of(1, 5.0)})  # the second one says nothing new but once
         rounds.see({0: of(0, number), 1: of(1, number + 0.5, version=2)})

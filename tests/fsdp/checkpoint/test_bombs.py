@@ -20,13 +20,13 @@ from elastic_ext.data.batch_plan import plan_step
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer, convert_from_dcp, convert_to_dcp
 from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, STATE_FILE, meta_file
-from elastic_ext.fsdp.checkpoint.export.dcp_plan import Record as Converted
+from elastic_ext.fsdp.checkpoint.export.dcp_plan import ConversionRecord as Converted
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit, FileSummary, checksum_of
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta
-from elastic_ext.fsdp.checkpoint.loading.description import Streamed
+from elastic_ext.fsdp.checkpoint.loading.description import StreamedCheckpoint
 from elastic_ext.fsdp.checkpoint.saving.rescue import choose
-from elastic_ext.fsdp.checkpoint.saving.shared_memory import Record, Row
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy, StagedFiles
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.pickled_values import read_plain, tensors_in
 from elastic_ext.fsdp.value_encoding import pack, unpack
@@ -122,7 +122,7 @@ def test_extra_states_that_nest_too_deeply_are_damage_to_an_export_too(tmp_path:
     for depth in (300, 600, DEEP):
         data = f'{{"{EXTRA_STATES}": {{"a": {"[" * depth}{"]" * depth}}}}}'
         sealed_with(folder / "step_2", STATE_FILE, data.encode())
-        with contextlib.closing(Streamed(Found.read(folder / "step_2"))) as streamed:
+        with contextlib.closing(StreamedCheckpoint(ListedCheckpoint.read(folder / "step_2"))) as streamed:
             if depth == DEEP:
                 with pytest.raises(CheckpointDamaged, match=f"{STATE_FILE} is damaged"):
                     streamed.extra_states()
@@ -251,7 +251,7 @@ def test_a_converted_checkpoint_of_many_ranks_comes_back_in_little_memory(tmp_pa
 
 def test_what_one_rank_of_very_many_has_staged_is_told_in_few_words() -> None:
     place: dict[str, Any] = {"name": "step_5", "folder": "/nowhere", "generation": "g", "run_id": "r"}
-    row = Row(**place, global_step=5, rank=7, num_ranks=1 << 50, staged_ns=0)
+    row = StagedCopy(**place, global_step=5, rank=7, num_ranks=1 << 50, staged_ns=0)
     (choice,) = choose([row])
     assert choice.generation is None
     assert choice.why.endswith(
@@ -262,7 +262,7 @@ def test_what_one_rank_of_very_many_has_staged_is_told_in_few_words() -> None:
 def test_records_of_what_is_staged_may_nest_as_they_like() -> None:
     body = b'{"format": ' + b"[" * DEEP + b"\n"
     with pytest.raises(ValueError, match="it is no record"):
-        Record.decoded(checksum_of(body).encode() + b"\n" + body)
+        StagedFiles.decoded(checksum_of(body).encode() + b"\n" + body)
 
 
 def test_a_step_of_very_many_micro_batches_is_refused_in_words() -> None:

@@ -17,7 +17,7 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.folder.cleanup import Clearing, Hold, retained
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing, Retention
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, Listing, Retention
 from tests.support.file_operations import FileOperations, Strike
 from tests.support.ranks import RankPool
 from tests.support.saves import Run, assert_loads, runs
@@ -177,7 +177,7 @@ def test_a_run_that_dies_before_it_has_saved_changes_nothing_that_counts(data: s
         for number in range(data.draw(st.integers(1, 7), label="runs")):
             run = Run(path, f"r{number}")
             before = Listing.counting(path).found
-            parent: Found | None = data.draw(st.sampled_from([None, *before]), label=f"parent of {number}")
+            parent: ListedCheckpoint | None = data.draw(st.sampled_from([None, *before]), label=f"parent of {number}")
             run.go_on(parent)
             step = (parent.commit.global_step if parent else 0) + data.draw(st.integers(1, 2), label="step")
             if data.draw(st.booleans(), label="dies"):

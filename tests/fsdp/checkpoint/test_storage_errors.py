@@ -19,7 +19,7 @@ import pytest
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.folder.claim import is_mark
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.loading.verify import damage_in
 from tests.support.saving import (
     begin_job,
@@ -135,7 +135,7 @@ def check_all_whole(storage: Path, newest: int) -> None:
     """Every checkpoint that there is can be loaded to the last bit, and is what it was saved as."""
     assert newest_of(storage) == newest
     for step in range(1, newest + 1):
-        assert list(damage_in(Found.read(job_folder(storage) / f"step_{step}"))) == []
+        assert list(damage_in(ListedCheckpoint.read(job_folder(storage) / f"step_{step}"))) == []
     assert is_loaded(storage, newest)
 
 

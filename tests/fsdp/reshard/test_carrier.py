@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.fsdp.reshard.buckets import Bucket, Freight, Item, Router
+from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, Freight, Router
 from elastic_ext.fsdp.reshard.exchange import Carrier
 from tests.support.ranks import RankPool
 
@@ -49,7 +49,7 @@ def _layout(draw: random.Random, shape: tuple[int, ...], num_ranks: int) -> Layo
     return Layout(shape, tuple(boxes))
 
 
-def _cargo(draw: random.Random, num_ranks: int) -> tuple[list[torch.Tensor], list[Item]]:
+def _cargo(draw: random.Random, num_ranks: int) -> tuple[list[torch.Tensor], list[BucketItem]]:
     router, tensors, items = Router(), [], []
     for number in range(12):
         shape = tuple(draw.randrange(1, 9) for _ in range(draw.randrange(1, 4)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.plan import Degrees
-from elastic_ext.fsdp.reshard.buckets import Bucket, Freight, Item, Router
+from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, Freight, Router
 from tests.support.layouts import Array, memory_of, num_elements, overlapping, ranges, shapes, strided, tensor_of
 from tests.support.layouts import meshes as meshes_of
 
@@ -25,7 +25,7 @@ def _held_by(layout: Layout, num_ranks: int) -> Layout:
 
 
 @st.composite
-def items(draw: st.DrawFn, num_ranks: int, number: int) -> Item:
+def items(draw: st.DrawFn, num_ranks: int, number: int) -> BucketItem:
     """A tensor that is to lie elsewhere, on so many ranks or, for some, where it was."""
     shape = draw(shapes)
     any_layout = ranges(shape) | meshes_of(shape) | overlapping(shape)
@@ -36,7 +36,7 @@ def items(draw: st.DrawFn, num_ranks: int, number: int) -> Item:
 
 
 @st.composite
-def cargoes(draw: st.DrawFn) -> list[Item]:
+def cargoes(draw: st.DrawFn) -> list[BucketItem]:
     num_ranks = draw(st.integers(1, 6))
     return [draw(items(num_ranks, number)) for number in range(draw(st.integers(0, 4)))]
 
@@ -66,7 +66,7 @@ def _carry(bucket: Bucket, sources: list[list[Array]]) -> tuple[list[list[Array]
 
 @given(cargoes(), st.integers(0, 600))
 def test_buckets_bring_every_tensor_to_its_new_layout_within_the_load_that_they_tell(
-    cargo: list[Item], most_bytes: int
+    cargo: list[BucketItem], most_bytes: int
 ) -> None:
     freight = Freight(cargo, most_bytes)
     tensors = [tensor_of(item.old.shape) for item in cargo]
@@ -106,7 +106,7 @@ def _sizes(memories: list[list[Array]], num_ranks: int) -> list[int]:
 
 @given(cargoes(), st.integers(0, 600))
 def test_buckets_have_all_items_in_order_and_keep_to_the_limit_unless_they_have_one(
-    cargo: list[Item], most_bytes: int
+    cargo: list[BucketItem], most_bytes: int
 ) -> None:
     buckets = Freight(cargo, most_bytes).buckets
     assert [item for bucket in buckets for item in bucket.items] == cargo
@@ -118,7 +118,7 @@ def test_buckets_have_all_items_in_order_and_keep_to_the_limit_unless_they_have_
         assert not _fits([*bucket.items, following.items[0]], most_bytes)  # or it would have been in it
 
 
-def _fits(items: Sequence[Item], most_bytes: int) -> bool:
+def _fits(items: Sequence[BucketItem], most_bytes: int) -> bool:
     """Three quarters for what is exchanged, one for what is there twice."""
     exchanged = max(map(sum, zip(*(item.exchanged for item in items), strict=True)))
     doubled = max(map(sum, zip(*(map(min, item.taken, item.given_back) for item in items), strict=True)))
@@ -148,7 +148,7 @@ def test_a_change_of_all_tensors_alike_takes_two_buckets_or_what_one_of_them_nee
 
 
 @given(cargoes())
-def test_nothing_is_sent_to_who_has_it_or_whose_part_stays(cargo: list[Item]) -> None:
+def test_nothing_is_sent_to_who_has_it_or_whose_part_stays(cargo: list[BucketItem]) -> None:
     for item in cargo:
         stays = {rank for rank, (old, new) in enumerate(zip(item.old.boxes, item.new.boxes, strict=True)) if old == new}
         assert not any(move.target in stays for move in item.moves)

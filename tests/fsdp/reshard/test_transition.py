@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_ext import ParallelPlan
 from elastic_ext.fsdp.reshard.buckets import Freight
-from elastic_ext.fsdp.reshard.transition import Pace, Tensor, Transition, transition
+from elastic_ext.fsdp.reshard.transition import Tensor, TransferRates, Transition, transition
 
 WHOLE = ParallelPlan(strategy="no_shard")
 GRAD_OP = ParallelPlan(strategy="shard_grad_op")
@@ -158,10 +158,10 @@ def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_tak
 
 def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
     tensors = [Tensor("weight", (64, 4), 4), Tensor("bias", (64,), 4)]
-    made = _made(FULL, WHOLE, tensors, pace=Pace(bytes_per_second=1000.0, seconds_per_tensor=0.5))
+    made = _made(FULL, WHOLE, tensors, pace=TransferRates(bytes_per_second=1000.0, seconds_per_tensor=0.5))
     busiest = max(map(sum, zip(*(map(add, item.exchanged, item.taken) for item in made.items), strict=True)))
     assert made.seconds == busiest / 1000.0 + 2 * 0.5
-    slower = _made(FULL, WHOLE, tensors, pace=Pace(bytes_per_second=500.0, seconds_per_tensor=0.5))
+    slower = _made(FULL, WHOLE, tensors, pace=TransferRates(bytes_per_second=500.0, seconds_per_tensor=0.5))
     assert slower.seconds > made.seconds
     assert _made(FULL, replace(FULL, prefetch=1), tensors).seconds == 0
 
@@ -169,7 +169,7 @@ def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
 def test_the_pace_of_a_change_is_that_of_the_next_estimate() -> None:
     tensors = [Tensor(f"weight {at}", (1024, 1024), 4) for at in range(4)]
     made = _made(FULL, WHOLE, tensors)
-    seen = Pace().after(made.freight, wiring_seconds=0.25, moving_seconds=2.0)
+    seen = TransferRates().after(made.freight, wiring_seconds=0.25, moving_seconds=2.0)
     assert _made(FULL, WHOLE, tensors, pace=seen).seconds == pytest.approx(2.25)
     small = _made(FULL, WHOLE, _one())
     assert seen.after(small.freight, wiring_seconds=0.5, moving_seconds=9.0) == replace(seen, seconds_per_tensor=0.5)
@@ -177,7 +177,7 @@ def test_the_pace_of_a_change_is_that_of_the_next_estimate() -> None:
 
 
 def test_words_tell_steps_tensors_bytes_and_seconds() -> None:
-    made = _made(FULL, WHOLE, _one(), pace=Pace(bytes_per_second=1000.0, seconds_per_tensor=0.1))
+    made = _made(FULL, WHOLE, _one(), pace=TransferRates(bytes_per_second=1000.0, seconds_per_tensor=0.1))
     assert str(made) == f"spread: 1 tensors, {made.num_sent} bytes between ranks, about {made.seconds:.2g} s"
     assert str(_made(FULL, FULL)) == "nothing changes"
     assert str(_made(FULL, replace(FULL, prefetch=1, activation_checkpoint=1))) == "prefetch, recompute"

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ext.profile.memory.analysis import analyse, without_memory
 from elastic_ext.profile.memory.lines import Tally
-from elastic_ext.profile.memory.questions import Answer
+from elastic_ext.profile.memory.questions import MemoryAnswer
 from elastic_ext.profile.memory.samples import BlockWatch, LiveBytes
 from tests.profile.memory.test_model_memory import words
 from tests.profile.memory.test_model_memory_process import question_of
@@ -159,7 +159,7 @@ def test_compiled_blocks_compute_as_they_do_and_nothing_is_told_of_them(of: str)
 
 
 def test_the_analysis_tells_of_each_block_once_and_of_no_more_than_passes_take() -> None:
-    answers: list[Answer] = []
+    answers: list[MemoryAnswer] = []
     blocks = tuple(f"layers.{number}" for number in range(4))
     question = question_of(
         "attention", memory_models.attention(), words(4), blocks=blocks, ratios=(0.5, 0.0), micro_batches=(4, 8)
@@ -173,4 +173,4 @@ def test_the_analysis_tells_of_each_block_once_and_of_no_more_than_passes_take()
     least = NUMBER * LENGTH * WIDTH * (3 + 4 + 4 + 2)  # heads, the network's two activations, both sums
     assert least < found[0] < 2 * least
     assert 0.5 * told.passes.forward_bytes < 4 * sum(found) <= told.passes.forward_bytes
-    assert Answer.from_json(told.to_json()) == told
+    assert MemoryAnswer.from_json(told.to_json()) == told

@@ -28,7 +28,7 @@ from elastic_ext.profile.memory.prediction_request import (
     told,
 )
 from elastic_ext.profile.memory.questions import MainModule, Origin, origin_of
-from elastic_ext.profile.memory.samples import LiveBytes, Readiness, Sample, sample_on
+from elastic_ext.profile.memory.samples import LiveBytes, MemorySample, Readiness, sample_on
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from tests.support import memory_models
@@ -338,7 +338,7 @@ def test_a_sample_that_cannot_be_begun_leaves_nothing_behind() -> None:
 
     model = memory_models.layers()
     with pytest.raises(RuntimeError, match="somebody else profiles"):
-        Sample(Refused(), model.parameters()).begin()
+        MemorySample(Refused(), model.parameters()).begin()
     model(rows(2)[0]).sum().backward()
 
 

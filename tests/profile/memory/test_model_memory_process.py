@@ -22,8 +22,8 @@ from torch import nn
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.profile.memory.prediction_request import optimizer_kinds, parameter_kinds, told
-from elastic_ext.profile.memory.process import Asking
-from elastic_ext.profile.memory.questions import IS_ANALYSIS, Answer, Origin, Question, refuse_in_analysis
+from elastic_ext.profile.memory.process import AnalysisRequest
+from elastic_ext.profile.memory.questions import IS_ANALYSIS, MemoryAnswer, Origin, Question, refuse_in_analysis
 from tests.profile.memory.test_model_memory import accounted, rows, words
 from tests.support import memory_models
 from tests.support.memory_models import WIDTH
@@ -57,8 +57,8 @@ def question_of(
 
 
 @contextmanager
-def asked(question: Question, **options: Any) -> Iterator[Asking]:
-    asking = Asking(question, **options)
+def asked(question: Question, **options: Any) -> Iterator[AnalysisRequest]:
+    asking = AnalysisRequest(question, **options)
     asking.start()
     try:
         yield asking
@@ -66,7 +66,7 @@ def asked(question: Question, **options: Any) -> Iterator[Asking]:
         asking.close()
 
 
-def answers_to(question: Question, **options: Any) -> list[Answer]:
+def answers_to(question: Question, **options: Any) -> list[MemoryAnswer]:
     with asked(question, **options) as asking:
         assert asking.wait(WAIT_SECONDS)
         return list(asking.answers)

@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from elastic_ext import CheckpointInterval, StepError, TornStepError
-from elastic_ext.training.gradients.finite import Finding, num_not_finite
+from elastic_ext.training.gradients.finite import NotFinite, num_not_finite
 from elastic_ext.training.remarks import is_looked_at, next_look
 from tests.support.faults import PlantedFault
 from tests.support.ranks import RankPool
@@ -70,12 +70,12 @@ def test_gradients_of_several_types_and_sparse_ones_are_counted_together() -> No
 
 
 def test_a_finding_names_what_was_seen() -> None:
-    assert not Finding() and not Finding(num_parameters=4)
-    assert str(Finding(num_gradients=1, num_parameters=4)) == "the gradients of 1 of 4 parameters were not finite"
-    assert str(Finding(losses=((2, NAN), (3, INF)), norm=NAN)) == (
+    assert not NotFinite() and not NotFinite(num_parameters=4)
+    assert str(NotFinite(num_gradients=1, num_parameters=4)) == "the gradients of 1 of 4 parameters were not finite"
+    assert str(NotFinite(losses=((2, NAN), (3, INF)), norm=NAN)) == (
         "the loss of micro-step 2 was nan, and of 1 more and the norm of the gradients was nan"
     )
-    assert str(Finding(is_elsewhere=True)) == "gradients on another rank were not finite"
+    assert str(NotFinite(is_elsewhere=True)) == "gradients on another rank were not finite"
 
 
 # ---- on one rank ----

@@ -22,7 +22,7 @@ from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, FileKind, me
 from elastic_ext.fsdp.checkpoint.folder.claim import Reading
 from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, chain_after
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
 from elastic_ext.fsdp.checkpoint.format.shardfile import Header, ShardSummary, laid_out
 from elastic_ext.fsdp.checkpoint.format.writer import write_stream
@@ -68,7 +68,7 @@ def convert_to_dcp(
     path, dest = path_given("path", path), path_given("dest", dest)
     keys, first_names = Keys(model=model_key, optim=optim_key), names_given("first_names", first_names)
     with Reading(path):
-        found = Found.read(path)
+        found = ListedCheckpoint.read(path)
         num_tensors, num_bytes = write_dcp(
             found, dest, keys=keys, first_names=first_names, force=force, on_progress=on_progress
         )

@@ -29,7 +29,7 @@ from elastic_ext.records.files import NotRegularError, open_regular
 from elastic_ext.torch_private.sharded import pickle_in
 
 from .dcp_plan import Leaf
-from .pickles import Made, Named, StrangeName, Unpickler, check_saved_values
+from .pickles import Made, PickledName, StrangeName, Unpickler, check_saved_values
 
 __all__ = ["DcpFolder", "DcpPiece", "DcpTensor"]
 
@@ -291,7 +291,7 @@ class _Metadata:
         is_known = type(properties) is Made and properties.name.endswith(".TensorProperties")
         values = properties.state if is_known and isinstance(properties, Made) else None
         first = values[0] if isinstance(values, tuple) and values else None
-        dtype = _DTYPES.get(first.name) if isinstance(first, Named) else None
+        dtype = _DTYPES.get(first.name) if isinstance(first, PickledName) else None
         if dtype is None or not isinstance(chunks, list):
             raise ValueError("a tensor has no dtype or no list of chunks")
         self._count(len(chunks))

@@ -25,10 +25,10 @@ from .dcp_plan import (
     OWN,
     RECORD,
     STATE,
+    ConversionRecord,
     Keys,
     Leaf,
     Outgoing,
-    Record,
     Refusals,
     joined,
     leaves_of,
@@ -96,15 +96,15 @@ def metas_of(tensors: Tensors, aliases: Mapping[str, str], num_ranks: int) -> di
     return metas
 
 
-def record_in(folder: DcpFolder) -> Record | None:
+def record_in(folder: DcpFolder) -> ConversionRecord | None:
     """What a converted checkpoint says of itself, None where this was not converted from one."""
     key = joined(RECORD)
     if key not in folder.tensors:
         return None
-    return Record.from_json(_text(folder, RECORD), where=f"{folder.path}: {key}")
+    return ConversionRecord.from_json(_text(folder, RECORD), where=f"{folder.path}: {key}")
 
 
-def of_record(folder: DcpFolder, record: Record) -> Incoming:
+def of_record(folder: DcpFolder, record: ConversionRecord) -> Incoming:
     """A checkpoint that was converted, as it was, but that one file of each kind has all tensors."""
     where = f"{folder.path}: {OWN}"
     metas: dict[FileKind, StateMeta] = {

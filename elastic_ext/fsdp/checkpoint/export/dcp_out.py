@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, KINDS, STATE_FILE, meta_file
 from elastic_ext.fsdp.checkpoint.folder.job_folder import refuse_in_a_jobs_folder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.loading.description import Streamed, Stretch
+from elastic_ext.fsdp.checkpoint.loading.description import StreamedCheckpoint, Stretch
 from elastic_ext.fsdp.value_encoding import dtype_of, unpack
 from elastic_ext.records.files import is_temporary, move_folder, remove_folder, sync_folder, temporary_beside
 
@@ -37,11 +37,11 @@ from .dcp_plan import (
     METAS,
     RECORD,
     STATE,
+    ConversionRecord,
     Keys,
     Leaf,
     Outgoing,
     OutTensor,
-    Record,
     Refusals,
     joined,
     leaves_of,
@@ -155,7 +155,7 @@ _SUFFIX_CHARACTERS = len(".0123456789abcdef.tmp")
 
 
 def write_dcp(
-    found: Found,
+    found: ListedCheckpoint,
     dest: Path,
     *,
     keys: Keys,
@@ -164,7 +164,7 @@ def write_dcp(
     on_progress: Callable[[int, int], None],
 ) -> tuple[int, int]:
     """Write a checkpoint as the folder ``dest``; how many tensors, and how many bytes they have."""
-    with Streamed(found) as streamed:
+    with StreamedCheckpoint(found) as streamed:
         refusals = Refusals()
         metas = {kind: streamed.meta(kind) for kind in KINDS}
         state = streamed.state()
@@ -174,7 +174,7 @@ def write_dcp(
             values.update(leaves_of(keys.of_model(name), unpack(value)))
         _refuse_twice(itertools.chain(*(tensor.leaves for tensor in outgoing.tensors), values), refusals)
         refusals.raise_if_any(found.path)
-        reading = _Reading(streamed, outgoing, on_progress)
+        reading = _BlockReading(streamed, outgoing, on_progress)
         num_tensors = len(outgoing.tensors)
         with _new_folder(dest, force=force) as folder, DcpWriter(folder) as writer:
             for leaf, value in values.items():
@@ -182,7 +182,7 @@ def write_dcp(
             for tensor in outgoing.tensors:
                 shape = tensor.meta.layout.shape
                 writer.put_tensor(tensor.leaves, dtype_of(tensor.meta.dtype), shape, reading.blocks_of(tensor))
-            _put_text(writer, RECORD, Record.of(found.commit, keys, first_names).to_json())
+            _put_text(writer, RECORD, ConversionRecord.of(found.commit, keys, first_names).to_json())
             _put_text(writer, STATE, found.read_state(STATE_FILE))
             for kind in KINDS:
                 _put_text(writer, (*METAS, kind), found.read_meta(meta_file(kind)))
@@ -192,10 +192,12 @@ def write_dcp(
     return num_tensors, reading.num_bytes
 
 
-class _Reading:
+class _BlockReading:
     """Tensors of one checkpoint, read a block at a time."""
 
-    def __init__(self, streamed: Streamed, outgoing: Outgoing, on_progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, streamed: StreamedCheckpoint, outgoing: Outgoing, on_progress: Callable[[int, int], None]
+    ) -> None:
         self.num_bytes = sum(_num_bytes_in(tensor) for tensor in outgoing.tensors)
         self._num_done = 0
         self._streamed = streamed

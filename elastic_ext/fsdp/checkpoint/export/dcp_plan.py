@@ -24,11 +24,11 @@ __all__ = [
     "OWN",
     "RECORD",
     "STATE",
+    "ConversionRecord",
     "Keys",
     "Leaf",
     "OutTensor",
     "Outgoing",
-    "Record",
     "Refusals",
     "joined",
     "leaves_of",
@@ -242,8 +242,8 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """Of the checkpoint, what stands in its COMMIT; and how it was converted."""
+class ConversionRecord:
+    """The COMMIT of a converted checkpoint, and how it was converted."""
 
     global_step: int
     epoch: int
@@ -256,7 +256,7 @@ class Record:
     format: int = _FORMAT
 
     @classmethod
-    def of(cls, commit: Commit, keys: Keys, first_names: Collection[str]) -> Record:
+    def of(cls, commit: Commit, keys: Keys, first_names: Collection[str]) -> ConversionRecord:
         return cls(
             global_step=commit.global_step,
             epoch=commit.epoch,
@@ -276,7 +276,7 @@ class Record:
         return json.dumps(asdict(self), allow_nan=False).encode()
 
     @classmethod
-    def from_json(cls, data: bytes, *, where: str) -> Record:
+    def from_json(cls, data: bytes, *, where: str) -> ConversionRecord:
         """What ``to_json`` gave; CheckpointDamaged, naming ``where``, where it cannot be."""
         try:
             said = object_of(data.decode())

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["Made", "Named", "StrangeName", "Unpickler", "check_saved_values"]
+__all__ = ["Made", "PickledName", "StrangeName", "Unpickler", "check_saved_values"]
 
 
 # --- a pickle read without running any of it: what it names and makes are stand-ins, which do nothing ----------------
@@ -34,7 +34,7 @@ class StrangeName(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Named:
+class PickledName:
     """What stands for a class, a function or a constant that a pickle names."""
 
     name: str
@@ -64,7 +64,7 @@ class Unpickler:
         """``known`` are the dotted names that it may have; StrangeName is raised for any other."""
         self._data = data
         self._at = 0
-        self._known = {name: Named(name) for name in known}
+        self._known = {name: PickledName(name) for name in known}
         self._notes: list[object] = []
         self._stack: list[object] = []
         self._marks: list[int] = []
@@ -93,7 +93,7 @@ class Unpickler:
             self._refuse("it leaves something behind")
         return value
 
-    def find_class(self, module: str, name: str) -> Named:
+    def find_class(self, module: str, name: str) -> PickledName:
         """What stands for something that is named; the name is looked up nowhere but among those that are known."""
         found = self._known.get(f"{module}.{name}")
         if found is None:
@@ -221,7 +221,7 @@ class Unpickler:
 
     def _make(self) -> None:
         arguments, kind = self._popped(), self._popped()
-        if type(kind) is not Named or type(arguments) is not tuple:
+        if type(kind) is not PickledName or type(arguments) is not tuple:
             self._refuse(f"it makes something of a {type(kind).__name__} with a {type(arguments).__name__}")
         is_dict = kind.name == _ORDERED and not arguments
         self._put_down({} if is_dict else Made(kind.name, arguments))
@@ -326,7 +326,7 @@ class _SavedValues(Unpickler):
         self._of_user = of_user
         self._left = _MOST_COPIED * len(data)
 
-    def find_class(self, module: str, name: str) -> Named:
+    def find_class(self, module: str, name: str) -> PickledName:
         return super().find_class("builtins" if module == _OLD_BUILTINS else module, name)
 
     def _put(self, items: list[object]) -> None:
@@ -338,7 +338,7 @@ class _SavedValues(Unpickler):
 
     def _make(self) -> None:
         arguments, kind = self._popped(), self._popped()
-        if type(kind) is not Named or type(arguments) is not tuple:
+        if type(kind) is not PickledName or type(arguments) is not tuple:
             self._refuse(f"it makes something of a {type(kind).__name__} with a {type(arguments).__name__}")
         if not self._is_as_saved(kind.name, arguments):
             raise StrangeName(kind.name)
@@ -357,7 +357,7 @@ class _SavedValues(Unpickler):
             return len(arguments) == 2 and arguments[1] in _LATIN
         if name == "torch._tensor._rebuild_from_type_v2":
             first = arguments[0] if arguments else None
-            return type(first) is Named and first.name in _REBUILT
+            return type(first) is PickledName and first.name in _REBUILT
         return True
 
     def _build(self) -> None:

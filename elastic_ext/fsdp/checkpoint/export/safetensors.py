@@ -26,13 +26,13 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.folder.claim import Reading
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.folder.job_folder import refuse_in_a_jobs_folder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.copy import FLOATS, TARGETS, Target, caster
 from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.format.shardfile import Entry, check_name, encoded_header
+from elastic_ext.fsdp.checkpoint.format.shardfile import TensorEntry, check_name, encoded_header
 from elastic_ext.fsdp.checkpoint.format.writer import write_beside
-from elastic_ext.fsdp.checkpoint.loading.description import Streamed, batches_of
+from elastic_ext.fsdp.checkpoint.loading.description import StreamedCheckpoint, batches_of
 from elastic_ext.records.files import is_temporary, put_in_place, sync_folder
 from elastic_ext.records.text import check_choice, check_flag, path_given
 
@@ -123,10 +123,10 @@ class ToFile:
         """What comes before the tensors."""
         return encoded_header({**self.aliases, **_METADATA}, self._entries(), alignment=_ALIGNMENT)
 
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
+    def _entries(self) -> Iterator[tuple[str, TensorEntry]]:
         offset = 0
         for tensor in self.tensors:
-            yield tensor.name, Entry(tensor.dtype, tensor.source.layout.shape, offset, tensor.num_bytes)
+            yield tensor.name, TensorEntry(tensor.dtype, tensor.source.layout.shape, offset, tensor.num_bytes)
             offset += tensor.num_bytes
 
 
@@ -357,7 +357,7 @@ def export_checkpoint(
     check_choice("tied", tied, ("all", "once"))
     check_flag("force", force)
     path, dest = path_given("path", path), path_given("dest", dest)
-    with Reading(path), Streamed(Found.read(path)) as streamed:
+    with Reading(path), StreamedCheckpoint(ListedCheckpoint.read(path)) as streamed:
         files = files_of(
             streamed.meta("model"),
             renaming=Renaming(strip_prefixes=strip_prefixes, replacements=renames),
@@ -366,7 +366,7 @@ def export_checkpoint(
             max_shard_bytes=max_shard_bytes,
         )
         left_out = tuple(sorted(streamed.extra_states()))
-        reading = _Reading(streamed, files, on_progress)
+        reading = _BatchReading(streamed, files, on_progress)
         with ExportFolder(dest, force=force) as folder:
             for file in files:
                 folder.write(file.name, reading.contents_of(file))
@@ -383,10 +383,12 @@ def export_checkpoint(
     )
 
 
-class _Reading:
+class _BatchReading:
     """Tensors of one export, read and cast one batch after another."""
 
-    def __init__(self, streamed: Streamed, files: Sequence[ToFile], on_progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, streamed: StreamedCheckpoint, files: Sequence[ToFile], on_progress: Callable[[int, int], None]
+    ) -> None:
         self._streamed = streamed
         self._on_progress = on_progress
         self._num_done = 0

@@ -40,7 +40,7 @@ from elastic_ext.records.files import (
 
 from .claim import LOCK, has_lapsed, is_mark, now_ns_in, read_holder, read_visitor, readers_of, sign
 from .commit import COMMIT, Commit, Lineage, place_in, read_commit
-from .listing import Found, Listing, Retention, Verdict, is_name, is_set_aside, judge, left_for
+from .listing import ListedCheckpoint, Listing, Retention, RetentionVerdict, is_name, is_set_aside, judge, left_for
 
 __all__ = [
     "GARBAGE",
@@ -310,7 +310,7 @@ def retained(
     rule: Retention,
     chain: Sequence[Lineage] | None = None,
     check: Callable[[], None] = lambda: None,
-) -> list[Verdict]:
+) -> list[RetentionVerdict]:
     """Remove from a job's ``folder`` what ``rule`` does not keep; what became of each checkpoint, oldest first.
 
     ``chain`` are the runs that lead to now, by default those that lead to the newest checkpoint. ``check`` raises where
@@ -321,7 +321,7 @@ def retained(
 
 def verdicts_on(
     folder: Path, rule: Retention, chain: Sequence[Lineage] | None = None, *, now_ns: int | None = None
-) -> list[Verdict]:
+) -> list[RetentionVerdict]:
     """What becomes of each checkpoint in a job's ``folder``, as things are now; nothing is removed.
 
     Nor is anything written where the time is given.
@@ -341,7 +341,7 @@ def verdicts_on(
     return judge(found, rule, chain=chain, being_read=being_read, incomplete=incomplete)
 
 
-def remove_checkpoint(found: Found, check: Callable[[], None]) -> str | None:
+def remove_checkpoint(found: ListedCheckpoint, check: Callable[[], None]) -> str | None:
     """Remove a checkpoint that nobody reads; None, or who reads it."""
     check()
     folder = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY)  # another may get its name meanwhile
@@ -384,7 +384,7 @@ def unused_metas(folder: Path, *, without: Collection[str] = ()) -> list[str]:
     return [f"{metas.name}/{name}" for name in unused]
 
 
-def _carried_out(verdict: Verdict, check: Callable[[], None]) -> Verdict:
+def _carried_out(verdict: RetentionVerdict, check: Callable[[], None]) -> RetentionVerdict:
     try:
         who = remove_checkpoint(verdict.found, check)
     except (FileNotFoundError, CheckpointNotFound):  # somebody else removes it too
@@ -394,7 +394,7 @@ def _carried_out(verdict: Verdict, check: Callable[[], None]) -> Verdict:
     return verdict if who is None else replace(verdict, stays=True, why=f"being read by {who}")
 
 
-def _take_commit_away(found: Found, folder: int) -> str | None:
+def _take_commit_away(found: ListedCheckpoint, folder: int) -> str | None:
     """Take COMMIT out of a checkpoint's ``folder``; None, or who reads it, and then it has its COMMIT."""
     if read_commit(found.path).generation != found.commit.generation:
         raise CheckpointError("another checkpoint has its name now")
@@ -421,7 +421,7 @@ def _move_itself(path: Path, target: Path, itself: os.stat_result) -> None:
         raise CheckpointError("another checkpoint has its name now")
 
 
-def _lack_of(found: Found) -> str | None:
+def _lack_of(found: ListedCheckpoint) -> str | None:
     """Which of its files a checkpoint does not have whole, in words; None where all are there."""
     commit = found.commit
     names: Mapping[str, object] = {**commit.metas, **commit.states, **commit.shards}

@@ -41,7 +41,16 @@ from elastic_ext.records.files import (
 from .claim import PATIENCE_SECONDS, Claim, check_job, folder_name, newest_folder, quoted
 from .cleanup import Clearing, meta_path, remove_unused_metas, retained
 from .commit import COMMIT, Chain, Commit, FileSummary, check_chain, checksum_of
-from .listing import Found, Listing, Retention, Verdict, check_name, is_name, is_set_aside, newest_of
+from .listing import (
+    ListedCheckpoint,
+    Listing,
+    Retention,
+    RetentionVerdict,
+    check_name,
+    is_name,
+    is_set_aside,
+    newest_of,
+)
 
 __all__ = ["FOLDER", "JobFolder", "refuse_in_a_jobs_folder"]
 
@@ -138,15 +147,15 @@ class JobFolder:
         """What lies here under the names of checkpoints."""
         return Listing.read(self.path)
 
-    def checkpoints(self) -> list[Found]:
+    def checkpoints(self) -> list[ListedCheckpoint]:
         """The checkpoints that exist, oldest first; ``listing`` also tells of those that cannot be read."""
         return list(self.listing().found)
 
-    def candidates(self) -> list[Found]:
+    def candidates(self) -> list[ListedCheckpoint]:
         """The same, newest first: what to try in turn when a job goes on."""
         return self.checkpoints()[::-1]
 
-    def latest(self, chain: Chain | None = None) -> Found | None:
+    def latest(self, chain: Chain | None = None) -> ListedCheckpoint | None:
         """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
 
         What was abandoned for nothing counts. OSError where the file system does not let one be read, which may be the
@@ -158,9 +167,9 @@ class JobFolder:
                 raise error
         return newest_of(listing.found, chain)
 
-    def found(self, name: str) -> Found:
+    def found(self, name: str) -> ListedCheckpoint:
         """The checkpoint ``name``, looked at by its name alone; raises what ``read_commit`` raises."""
-        return Found.read(self.path / name)
+        return ListedCheckpoint.read(self.path / name)
 
     # ---- saving: rank 0 of the run that has the claim ----
 
@@ -237,7 +246,7 @@ class JobFolder:
         new.write(self.path / name / file, data)
         return FileSummary(num_bytes=len(data), checksum=checksum_of(data))
 
-    def commit(self, name: str, commit: Commit) -> Found:
+    def commit(self, name: str, commit: Commit) -> ListedCheckpoint:
         """Make a begun checkpoint exist, when all ranks have written and synced their files and their names.
 
         Just before, the first time that a run does this, what is abandoned by it gets other names: newest first, so
@@ -259,7 +268,7 @@ class JobFolder:
             sync_folder(path)
         self._settled = commit.run_id
         del self._begun[name]
-        return Found(path=path, commit=commit)
+        return ListedCheckpoint(path=path, commit=commit)
 
     @contextlib.contextmanager
     def told_if_fenced(self) -> Iterator[None]:
@@ -282,7 +291,7 @@ class JobFolder:
         if aside is not None:
             self._clearing().put_back(aside, name)
 
-    def retain(self, rule: Retention, chain: Chain) -> list[Verdict]:
+    def retain(self, rule: Retention, chain: Chain) -> list[RetentionVerdict]:
         """Remove the checkpoints that ``rule`` does not keep for a run of ``chain``; what became of each, and why.
 
         Called after a commit. It takes as long as the storage takes to remove files, and raises nothing that the

@@ -17,10 +17,10 @@ from elastic_ext.records.files import look_afresh
 from .commit import Commit, Lineage, place_in, read_checked, read_commit, read_in_pieces
 
 __all__ = [
-    "Found",
+    "ListedCheckpoint",
     "Listing",
     "Retention",
-    "Verdict",
+    "RetentionVerdict",
     "abandoned_for_nothing",
     "check_name",
     "is_name",
@@ -42,19 +42,19 @@ _ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """A checkpoint that exists."""
+class ListedCheckpoint:
+    """A committed checkpoint in a job's folder."""
 
     path: Path
     commit: Commit
 
     @classmethod
-    def read(cls, path: Path) -> Found:
+    def read(cls, path: Path) -> ListedCheckpoint:
         """The checkpoint in the folder ``path``; raises what ``read_commit`` raises."""
         return cls(path=path, commit=read_commit(path))
 
     @classmethod
-    def read_afresh(cls, path: Path) -> Found:
+    def read_afresh(cls, path: Path) -> ListedCheckpoint:
         """The same of one that another machine has told of, which this one may not know of yet."""
         try:
             return cls.read(path)
@@ -89,7 +89,7 @@ class Found:
 class Listing:
     """What lies in a job's folder under the names of checkpoints."""
 
-    found: tuple[Found, ...]
+    found: tuple[ListedCheckpoint, ...]
     """Those that exist, oldest first."""
     unreadable: Mapping[str, CheckpointError | OSError]
     """Those whose COMMIT is there and cannot be read or trusted, with the reason."""
@@ -106,7 +106,7 @@ class Listing:
             if not (is_set_aside if aside else is_name)(name) or _is_another_name(path):
                 continue
             try:
-                found.append(Found.read(path))
+                found.append(ListedCheckpoint.read(path))
             except CheckpointNotFound:
                 if _is_folder(path):
                     unfinished.append(name)
@@ -135,7 +135,9 @@ def _is_another_name(path: Path) -> bool:
     return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
-def abandoned_for_nothing(found: Sequence[Found], aside: Sequence[Found]) -> list[Found]:
+def abandoned_for_nothing(
+    found: Sequence[ListedCheckpoint], aside: Sequence[ListedCheckpoint]
+) -> list[ListedCheckpoint]:
     """Those of ``aside`` that were renamed for a save which then did not come to be: they count as before. Pure.
 
     There is no checkpoint then of the run that renamed one, nor of any that went on from that, whatever those are
@@ -173,19 +175,19 @@ def check_name(name: str) -> None:
         raise ValueError(f"a checkpoint is named {name[:80]!r}; allowed: step_N or epoch_N, with an integer N >= 0")
 
 
-def oldest_first(found: Iterable[Found]) -> list[Found]:
+def oldest_first(found: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """The same in the order in which they follow one another."""
     return sorted(found, key=_age)
 
 
-def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) -> Found | None:
+def newest_of(found: Sequence[ListedCheckpoint], chain: Sequence[Lineage] | None = None) -> ListedCheckpoint | None:
     """The newest of some checkpoints; with ``chain``, of those that its runs saved before they were left."""
     if chain is None:
         return max(found, key=_age, default=None)
     return next(iter(leading_to(chain, found)), None)
 
 
-def leading_to(chain: Sequence[Lineage], found: Sequence[Found]) -> list[Found]:
+def leading_to(chain: Sequence[Lineage], found: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """Those that the runs of ``chain`` saved before they were left, newest first."""
     places = []
     for one in found:
@@ -203,7 +205,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _runs_of(found: Iterable[Found]) -> set[str]:
+def _runs_of(found: Iterable[ListedCheckpoint]) -> set[str]:
     """The runs that have saved these, and those that led there."""
     return {run.id for one in found for run in one.commit.lineage}
 
@@ -222,7 +224,7 @@ def _are_on_one_line(one: Commit, other: Commit) -> bool:
     )
 
 
-def _age(found: Found) -> tuple[int, int, int, str, str]:
+def _age(found: ListedCheckpoint) -> tuple[int, int, int, str, str]:
     """What grows with every save of one run, and with every run that goes on from another."""
     commit = found.commit
     return commit.global_step, len(commit.lineage), commit.epoch, commit.saved_at, found.name
@@ -257,10 +259,10 @@ class Retention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What becomes of one checkpoint."""
+class RetentionVerdict:
+    """Whether one checkpoint is kept or removed, and why."""
 
-    found: Found
+    found: ListedCheckpoint
     stays: bool
     why: str
     has_failed: bool = False
@@ -268,13 +270,13 @@ class Verdict:
 
 
 def judge(
-    found: Sequence[Found],
+    found: Sequence[ListedCheckpoint],
     rule: Retention,
     *,
     chain: Sequence[Lineage] | None = None,
     being_read: Mapping[str, str] = _NOTHING,
     incomplete: Mapping[str, str] = _NOTHING,
-) -> list[Verdict]:
+) -> list[RetentionVerdict]:
     """A verdict on each of ``found``, oldest first.
 
     ``chain`` are the runs that lead to now; by default those that lead to the newest one. ``being_read`` says of names
@@ -292,11 +294,11 @@ def judge(
         if why is None and one.name in being_read:
             why = f"being read by {being_read[one.name]}"
         gone = "abandoned" if one.name in abandoned else f"none of the last {rule.keep_last}"
-        verdicts.append(Verdict(found=one, stays=why is not None, why=why or gone))
+        verdicts.append(RetentionVerdict(found=one, stays=why is not None, why=why or gone))
     return verdicts
 
 
-def _abandoned_in(found: Sequence[Found]) -> set[str]:
+def _abandoned_in(found: Sequence[ListedCheckpoint]) -> set[str]:
     """The names of those that training went on without."""
     aside = [one for one in found if is_set_aside(one.name)]
     counting = abandoned_for_nothing([one for one in found if not is_set_aside(one.name)], aside)
@@ -304,7 +306,7 @@ def _abandoned_in(found: Sequence[Found]) -> set[str]:
 
 
 def _reasons_to_stay(
-    ordered: Sequence[Found],
+    ordered: Sequence[ListedCheckpoint],
     rule: Retention,
     chain: Sequence[Lineage],
     incomplete: Mapping[str, str],
@@ -312,7 +314,7 @@ def _reasons_to_stay(
 ) -> dict[str, str]:
     """Why each that stays does so, whoever reads it."""
     reasons: dict[str, str] = {}
-    on_the_way: list[tuple[int, Found]] = []
+    on_the_way: list[tuple[int, ListedCheckpoint]] = []
     for one in ordered:
         place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
         if one.name in incomplete:
@@ -331,9 +333,9 @@ def _reasons_to_stay(
     return reasons | {one.name: "the newest" if one is last[-1] else f"one of the last {len(last)}" for one in last}
 
 
-def _milestones(counted: Sequence[Found], every: int) -> dict[str, str]:
+def _milestones(counted: Sequence[ListedCheckpoint], every: int) -> dict[str, str]:
     """The first one of each stretch of steps but the one before the first multiple."""
-    first: dict[int, Found] = {}
+    first: dict[int, ListedCheckpoint] = {}
     for one in counted:
         first.setdefault(one.commit.global_step // every, one)
     return {

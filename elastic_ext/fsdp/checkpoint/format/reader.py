@@ -25,11 +25,11 @@ from .shardfile import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     VERSION,
-    Entry,
     Header,
     NewerHeader,
     ShardSummary,
     SumTable,
+    TensorEntry,
     checksum_of,
     read_header,
 )
@@ -39,10 +39,10 @@ __all__ = [
     "WINDOW_BYTES",
     "BlockDamage",
     "Copy",
-    "Part",
-    "Request",
+    "ReadRequest",
     "ShardReader",
     "Span",
+    "WindowPart",
     "arranged",
     "by_window",
     "parts_of",
@@ -59,8 +59,8 @@ _OWN_READ_BLOCKS = 4  # a run of so many blocks is read to where it is wanted, h
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Elements of one tensor of the file, wanted at some places in ``target``; offsets and strides count elements.
+class ReadRequest:
+    """Elements of one tensor of a shard file that are wanted in ``target``; offsets and strides count elements.
 
     ``target`` is writable memory, as bytes. In the file the elements lie as in a row-major tensor, in any order of
     its dimensions: no two steps lead to the same element.
@@ -106,8 +106,8 @@ class Request:
             object.__setattr__(self, name, value)
 
 
-class Part(NamedTuple):
-    """What a request wants of one window: from byte ``start`` to byte ``end`` of the data, with or without gaps.
+class WindowPart(NamedTuple):
+    """The bytes of one read window that a request wants: from ``start`` to ``end`` of the data, with or without gaps.
 
     No block lies wholly in a gap.
     """
@@ -139,7 +139,7 @@ class Copy(NamedTuple):
         copy_strided(self.source, self.target, self.dimensions, self.run)
 
 
-def parts_of(request: Request, offset: int, *, block_bytes: int, window_bytes: int) -> Iterator[Part]:
+def parts_of(request: ReadRequest, offset: int, *, block_bytes: int, window_bytes: int) -> Iterator[WindowPart]:
     """What ``request`` wants of each window, in the order of the file; its tensor begins ``offset`` bytes into the
     data."""
     if not request.num_bytes:
@@ -155,16 +155,16 @@ def parts_of(request: Request, offset: int, *, block_bytes: int, window_bytes: i
         while depth and dimensions[depth - 1].source - extents[depth] < block_bytes:
             depth -= 1
 
-    def cut(level: int, source: int, target: int) -> Iterator[Part]:
+    def cut(level: int, source: int, target: int) -> Iterator[WindowPart]:
         """The parts of one step of the dimensions before ``level``."""
         inner = dimensions[level:]
         end = source + extents[level]
         if level >= depth and source // window_bytes == (end - 1) // window_bytes:
-            yield Part(source, end, request.target, target, inner, run)
+            yield WindowPart(source, end, request.target, target, inner, run)
         elif not inner:
             while source < end:
                 stop = min((source // window_bytes + 1) * window_bytes, end)
-                yield Part(source, stop, request.target, target, (), stop - source)
+                yield WindowPart(source, stop, request.target, target, (), stop - source)
                 target += stop - source
                 source = stop
         else:
@@ -177,7 +177,7 @@ def parts_of(request: Request, offset: int, *, block_bytes: int, window_bytes: i
                     steps = min(size - done, room // source_step + 1)
                     stop = first + (steps - 1) * source_step + extents[level + 1]
                     some = (inner[0]._replace(size=steps), *inner[1:])
-                    yield Part(first, stop, request.target, target + done * target_step, some, run)
+                    yield WindowPart(first, stop, request.target, target + done * target_step, some, run)
                     done += steps
                 else:
                     yield from cut(level + 1, first, target + done * target_step)
@@ -186,7 +186,7 @@ def parts_of(request: Request, offset: int, *, block_bytes: int, window_bytes: i
     yield from cut(0, offset + request.source_offset * request.item_bytes, request.target_offset * request.item_bytes)
 
 
-def by_window(parts: Iterable[Iterator[Part]], window_bytes: int) -> Iterator[tuple[int, list[Part]]]:
+def by_window(parts: Iterable[Iterator[WindowPart]], window_bytes: int) -> Iterator[tuple[int, list[WindowPart]]]:
     """Where each window begins of which something is wanted, and what that is, in the order of the file."""
     in_order = heapq.merge(*parts, key=lambda part: part.start)
     for window, some in itertools.groupby(in_order, key=lambda part: part.start // window_bytes):
@@ -194,7 +194,7 @@ def by_window(parts: Iterable[Iterator[Part]], window_bytes: int) -> Iterator[tu
 
 
 def arranged(
-    parts: Sequence[Part], scratch: memoryview, base: int, *, block_bytes: int, data_bytes: int
+    parts: Sequence[WindowPart], scratch: memoryview, base: int, *, block_bytes: int, data_bytes: int
 ) -> tuple[list[Span], list[Copy]]:
     """The reads that bring the ``parts`` of the window that begins at ``base``, each block once, and the copies that
     follow them."""
@@ -213,7 +213,7 @@ def arranged(
     def read_to_scratch(start: int, end: int) -> None:
         read(start, end, scratch[start - base : end - base])
 
-    def copy(part: Part, start: int, end: int) -> None:
+    def copy(part: WindowPart, start: int, end: int) -> None:
         if start < end:
             at = part.at + start - part.start
             copies.append(Copy(scratch[start - base : end - base], part.target[at : at + end - start], (), end - start))
@@ -301,7 +301,7 @@ class ShardReader:
                 raise unknown_format(path, header.version, VERSION)
             undo.pop_all()
         self.generation = generation
-        self.entries: Mapping[str, Entry] = MappingProxyType(header.entries)
+        self.entries: Mapping[str, TensorEntry] = MappingProxyType(header.entries)
         self._header = header
         self._data_start = len(encoded)
         self._window_bytes = max(WINDOW_BYTES // header.block_bytes, 1) * header.block_bytes
@@ -311,7 +311,7 @@ class ShardReader:
         """What this takes of memory while it is open, or nearly."""
         return self._window_bytes + self._sums.memory_bytes + _ENTRY_BYTES * len(self.entries)
 
-    def read_into(self, requests: Iterable[Request]) -> None:
+    def read_into(self, requests: Iterable[ReadRequest]) -> None:
         """Put what ``requests`` want where they want it; each block that they touch is read once.
 
         Their targets hold something in between, and after an error too: bytes arrive before they are checked.
@@ -336,7 +336,7 @@ class ShardReader:
         entry = self.entries.get(name) or self._refuse_name(name)
         data, item_bytes = bytearray(entry.num_bytes), ITEM_BYTES[entry.dtype]
         self.read_into(
-            [Request(name, item_bytes, (entry.num_bytes // item_bytes,), 0, (1,), memoryview(data), 0, (1,))]
+            [ReadRequest(name, item_bytes, (entry.num_bytes // item_bytes,), 0, (1,), memoryview(data), 0, (1,))]
         )
         return data
 
@@ -394,7 +394,7 @@ class ShardReader:
             self._refuse(f"it was written by another save, {header.generation!r}; this checkpoint is of {generation!r}")
         return header, encoded
 
-    def _entry_of(self, request: Request) -> Entry:
+    def _entry_of(self, request: ReadRequest) -> TensorEntry:
         entry = self.entries.get(request.entry_name) or self._refuse_name(request.entry_name)
         end = request.source_offset * request.item_bytes + request.source_bytes
         if ITEM_BYTES[entry.dtype] != request.item_bytes or end > entry.num_bytes:

@@ -21,11 +21,11 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "VERSION",
     "BlockSums",
-    "Entry",
     "Header",
     "NewerHeader",
     "ShardSummary",
     "SumTable",
+    "TensorEntry",
     "check_name",
     "checksum_of",
     "encoded_header",
@@ -61,7 +61,7 @@ _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor in a shard file: its bytes begin ``offset`` bytes into the data."""
 
     dtype: str
@@ -84,7 +84,7 @@ class Header:
 
     generation: str
     block_bytes: int
-    entries: Mapping[str, Entry]  # in the order in which they lie in the file
+    entries: Mapping[str, TensorEntry]  # in the order in which they lie in the file
     data_bytes: int  # of the tensors, without the checksums
     version: int = VERSION
 
@@ -95,7 +95,7 @@ class Header:
     def encoded(self) -> bytes:
         """The first bytes of the file, up to where the data begins."""
         metadata = {_FORMAT: str(self.version), _GENERATION: self.generation, _BLOCK_BYTES: str(self.block_bytes)}
-        table = Entry("U64", (self.num_blocks,), self.data_bytes, self.num_blocks * 8)
+        table = TensorEntry("U64", (self.num_blocks,), self.data_bytes, self.num_blocks * 8)
         return encoded_header(metadata, [*self.entries.items(), (CHECKSUMS, table)], alignment=_ALIGNMENT)
 
 
@@ -107,7 +107,7 @@ class NewerHeader(ValueError):
         super().__init__(f"its format is {version}")
 
 
-def encoded_header(metadata: Mapping[str, str], entries: Iterable[tuple[str, Entry]], *, alignment: int) -> bytes:
+def encoded_header(metadata: Mapping[str, str], entries: Iterable[tuple[str, TensorEntry]], *, alignment: int) -> bytes:
     """The first bytes of any safetensors file, up to where its data begins, at a multiple of ``alignment``."""
     header = bytearray(LENGTH_BYTES)
     header += b'{"%s":%s' % (_METADATA.encode(), _compact(dict(metadata)))
@@ -155,7 +155,7 @@ def laid_out(
     offset = 0
     for name in sorted(lengths, key=lambda one: (-lengths[one][0], lengths[one][1], one)):
         _, num_bytes, dtype, sizes = lengths[name]
-        entries[name] = Entry(dtype, sizes, offset, num_bytes)
+        entries[name] = TensorEntry(dtype, sizes, offset, num_bytes)
         offset += num_bytes
     return Header(generation=generation, block_bytes=block_bytes, entries=entries, data_bytes=offset)
 
@@ -201,10 +201,10 @@ def _header_of(said: dict[str, object], metadata: dict[str, object], version: in
         _refuse(_METADATA)
     offset = 0
     for name, entry in said.items():
-        if not isinstance(entry, Entry) or entry.offset != offset:
+        if not isinstance(entry, TensorEntry) or entry.offset != offset:
             _refuse(name)
         offset += entry.num_bytes
-    entries = cast("dict[str, Entry]", said)
+    entries = cast("dict[str, TensorEntry]", said)
     table = entries.pop(CHECKSUMS, None)
     if table is None or offset != num_bytes:
         raise ValueError(f"its tensors take {num_bytes} bytes; the header tells of {offset}, with their checksums")
@@ -228,14 +228,14 @@ def checksum_of(header: bytes | bytearray, table: bytes | Iterable[bytes]) -> st
 def _entries_in(text: bytes | memoryview) -> dict[str, object]:
     """What stands in a header by its names: an Entry each, or what was said instead. What is alike is kept once."""
     pieces = (memoryview(text)[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES))
-    alike: dict[tuple[str, tuple[int, ...]], Entry] = {}
+    alike: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
     return {
         name: value if name == _METADATA else _entry(value, alike) or value
         for name, value in JsonText(pieces).members()
     }
 
 
-def _entry(value: object, alike: dict[tuple[str, tuple[int, ...]], Entry]) -> Entry | None:
+def _entry(value: object, alike: dict[tuple[str, tuple[int, ...]], TensorEntry]) -> TensorEntry | None:
     """A tensor as a header tells of it, or None where that cannot be; ``alike`` has one of each dtype and sizes."""
     if not isinstance(value, dict):
         return None
@@ -251,8 +251,12 @@ def _entry(value: object, alike: dict[tuple[str, tuple[int, ...]], Entry]) -> En
     key = dtype, tuple(sizes)
     one = alike.get(key)
     if one is None:
-        one = alike[key] = Entry(*key, 0, math.prod(sizes) * ITEM_BYTES[dtype])
-    return Entry(one.dtype, one.sizes, offsets[0], one.num_bytes) if offsets[1] - offsets[0] == one.num_bytes else None
+        one = alike[key] = TensorEntry(*key, 0, math.prod(sizes) * ITEM_BYTES[dtype])
+    return (
+        TensorEntry(one.dtype, one.sizes, offsets[0], one.num_bytes)
+        if offsets[1] - offsets[0] == one.num_bytes
+        else None
+    )
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

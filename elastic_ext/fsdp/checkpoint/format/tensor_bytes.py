@@ -14,7 +14,7 @@ from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.moves import moves_into
 from elastic_ext.fsdp.state import memory_of
 
-__all__ = ["Part", "bytes_of", "part_of", "put_bytes", "put_part"]
+__all__ = ["WrittenPart", "bytes_of", "part_of", "put_bytes", "put_part"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -25,7 +25,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class WrittenPart:
     """What a rank writes of a tensor: ``part`` of the ``box`` that the tensor holds."""
 
     name: str
@@ -57,7 +57,7 @@ def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:
     return bytes_of(copy)
 
 
-def put_bytes(part: Part, into: memoryview) -> None:
+def put_bytes(part: WrittenPart, into: memoryview) -> None:
     """Copy them to ``into``."""
     if part.part.is_empty:
         return

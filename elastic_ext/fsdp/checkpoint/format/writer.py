@@ -17,7 +17,7 @@ from elastic_ext.records.files import FILE_MODE, NewFiles, naming, put_in_place,
 from .json_text import ITEM_BYTES
 from .shardfile import BLOCK_BYTES, BlockSums, Header, ShardSummary, checksum_of, laid_out
 
-__all__ = ["MOST_VIEWS", "PAGE_BYTES", "Piece", "go_through", "write_beside", "write_shard", "write_stream"]
+__all__ = ["MOST_VIEWS", "PAGE_BYTES", "TensorToWrite", "go_through", "write_beside", "write_shard", "write_stream"]
 
 
 # --- views of memory, gone through by system calls that take as much of them at a time as they like ------------------
@@ -63,7 +63,7 @@ _BATCH_BYTES = 4 << 20  # written at once, just after it has gone through the pr
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorToWrite:
     """A tensor to be written: ``data`` is its memory, row-major and without gaps; nothing changes it until it is."""
 
     name: str
@@ -75,7 +75,7 @@ class Piece:
 def write_shard(
     new: NewFiles,
     path: Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorToWrite],
     *,
     generation: str,
     block_bytes: int = BLOCK_BYTES,
@@ -108,7 +108,7 @@ def write_shard(
     return ShardSummary(num_bytes=len(first) + header.data_bytes + len(table), checksum=checksum_of(first, table))
 
 
-def _bytes_of(piece: Piece) -> memoryview:
+def _bytes_of(piece: TensorToWrite) -> memoryview:
     if not piece.data.c_contiguous:
         raise ValueError(f"the memory of the piece {piece.name!r} has gaps; give memory that is row-major")
     return piece.data.cast("B") if piece.data.nbytes else memoryview(b"")  # what is empty cannot be cast

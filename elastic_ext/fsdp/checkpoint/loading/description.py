@@ -11,22 +11,31 @@ from typing import Any, cast
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, STATE_FILE, FileKind, meta_file, shard_file
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES, JsonText
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.format.reader import Request, ShardReader
+from elastic_ext.fsdp.checkpoint.format.reader import ReadRequest, ShardReader
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
 from elastic_ext.fsdp.pickled_values import read_plain
 from elastic_ext.records.files import is_taken, look_afresh
 
-__all__ = ["BATCH_BYTES", "Streamed", "Stretch", "batches_of", "meta_from", "open_shard", "requests_for", "state_from"]
+__all__ = [
+    "BATCH_BYTES",
+    "StreamedCheckpoint",
+    "Stretch",
+    "batches_of",
+    "meta_from",
+    "open_shard",
+    "requests_for",
+    "state_from",
+]
 
 
 # --- what a committed checkpoint says of its tensors and files, checked, and what to ask the files for ---------------
 
 
-def meta_from(found: Found, kind: FileKind, data: bytes) -> StateMeta:
+def meta_from(found: ListedCheckpoint, kind: FileKind, data: bytes) -> StateMeta:
     """What the file of a kind's metadata says, whose contents are ``data``; CheckpointDamaged where it cannot be."""
     path = found.path / meta_file(kind)
     meta = StateMeta.from_json(data, where=str(path))
@@ -42,7 +51,7 @@ def meta_from(found: Found, kind: FileKind, data: bytes) -> StateMeta:
     return meta
 
 
-def state_from(found: Found, data: bytes) -> dict[str, Any]:
+def state_from(found: ListedCheckpoint, data: bytes) -> dict[str, Any]:
     """The plain values, in a file whose contents are ``data``; CheckpointDamaged where they cannot be."""
     path = found.path / STATE_FILE
     try:
@@ -54,7 +63,7 @@ def state_from(found: Found, data: bytes) -> dict[str, Any]:
     return state
 
 
-def open_shard(found: Found, file: str) -> ShardReader:
+def open_shard(found: ListedCheckpoint, file: str) -> ShardReader:
     """A file of tensors, opened only as what was saved; CheckpointDamaged where it is not."""
     summary = found.commit.shards.get(file)
     if summary is None:
@@ -64,12 +73,12 @@ def open_shard(found: Found, file: str) -> ShardReader:
     return ShardReader(found.path / file, summary=summary, generation=found.commit.generation)
 
 
-def requests_for(meta: TensorMeta, box: Box, target: memoryview) -> Iterator[tuple[int, Request]]:
+def requests_for(meta: TensorMeta, box: Box, target: memoryview) -> Iterator[tuple[int, ReadRequest]]:
     """What to ask the files of which ranks for, so that ``target``, as bytes, comes to hold a box of a tensor."""
     for move in moves_into(box, meta.layout, target=-1):
         yield (
             move.source,
-            Request(
+            ReadRequest(
                 entry_name=meta.name,
                 item_bytes=ITEM_BYTES[meta.dtype],
                 sizes=move.sizes,
@@ -126,10 +135,10 @@ def batches_of(tensors: Iterable[TensorMeta], most_bytes: int = BATCH_BYTES) -> 
         yield batch
 
 
-class Streamed:
+class StreamedCheckpoint:
     """A committed checkpoint, for one thread; close it."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ListedCheckpoint) -> None:
         self.found = found
         self._readers: OrderedDict[str, ShardReader] = OrderedDict()  # the one that was used last comes last
         self._memory = bytearray()
@@ -163,7 +172,7 @@ class Streamed:
             self._memory = bytearray(num_bytes)
         memory = memoryview(self._memory)
         views: list[memoryview] = []
-        requests: dict[int, list[Request]] = {}
+        requests: dict[int, list[ReadRequest]] = {}
         for stretch in stretches:
             views.append(memory[: stretch.num_bytes])
             memory = memory[stretch.num_bytes :]
@@ -179,7 +188,7 @@ class Streamed:
         while self._readers:
             self._readers.popitem()[1].close()
 
-    def __enter__(self) -> Streamed:
+    def __enter__(self) -> StreamedCheckpoint:
         return self
 
     def __exit__(

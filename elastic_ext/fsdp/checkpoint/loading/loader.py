@@ -34,7 +34,7 @@ from elastic_ext.fsdp.optimizers import (
 )
 from elastic_ext.fsdp.pickled_values import tensors_in
 from elastic_ext.fsdp.state import (
-    Held,
+    LocalShard,
     Trained,
     by_name_of,
     extra_states,
@@ -225,7 +225,7 @@ def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trai
     return found
 
 
-def _fit(opened: Opened, kind: FileKind, held: Sequence[Held]) -> tuple[list[Wanted], list[str], dict[str, str]]:
+def _fit(opened: Opened, kind: FileKind, held: Sequence[LocalShard]) -> tuple[list[Wanted], list[str], dict[str, str]]:
     """What is held, to be filled with what was saved under its name, or under one of its other names; the names of
     what was not saved, and of what was saved in another shape."""
     names: dict[str, list[str]] = {each.name: [each.name] for each in held if each.is_alias_of is None}
@@ -247,7 +247,7 @@ def _fit(opened: Opened, kind: FileKind, held: Sequence[Held]) -> tuple[list[Wan
     return wanted, sorted(missing), misshaped
 
 
-def _what(held: Held) -> str:
+def _what(held: LocalShard) -> str:
     """What ``Opened.touched`` calls it."""
     return f"{held.kind} {held.name}" if held.kind in ("parameter", "buffer") else _STATE + held.name
 
@@ -295,7 +295,7 @@ def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _is_saved(opened: Opened, kind: FileKind, held: Held) -> bool:
+def _is_saved(opened: Opened, kind: FileKind, held: LocalShard) -> bool:
     meta = opened.tensor(kind, held.name)
     if meta is None or meta.layout.shape != held.box.shape or meta.dtype != held.dtype:
         return False

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from elastic_ext.fsdp.checkpoint.folder.claim import Reading
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.folder.run import Run
 from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.ranks.group import Ranks
@@ -90,7 +90,7 @@ class Restorer:
             def open_it() -> list[Any]:
                 if self._ranks.rank == 0:  # for all: nobody reads on unless COMMIT was there after this
                     stack.enter_context(self._storage.within(lambda: Reading(path), f"reading {path}"))
-                found = self._storage.within(lambda: Found.read_afresh(path), f"reading {path}")
+                found = self._storage.within(lambda: ListedCheckpoint.read_afresh(path), f"reading {path}")
                 opened.append(stack.enter_context(Opened(found, self._storage, touched)))
                 is_own = self._ranks.rank == 0 and self._storage.within(
                     lambda: self._run.is_own(path), f"reading {path}"

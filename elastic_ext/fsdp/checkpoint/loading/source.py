@@ -16,9 +16,9 @@ import torch
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.format.reader import Request, ShardReader
+from elastic_ext.fsdp.checkpoint.format.reader import ReadRequest, ShardReader
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import bytes_of
 from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.fsdp.layout import Box
@@ -48,7 +48,7 @@ class Wanted:
 class Opened:
     """A committed checkpoint; close it."""
 
-    def __init__(self, found: Found, storage: Storage, touched: set[str] | None = None) -> None:
+    def __init__(self, found: ListedCheckpoint, storage: Storage, touched: set[str] | None = None) -> None:
         self.found = found
         self.touched = set() if touched is None else touched
         """What has begun to change, in words; noted before it does."""
@@ -84,7 +84,7 @@ class Opened:
 
     def read(self, kind: FileKind, wanted: Iterable[Wanted]) -> None:
         """Fill tensors, of the shapes that were saved. CheckpointDamaged names what is not what was saved."""
-        requests: dict[int, list[Request]] = {}
+        requests: dict[int, list[ReadRequest]] = {}
         apart: list[tuple[Wanted, torch.Tensor]] = []
         whats: set[str] = set()
         for each in wanted:
@@ -129,7 +129,7 @@ class Opened:
     def _read_apart(
         self,
         kind: FileKind,
-        requests: dict[int, list[Request]],
+        requests: dict[int, list[ReadRequest]],
         apart: list[tuple[Wanted, torch.Tensor]],
         whats: set[str],
     ) -> None:
@@ -148,7 +148,7 @@ class Opened:
     def _within(self, act: Callable[[], _Result]) -> _Result:
         return self._storage.within(act, f"reading {self.found.path}")
 
-    def _read_files(self, kind: FileKind, requests: Mapping[int, list[Request]], whats: set[str]) -> None:
+    def _read_files(self, kind: FileKind, requests: Mapping[int, list[ReadRequest]], whats: set[str]) -> None:
         sources = sorted(requests)
         readers = [self._reader(shard_file(kind, source, self.num_ranks)) for source in sources]
         self.touched |= whats  # not before all files have been opened, which tells of most damage
@@ -166,7 +166,7 @@ class Opened:
         return reader
 
 
-def _add_requests(requests: dict[int, list[Request]], meta: TensorMeta, box: Box, into: torch.Tensor) -> None:
+def _add_requests(requests: dict[int, list[ReadRequest]], meta: TensorMeta, box: Box, into: torch.Tensor) -> None:
     """Ask the files that have it for a box, to go into a tensor's memory."""
     if not box.is_empty:
         for source, request in requests_for(meta, box, bytes_of(into)):

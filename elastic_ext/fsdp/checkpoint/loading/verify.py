@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from elastic_ext.fsdp.checkpoint.format.json_text import JsonText
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.format.reader import ShardReader
-from elastic_ext.fsdp.checkpoint.format.shardfile import Entry
+from elastic_ext.fsdp.checkpoint.format.shardfile import TensorEntry
 
 __all__ = ["Damage", "damage_in"]
 
@@ -36,7 +36,7 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-def damage_in(found: Found, advance: Callable[[int], object] = lambda num_bytes: None) -> Iterator[Damage]:
+def damage_in(found: ListedCheckpoint, advance: Callable[[int], object] = lambda num_bytes: None) -> Iterator[Damage]:
     """All that is wrong with a checkpoint, as it is found; ``advance`` is told of the bytes of shard files read.
 
     CheckpointError where a newer library wrote something of it, which says nothing of damage.
@@ -57,7 +57,7 @@ def damage_in(found: Found, advance: Callable[[int], object] = lambda num_bytes:
         yield from _damage_in_shard(found, file, metas, expected.get(file), advance)
 
 
-def _read_meta(found: Found, file: str) -> StateMeta:
+def _read_meta(found: ListedCheckpoint, file: str) -> StateMeta:
     if file not in found.commit.metas:
         raise CheckpointDamaged("COMMIT does not name it")
     meta = StateMeta.from_json(found.read_meta(file), where=file)
@@ -69,7 +69,7 @@ def _read_meta(found: Found, file: str) -> StateMeta:
     return meta
 
 
-def _read_state(found: Found, file: str) -> None:
+def _read_state(found: ListedCheckpoint, file: str) -> None:
     if file not in found.commit.states:
         raise CheckpointDamaged("COMMIT does not name it")
     num_bytes = 0
@@ -97,7 +97,7 @@ def _files_of(metas: Mapping[FileKind, StateMeta]) -> Iterator[tuple[str, tuple[
 
 
 def _damage_in_shard(
-    found: Found,
+    found: ListedCheckpoint,
     file: str,
     metas: Mapping[FileKind, StateMeta],
     holder: tuple[FileKind, int] | None,
@@ -124,7 +124,7 @@ def _damage_in_shard(
         yield _damage(found, file, error)
 
 
-def _odd_entries(file: str, entries: Mapping[str, Entry], meta: StateMeta, rank: int) -> Iterator[Damage]:
+def _odd_entries(file: str, entries: Mapping[str, TensorEntry], meta: StateMeta, rank: int) -> Iterator[Damage]:
     """Where a file of a rank has not what the metadata says."""
     names = itertools.chain(meta.tensors, (name for name in entries if name not in meta.tensors))
     odd = ((name, _oddity(name, entries.get(name), meta.tensors.get(name), rank)) for name in names)
@@ -132,7 +132,7 @@ def _odd_entries(file: str, entries: Mapping[str, Entry], meta: StateMeta, rank:
         yield Damage(file=file, what=what, tensors=(name,))
 
 
-def _oddity(name: str, entry: Entry | None, tensor: TensorMeta | None, rank: int) -> str | None:
+def _oddity(name: str, entry: TensorEntry | None, tensor: TensorMeta | None, rank: int) -> str | None:
     """What of a tensor in a rank's file is not as the metadata has it."""
     box = None if tensor is None else tensor.layout.boxes[rank]
     if tensor is None or box is None or box.is_empty:
@@ -144,7 +144,7 @@ def _oddity(name: str, entry: Entry | None, tensor: TensorMeta | None, rank: int
     return f"{name!r} is {entry.dtype} {entry.sizes} in it; the metadata says {tensor.dtype}, {box}"
 
 
-def _damage(found: Found, file: str, error: CheckpointError | OSError) -> Damage:
+def _damage(found: ListedCheckpoint, file: str, error: CheckpointError | OSError) -> Damage:
     if isinstance(error, OSError):
         return Damage(file=file, what=f"it cannot be read: {error.strerror or error}")
     what = str(error)

@@ -19,7 +19,7 @@ from elastic_ext.fsdp.checkpoint.contents import FileKind
 from elastic_ext.fsdp.checkpoint.coordination import agree_and_gather, failure_of, gather_or_raise, joined_failure
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
-from elastic_ext.fsdp.checkpoint.format.tensor_bytes import Part
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart
 from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.ranks.board import Letters, OwnStore, ToldOfFailure
 from elastic_ext.ranks.group import Ranks
@@ -113,7 +113,7 @@ class LiveSaver:
         seconds = self._storage.seconds
         letters = Letters(self._store, name=generation, rank=self._ranks.rank, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
-        later: list[tuple[Part, memoryview]] = []
+        later: list[tuple[WrittenPart, memoryview]] = []
 
         def copy() -> None:
             if copying is not None:

@@ -25,7 +25,7 @@ from elastic_ext.fsdp.checkpoint.coordination import gather_or_raise
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import bytes_of
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.optimizers import held_of_optimizers
-from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, memory_of
+from elastic_ext.fsdp.state import LocalShard, box_of, extra_states, held, held_of_model, memory_of
 from elastic_ext.fsdp.value_encoding import pack
 from elastic_ext.ranks.group import Ranks
 
@@ -158,7 +158,7 @@ def with_own(collect: Callable[[], Contents], ranks: Ranks) -> Contents:
     return found[0].contents_with(names)
 
 
-def _own_names(contents: Contents, rank: int) -> Iterator[tuple[str, Held]]:
+def _own_names(contents: Contents, rank: int) -> Iterator[tuple[str, LocalShard]]:
     """Under which a rank's own are saved; of what is cut each rank has another part, as it should."""
     for each in contents.model:
         if each.kind == "buffer" and each.is_alias_of is None and each.box == Box.whole(each.box.shape):

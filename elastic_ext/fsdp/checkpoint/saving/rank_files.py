@@ -24,10 +24,10 @@ from elastic_ext.fsdp.checkpoint.contents import STATE_FILE, FileKind, meta_file
 from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, FileSummary
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.format.shardfile import ShardSummary
-from elastic_ext.fsdp.checkpoint.format.writer import Piece, write_shard
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite, write_shard
 from elastic_ext.records.files import NewFiles, is_taken, look_afresh, sync_folder
 
-from .shared_memory import Record, Row
+from .shared_memory import StagedCopy, StagedFiles
 
 __all__ = ["Shard", "Writing", "give_up", "make_folder"]
 
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 class Shard:
     """The tensors of one of a rank's files."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorToWrite]
     staged: memoryview | None = None
     """All of them, where they lie as they will in the file."""
 
@@ -116,9 +116,9 @@ class Writing:
             self.discard()
             raise
 
-    def record(self, draft: Commit) -> Record:
+    def record(self, draft: Commit) -> StagedFiles:
         """What somebody else needs to know to write this rank's files, and, of the first rank, to commit."""
-        row = Row(
+        row = StagedCopy(
             folder=str(self._folder.path),
             name=self._name,
             generation=self._generation,
@@ -129,8 +129,8 @@ class Writing:
             staged_ns=time.time_ns(),
         )
         if self._rank > 0:
-            return Record(row=row)
-        return Record(row=row, draft=draft.to_json(), state=self._state, descriptions=self._descriptions)
+            return StagedFiles(row=row)
+        return StagedFiles(row=row, draft=draft.to_json(), state=self._state, descriptions=self._descriptions)
 
     def discard(self) -> None:
         """On the first rank: give up what has been begun, and not committed."""

@@ -32,9 +32,9 @@ from elastic_ext.fsdp.checkpoint.folder.commit import Commit, place_in
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 
 from .rank_files import Shard, Writing, make_folder
-from .shared_memory import RECORD, Record, Row, boot_id, remove_shelved
+from .shared_memory import RECORD, StagedCopy, StagedFiles, boot_id, remove_shelved
 
-__all__ = ["Choice", "Completion", "Outcome", "choose", "clear", "complete", "rows_in"]
+__all__ = ["Completion", "Outcome", "RescuePlan", "choose", "clear", "complete", "rows_in"]
 
 _logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What is to be completed of one run."""
+class RescuePlan:
+    """The staged save of one run that is to be completed, and what becomes of its other saves."""
 
     run_id: str
     generation: str | None
@@ -79,7 +79,7 @@ def clear(folder: Path) -> None:
     remove_shelved(folder, lambda name: True)
 
 
-def _completed(folder: Path, choice: Choice, patience_seconds: float) -> Outcome:
+def _completed(folder: Path, choice: RescuePlan, patience_seconds: float) -> Outcome:
     path, why = None, choice.why
     if choice.generation is not None:
         try:
@@ -97,14 +97,14 @@ def _completed(folder: Path, choice: Choice, patience_seconds: float) -> Outcome
 # ---- steps ----
 
 
-def rows_in(folder: Path) -> list[Row]:
+def rows_in(folder: Path) -> list[StagedCopy]:
     """What is staged in ``folder``; of what cannot be used a warning says why."""
     return [record.row for record in _records_in(folder)]
 
 
-def choose(rows: Iterable[Row]) -> list[Choice]:
+def choose(rows: Iterable[StagedCopy]) -> list[RescuePlan]:
     """For each run the newest of its saves that every rank has staged. Pure, and the same whatever the rows' order."""
-    by_run: dict[str, list[Row]] = {}
+    by_run: dict[str, list[StagedCopy]] = {}
     for row in rows:
         by_run.setdefault(row.run_id, []).append(row)
     return [_choice_of(run_id, by_run[run_id]) for run_id in sorted(by_run)]
@@ -113,7 +113,7 @@ def choose(rows: Iterable[Row]) -> list[Choice]:
 class Completion:
     """The save of ``choice``, as the ranks of this node have staged it in ``folder``."""
 
-    def __init__(self, folder: Path, choice: Choice) -> None:
+    def __init__(self, folder: Path, choice: RescuePlan) -> None:
         self._folder = folder
         self._why = choice.why
         found = [record for record in _records_in(folder) if record.row.generation == choice.generation]
@@ -189,53 +189,53 @@ class Completion:
         self.close()
 
 
-def _records_in(folder: Path) -> list[Record]:
+def _records_in(folder: Path) -> list[StagedFiles]:
     records = []
     for path in sorted(folder.glob(f"*{RECORD}")):
         try:
-            records.append(Record.read(path, boot=boot_id()))
+            records.append(StagedFiles.read(path, boot=boot_id()))
         except (ValueError, OSError) as error:
             _logger.warning("what is staged in %s cannot be used: %s", path, error)
     return records
 
 
-def _choice_of(run_id: str, rows: Sequence[Row]) -> Choice:
-    by_generation: dict[str, list[Row]] = {}
+def _choice_of(run_id: str, rows: Sequence[StagedCopy]) -> RescuePlan:
+    by_generation: dict[str, list[StagedCopy]] = {}
     for row in sorted(rows, key=lambda row: (row.rank, row.num_ranks)):
         by_generation.setdefault(row.generation, []).append(row)
     newest_first = sorted(by_generation.values(), key=_age, reverse=True)
     for own in newest_first:
         if _num_missing(own) == 0:
             why = f"{own[0].name} was staged on all of its {own[0].num_ranks} ranks"
-            return Choice(run_id=run_id, generation=own[0].generation, why=why)
+            return RescuePlan(run_id=run_id, generation=own[0].generation, why=why)
     own = newest_first[0]
     num_ranks, present, num_more = _num_ranks(own), _present_in(own), _num_missing(own) - _MOST_NAMED
     named = itertools.islice((rank for rank in range(num_ranks) if rank not in present), _MOST_NAMED)
     missing = ", ".join(map(str, named)) + (f" and {num_more} more" if num_more > 0 else "")
     why = f"{own[0].name} cannot be completed: of {num_ranks} ranks these had not staged it: {missing}"
-    return Choice(run_id=run_id, generation=None, why=why)
+    return RescuePlan(run_id=run_id, generation=None, why=why)
 
 
-def _age(rows: Sequence[Row]) -> tuple[int, int, str]:
+def _age(rows: Sequence[StagedCopy]) -> tuple[int, int, str]:
     """What grows from save to save of one run."""
     return max(row.global_step for row in rows), max(row.staged_ns for row in rows), rows[0].generation
 
 
-def _num_ranks(rows: Sequence[Row]) -> int:
+def _num_ranks(rows: Sequence[StagedCopy]) -> int:
     return max(row.num_ranks for row in rows)
 
 
-def _present_in(rows: Sequence[Row]) -> set[int]:
+def _present_in(rows: Sequence[StagedCopy]) -> set[int]:
     """The ranks that one save was staged on, without those that speak of fewer ranks."""
     num_ranks = _num_ranks(rows)
     return {row.rank for row in rows if row.num_ranks == num_ranks}
 
 
-def _num_missing(rows: Sequence[Row]) -> int:
+def _num_missing(rows: Sequence[StagedCopy]) -> int:
     return _num_ranks(rows) - len(_present_in(rows))
 
 
-def _writing(record: Record, folder: JobFolder) -> Writing:
+def _writing(record: StagedFiles, folder: JobFolder) -> Writing:
     row = record.row
     return Writing(
         folder,
@@ -248,7 +248,7 @@ def _writing(record: Record, folder: JobFolder) -> Writing:
     )
 
 
-def _shards(record: Record, memory: memoryview) -> dict[FileKind, Shard]:
+def _shards(record: StagedFiles, memory: memoryview) -> dict[FileKind, Shard]:
     shards: dict[FileKind, Shard] = {}
     for kind, file in record.files.items():
         pieces, own = file.pieces(memory)

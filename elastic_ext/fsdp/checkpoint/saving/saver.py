@@ -19,17 +19,17 @@ from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, checksum_of
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta
-from elastic_ext.fsdp.checkpoint.format.tensor_bytes import Part, part_of
-from elastic_ext.fsdp.checkpoint.format.writer import Piece
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart, part_of
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from elastic_ext.fsdp.checkpoint.storage import Storage
-from elastic_ext.fsdp.state import Held, local_of
+from elastic_ext.fsdp.state import LocalShard, local_of
 from elastic_ext.ranks.group import Ranks
 
 from .background import BackgroundSave
 from .collect import Comparable, SaveRequest, ToSave, differing_names
 from .rank_files import Shard, Writing, give_up, make_folder
 
-__all__ = ["Meeting", "Meetings", "Met", "Saver", "beginning"]
+__all__ = ["Meetings", "Met", "SaveMeeting", "Saver", "beginning"]
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Met:
 
     contents: Contents
     """This rank's."""
-    parts: Mapping[FileKind, Sequence[Part]]
+    parts: Mapping[FileKind, Sequence[WrittenPart]]
     """Of tensors, which this rank writes."""
     descriptions: Mapping[FileKind, bytes]
     """The metadata of all ranks' tensors."""
@@ -71,9 +71,9 @@ class Meetings:
         self._ranks = ranks
         self._agreed: _Agreed | None = None
 
-    def of(self, what: ToSave) -> Meeting:
+    def of(self, what: ToSave) -> SaveMeeting:
         """One about what is to be saved."""
-        return Meeting(self, self._ranks, what)
+        return SaveMeeting(self, self._ranks, what)
 
     def agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
         """What the ranks hold together, with the same answer on every rank."""
@@ -89,8 +89,8 @@ class Meetings:
         return self._agreed
 
 
-class Meeting:
-    """What one rank has to say, and to hear, when a save begins."""
+class SaveMeeting:
+    """What one rank tells the others, and hears from them, when a save begins."""
 
     def __init__(self, meetings: Meetings, ranks: Ranks, what: ToSave) -> None:
         self._meetings = meetings
@@ -142,14 +142,14 @@ class Meeting:
         return names
 
 
-def _parts(meta: StateMeta, held: Sequence[Held], rank: int, stepped: Collection[int]) -> Iterator[Part]:
+def _parts(meta: StateMeta, held: Sequence[LocalShard], rank: int, stepped: Collection[int]) -> Iterator[WrittenPart]:
     for each in held:
         if each.is_alias_of is not None:
             continue
         part = meta.tensors[each.name].layout.boxes[rank]
         if not part.is_empty:
             is_stepped = each.kind == "like" or (each.kind == "parameter" and _place_of(each.tensor) in stepped)
-            yield Part(each.name, each.dtype, each.tensor, each.box, part, is_stepped)
+            yield WrittenPart(each.name, each.dtype, each.tensor, each.box, part, is_stepped)
 
 
 def _place_of(tensor: torch.Tensor) -> int:
@@ -265,5 +265,5 @@ def beginning(name: str) -> str:
     return f"beginning checkpoint {name}"
 
 
-def _piece(part: Part) -> Piece:
-    return Piece(part.name, part.dtype, part.sizes, part_of(part.tensor, part.box, part.part))
+def _piece(part: WrittenPart) -> TensorToWrite:
+    return TensorToWrite(part.name, part.dtype, part.sizes, part_of(part.tensor, part.box, part.part))

@@ -22,10 +22,20 @@ from elastic_ext.fsdp.checkpoint.contents import KINDS, FileKind
 from elastic_ext.fsdp.checkpoint.folder.commit import check_id
 from elastic_ext.fsdp.checkpoint.folder.listing import check_name
 from elastic_ext.fsdp.checkpoint.format.shardfile import laid_out
-from elastic_ext.fsdp.checkpoint.format.writer import Piece
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from elastic_ext.records.files import is_temporary, read_at_most, write_whole
 
-__all__ = ["MEMORY", "RECORD", "Record", "Row", "Shelf", "ShelvedFile", "boot_id", "remove_shelved", "room_in"]
+__all__ = [
+    "MEMORY",
+    "RECORD",
+    "Shelf",
+    "ShelvedFile",
+    "StagedCopy",
+    "StagedFiles",
+    "boot_id",
+    "remove_shelved",
+    "room_in",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,8 +56,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One rank's copy, as others have to know of it; of plain values, so that it can be passed on as JSON."""
+class StagedCopy:
+    """One rank's staged save as other ranks know it; of plain values, so that it can be passed on as JSON."""
 
     folder: str
     """The job's."""
@@ -83,12 +93,12 @@ class ShelvedFile:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     """(name, dtype, sizes), in the order of the file."""
 
-    def pieces(self, memory: memoryview) -> tuple[list[Piece], memoryview]:
+    def pieces(self, memory: memoryview) -> tuple[list[TensorToWrite], memoryview]:
         """The tensors in ``memory``, which is that of all the copy, and the memory of them together."""
         header = laid_out(self.tensors, generation="")
         own = memory[self.start : self.start + header.data_bytes]
         pieces = [
-            Piece(name, entry.dtype, entry.sizes, own[entry.offset : entry.offset + entry.num_bytes])
+            TensorToWrite(name, entry.dtype, entry.sizes, own[entry.offset : entry.offset + entry.num_bytes])
             for name, entry in header.entries.items()
         ]
         return pieces, own
@@ -99,10 +109,10 @@ class ShelvedFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """All that is needed to write a rank's files without the rank."""
+class StagedFiles:
+    """All that another process needs to write the files of a rank's staged save."""
 
-    row: Row
+    row: StagedCopy
     memory: str | None = None
     """The file that holds the copy, beside the record; None where the rank writes no tensor."""
     files: Mapping[FileKind, ShelvedFile] = field(default_factory=dict)
@@ -132,7 +142,7 @@ class Record:
         return _checksum(body) + b"\n" + body
 
     @classmethod
-    def read(cls, path: Path, *, boot: str) -> Record:
+    def read(cls, path: Path, *, boot: str) -> StagedFiles:
         """The record in ``path``, for a copy that is there; ValueError says why it is of no use, OSError is the
         file system's."""
         record = cls.decoded(read_at_most(path, _MOST_BYTES))
@@ -145,7 +155,7 @@ class Record:
         return record
 
     @classmethod
-    def decoded(cls, data: bytes) -> Record:
+    def decoded(cls, data: bytes) -> StagedFiles:
         """The record that ``encoded`` gave; ValueError if one bit is another."""
         body = data[_CHECKSUM_BYTES + 1 :]
         if _checksum(body) != data[:_CHECKSUM_BYTES]:
@@ -182,7 +192,7 @@ def _checksum(body: bytes) -> bytes:
     return xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def _record_of(said: Mapping[str, Any], blobs: bytes) -> Record:
+def _record_of(said: Mapping[str, Any], blobs: bytes) -> StagedFiles:
     found: dict[str, bytes] = {}
     start = 0
     for name, num_bytes in said["blobs"].items():
@@ -193,8 +203,8 @@ def _record_of(said: Mapping[str, Any], blobs: bytes) -> Record:
     memory = said["memory"]
     if memory is not None and (not memory or Path(memory).name != memory):
         raise ValueError(f"memory is {memory!r}; allowed: the name of a file")
-    return Record(
-        row=Row(**said["row"]),
+    return StagedFiles(
+        row=StagedCopy(**said["row"]),
         memory=memory,
         files={kind: _file_of(said["files"][kind]) for kind in KINDS if kind in said["files"]},
         boot=said["boot"],
@@ -298,7 +308,7 @@ class Shelf:
             return None
         return slot
 
-    def put(self, make: Callable[[], Record], files: Mapping[FileKind, ShelvedFile]) -> None:
+    def put(self, make: Callable[[], StagedFiles], files: Mapping[FileKind, ShelvedFile]) -> None:
         """The copy in the slot that has begun is whole: ``make`` says of what, ``files`` where it lies."""
         if self._is_off:
             return

@@ -18,11 +18,11 @@ import torch
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.contents import FileKind
 from elastic_ext.fsdp.checkpoint.format.shardfile import laid_out
-from elastic_ext.fsdp.checkpoint.format.tensor_bytes import Part, put_bytes
-from elastic_ext.fsdp.checkpoint.format.writer import PAGE_BYTES, Piece
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart, put_bytes
+from elastic_ext.fsdp.checkpoint.format.writer import PAGE_BYTES, TensorToWrite
 from elastic_ext.torch_private.sharded import version_of
 
-from .shared_memory import Record, Shelf, ShelvedFile
+from .shared_memory import Shelf, ShelvedFile, StagedFiles
 
 __all__ = ["THREAD_NAME", "Copying", "Samples", "Staged", "Staging", "free_bytes", "num_copies", "why_no_room"]
 
@@ -39,7 +39,7 @@ _AT_ONCE_BYTES = 16 << 20
 class Staged:
     """A shard file's tensors, one after another as they will lie in it, ``start`` bytes into the memory."""
 
-    def __init__(self, pieces: Sequence[Piece], data: memoryview, start: int) -> None:
+    def __init__(self, pieces: Sequence[TensorToWrite], data: memoryview, start: int) -> None:
         self.pieces = pieces
         self.data = data
         self.start = start
@@ -66,14 +66,14 @@ class Staging:
         """Whether ``hold`` would wait for memory."""
         return self._thread is not None and self._thread.is_alive()
 
-    def num_missing(self, parts: Mapping[FileKind, Sequence[Part]]) -> int:
+    def num_missing(self, parts: Mapping[FileKind, Sequence[WrittenPart]]) -> int:
         """How many bytes of memory ``make_ready`` would make for ``parts``."""
         num_bytes = sum(_room_of(own) for own in parts.values())
         self._finish()
         slots = range(1 if self._shelf is None else self._shelf.num_slots)
         return sum(num_bytes - self._size_of(slot) for slot in slots if num_bytes > self._size_of(slot))
 
-    def make_ready(self, parts: Mapping[FileKind, Sequence[Part]]) -> None:
+    def make_ready(self, parts: Mapping[FileKind, Sequence[WrittenPart]]) -> None:
         """Begin to make room for ``parts``, off the caller's way."""
         num_bytes = sum(_room_of(own) for own in parts.values())
         self._finish()
@@ -98,7 +98,7 @@ class Staging:
         self._thread.start()
 
     def hold(
-        self, parts: Mapping[FileKind, Sequence[Part]], later: list[tuple[Part, memoryview]] | None = None
+        self, parts: Mapping[FileKind, Sequence[WrittenPart]], later: list[tuple[WrittenPart, memoryview]] | None = None
     ) -> dict[FileKind, Staged]:
         """Copies of ``parts``, which stay until the next call of this.
 
@@ -120,7 +120,7 @@ class Staging:
             start += _room_of(own)
         return staged
 
-    def keep(self, staged: Mapping[FileKind, Staged], record: Callable[[], Record]) -> None:
+    def keep(self, staged: Mapping[FileKind, Staged], record: Callable[[], StagedFiles]) -> None:
         """What is held is whole: have it outlive this process, with what ``record`` says of it."""
         if self._shelf is not None:
             files = {kind: _shelved(each) for kind, each in staged.items() if each.pieces}
@@ -168,7 +168,9 @@ class Staging:
             self._thread = None
 
 
-def _put(memory: memoryview, parts: Sequence[Part], start: int, later: list[tuple[Part, memoryview]] | None) -> Staged:
+def _put(
+    memory: memoryview, parts: Sequence[WrittenPart], start: int, later: list[tuple[WrittenPart, memoryview]] | None
+) -> Staged:
     header = laid_out(((part.name, part.dtype, part.sizes) for part in parts), generation="")
     by_name = {part.name: part for part in parts}
     pieces = []
@@ -179,7 +181,7 @@ def _put(memory: memoryview, parts: Sequence[Part], start: int, later: list[tupl
             later.append((part, into))
         else:
             put_bytes(part, into)
-        pieces.append(Piece(name, part.dtype, part.sizes, into))
+        pieces.append(TensorToWrite(name, part.dtype, part.sizes, into))
     return Staged(pieces, memory[: header.data_bytes], start)
 
 
@@ -187,7 +189,7 @@ def _shelved(staged: Staged) -> ShelvedFile:
     return ShelvedFile(start=staged.start, tensors=tuple((one.name, one.dtype, one.sizes) for one in staged.pieces))
 
 
-def _room_of(parts: Sequence[Part]) -> int:
+def _room_of(parts: Sequence[WrittenPart]) -> int:
     num_bytes = sum(part.num_bytes for part in parts)
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -286,7 +288,7 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 class Copying:
     """Copies of some parts, begun by the training's thread and made by another; ``keep`` is called if all are good."""
 
-    def __init__(self, parts: Sequence[tuple[Part, memoryview]], keep: Callable[[], None]) -> None:
+    def __init__(self, parts: Sequence[tuple[WrittenPart, memoryview]], keep: Callable[[], None]) -> None:
         self._parts = parts
         self._keep = keep
         self._is_whole = False

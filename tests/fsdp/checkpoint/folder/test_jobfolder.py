@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, checksum_of, place_in
 from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER, JobFolder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint
 from tests.support.saves import META, SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
 from tests.support.syscalls import at_call, can_fail, failure, recorded
 from tests.support.thinning import the_first
@@ -44,7 +44,7 @@ def names(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path) if name not in ("RUN.json", "RUN.lock", "meta"))
 
 
-def names_of(found: list[Found]) -> list[str]:
+def names_of(found: list[ListedCheckpoint]) -> list[str]:
     return [one.name for one in found]
 
 
@@ -118,9 +118,9 @@ def test_a_run_that_comes_at_any_call_of_anothers_save_has_the_last_word(ram: Pa
         path = Path(tempfile.mkdtemp(dir=ram))
         run = before(path)
         run.end()  # as on a file system without locks
-        seen: list[Found | None] = []
+        seen: list[ListedCheckpoint | None] = []
 
-        def usurp(path: Path = path, seen: list[Found | None] = seen) -> None:
+        def usurp(path: Path = path, seen: list[ListedCheckpoint | None] = seen) -> None:
             other = Run(path, "usurper")
             other.folder.prune_garbage()
             seen.append(other.folder.latest())
@@ -177,7 +177,7 @@ def test_a_fork_renames_what_lay_after_it_and_keeps_it(tmp_path: Path) -> None:
         "step_4.abandoned-c",
     ]
     assert names_of(run.folder.checkpoints()) == ["step_1", "step_2", "step_3"]
-    assert_loads(Found.read(tmp_path / "step_4.abandoned-c"))
+    assert_loads(ListedCheckpoint.read(tmp_path / "step_4.abandoned-c"))
     run.end()
 
 
@@ -272,7 +272,7 @@ def test_whatever_runs_go_on_from_what_is_left_is_one_line_and_nothing_is_lost(d
                     assert place is not None
             run.folder.prune_garbage()
             run.end()
-        assert {Found.read(path / name).commit.generation for name in names(path)} == generations
+        assert {ListedCheckpoint.read(path / name).commit.generation for name in names(path)} == generations
         assert_tidy(path)
 
 
@@ -402,7 +402,7 @@ def test_a_description_that_the_disk_has_changed_is_written_again(tmp_path: Path
 
 def test_descriptions_that_no_checkpoint_has_are_removed_and_nothing_beside_them(tmp_path: Path) -> None:
     runs(tmp_path, {"a": (None, ["step_1", "step_2"])})
-    run = Run(tmp_path, "b").go_on(Found.read(tmp_path / "step_1"))
+    run = Run(tmp_path, "b").go_on(ListedCheckpoint.read(tmp_path / "step_1"))
     for name, data in (("step_3", b"given up"), ("step_4", b"under way")):
         run.folder.begin(name, "g", run.chain)
         run.folder.put_meta(name, "model_meta.json", data)

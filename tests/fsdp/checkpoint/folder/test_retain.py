@@ -24,7 +24,7 @@ from elastic_ext.fsdp.checkpoint.folder.claim import LAPSE_SECONDS, Reader, Read
 from elastic_ext.fsdp.checkpoint.folder.cleanup import retained, verdicts_on
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Chain, Commit, Lineage, checksum_of
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
-from elastic_ext.fsdp.checkpoint.folder.listing import Found, Retention, Verdict, judge
+from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, Retention, RetentionVerdict, judge
 from tests.support.saves import META, SHARD, Run, assert_loads, assert_tidy, recovered, runs
 from tests.support.syscalls import at_call, can_fail, every_kill, failure
 from tests.support.thinning import the_first
@@ -34,7 +34,7 @@ END_SECONDS = 120.0
 ONE: Chain = (Lineage(id="a"),)
 
 
-def found(name: str, *, step: int | None = None, epoch: int = 0, chain: Chain = ONE) -> Found:
+def found(name: str, *, step: int | None = None, epoch: int = 0, chain: Chain = ONE) -> ListedCheckpoint:
     step = int(name.partition(".")[0].partition("_")[2]) if step is None else step
     commit = Commit(
         generation=f"{chain[-1].id}-{name.partition('.')[0]}",
@@ -47,14 +47,14 @@ def found(name: str, *, step: int | None = None, epoch: int = 0, chain: Chain = 
         shards={},
         saved_at="2026-11-20T19:30:00+00:00",
     )
-    return Found(path=Path(name), commit=commit)
+    return ListedCheckpoint(path=Path(name), commit=commit)
 
 
-def steps(*numbers: int) -> list[Found]:
+def steps(*numbers: int) -> list[ListedCheckpoint]:
     return [found(f"step_{number}") for number in numbers]
 
 
-def stays(verdicts: Sequence[Verdict]) -> list[str]:
+def stays(verdicts: Sequence[RetentionVerdict]) -> list[str]:
     return [verdict.found.name for verdict in verdicts if verdict.stays]
 
 
@@ -151,7 +151,7 @@ NUMBERS = st.lists(st.integers(0, 200), unique=True, max_size=20).map(sorted)
 
 @given(numbers=NUMBERS, rule=RULES)
 def test_removing_after_each_save_leaves_what_removing_once_leaves(numbers: list[int], rule: Retention) -> None:
-    left: list[Found] = []
+    left: list[ListedCheckpoint] = []
     for number in numbers:
         verdicts = judge([*left, *steps(number)], rule)
         left = [verdict.found for verdict in verdicts if verdict.stays]
@@ -232,7 +232,7 @@ def test_descriptions_of_tensors_stay_while_a_checkpoint_has_them(tmp_path: Path
     run.folder.retain(Retention(), run.chain)
     assert [path.stem for path in (tmp_path / "meta").iterdir()] == [checksum_of(META)]
     assert names(tmp_path) == ["step_2.abandoned-b", "step_4"]
-    assert_loads(Found.read(tmp_path / "step_2.abandoned-b"))
+    assert_loads(ListedCheckpoint.read(tmp_path / "step_2.abandoned-b"))
     run.end()
 
 
@@ -327,9 +327,9 @@ def test_two_who_remove_at_once_remove_the_same(ram: Path) -> None:
         path = ram / str(call)
         path.mkdir()
         run = _with_some(path)
-        others: list[list[Verdict]] = []
+        others: list[list[RetentionVerdict]] = []
 
-        def remove(path: Path = path, others: list[list[Verdict]] = others) -> None:
+        def remove(path: Path = path, others: list[list[RetentionVerdict]] = others) -> None:
             others.append(retained(path, Retention(keep_abandoned=False)))
 
         with at_call(call, remove):
@@ -348,12 +348,12 @@ def test_a_reader_that_comes_at_any_call_of_a_removal_reads_all_of_it_or_finds_n
         path = ram / str(call)
         path.mkdir()
         run = _with_some(path)
-        seen: list[tuple[Reading, Found | None]] = []
+        seen: list[tuple[Reading, ListedCheckpoint | None]] = []
 
-        def read(path: Path = path, seen: list[tuple[Reading, Found | None]] = seen) -> None:
+        def read(path: Path = path, seen: list[tuple[Reading, ListedCheckpoint | None]] = seen) -> None:
             reading = Reading(path / "step_2")
             try:
-                seen.append((reading, Found.read(path / "step_2")))
+                seen.append((reading, ListedCheckpoint.read(path / "step_2")))
             except CheckpointNotFound:
                 seen.append((reading, None))
 
@@ -365,7 +365,7 @@ def test_a_reader_that_comes_at_any_call_of_a_removal_reads_all_of_it_or_finds_n
         ((reading, read_one),) = seen
         if read_one is not None:
             assert_loads(read_one)
-            assert Found.read(path / "step_2") == read_one
+            assert ListedCheckpoint.read(path / "step_2") == read_one
         num_read += read_one is not None
         num_missing += read_one is None
         reading.close()
@@ -383,7 +383,7 @@ def test_a_removal_at_any_call_of_a_reader_takes_nothing_from_it(ram: Path) -> N
         with at_call(call, functools.partial(_retain, run)) as calls:
             try:
                 with Reading(path / "step_2"):
-                    assert_loads(Found.read(path / "step_2"))
+                    assert_loads(ListedCheckpoint.read(path / "step_2"))
                 outcomes.add("read")
             except CheckpointNotFound:
                 outcomes.add("missing")
@@ -407,7 +407,7 @@ def test_what_is_read_stays_until_its_last_reader_has_ended(tmp_path: Path) -> N
             assert verdict.stays
             assert verdict.why.startswith(f"being read by process {os.getpid()} on ") and "and 1 more" in verdict.why
         assert run.folder.retain(Retention(), run.chain)[0].stays
-        assert_loads(Found.read(tmp_path / "step_1"))
+        assert_loads(ListedCheckpoint.read(tmp_path / "step_1"))
     assert not run.folder.retain(Retention(), run.chain)[0].stays
     assert names(tmp_path) == ["step_2"]
     run.end()

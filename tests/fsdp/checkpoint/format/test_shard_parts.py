@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from elastic_ext.fsdp.checkpoint.format.copy import copy_strided, dimensions_of
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.format.reader import Request, ShardReader, arranged, by_window, parts_of
-from elastic_ext.fsdp.checkpoint.format.shardfile import Entry, laid_out
-from elastic_ext.fsdp.checkpoint.format.writer import Piece
+from elastic_ext.fsdp.checkpoint.format.reader import ReadRequest, ShardReader, arranged, by_window, parts_of
+from elastic_ext.fsdp.checkpoint.format.shardfile import TensorEntry, laid_out
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from elastic_ext.fsdp.moves import moves_into
 from tests.support.layouts import apart_or_equal, covering, memory_of, shapes, tensor_of
 from tests.support.shards import assert_read_back, piece, random_bytes, write_alone
@@ -83,7 +83,7 @@ def array_of(wanted: Wanted, seed: int) -> Array:
     return np.frombuffer(random_bytes(wanted.num_elements * wanted.item_bytes, seed), f"u{wanted.item_bytes}")
 
 
-def request_and_answer(name: str, data: Array, wanted: Wanted) -> tuple[Request, Array]:
+def request_and_answer(name: str, data: Array, wanted: Wanted) -> tuple[ReadRequest, Array]:
     """A request for part of ``data``, and what its target is then to hold."""
     reach = sum((size - 1) * stride for size, stride in zip(wanted.sizes, wanted.target_strides, strict=True)) + 1
     expected = np.full(wanted.target_offset + max(reach, 0), 0xEE, data.dtype)
@@ -91,7 +91,7 @@ def request_and_answer(name: str, data: Array, wanted: Wanted) -> tuple[Request,
     if all(wanted.sizes):
         part = strided(data, wanted.source_offset, wanted.sizes, wanted.source_strides)
         strided(expected, wanted.target_offset, wanted.sizes, wanted.target_strides)[...] = part
-    request = Request(
+    request = ReadRequest(
         name,
         wanted.item_bytes,
         wanted.sizes,
@@ -147,7 +147,7 @@ def test_any_parts_of_any_tensors_arrive_exactly_whatever_the_windows(
     assert touched == blocks_of([request for request, _ in made], header.entries, block_bytes), "no block for nothing"
 
 
-def blocks_of(requests: Sequence[Request], entries: Mapping[str, Entry], block_bytes: int) -> set[int]:
+def blocks_of(requests: Sequence[ReadRequest], entries: Mapping[str, TensorEntry], block_bytes: int) -> set[int]:
     """The blocks that hold anything wanted, element by element."""
     blocks: set[int] = set()
     for request in requests:
@@ -191,7 +191,7 @@ def test_strided_copies_are_those_that_numpy_makes(wanted: Wanted) -> None:
 
 def test_columns_and_blocks_of_large_tensors_are_read_from_a_file(tmp_path: Path) -> None:
     array = np.frombuffer(random_bytes(4 * 700 * 1100), np.uint32).reshape(700, 1100)
-    summary = write_alone(tmp_path / "shard", [Piece("a", "U32", array.shape, array.data)], generation="g")
+    summary = write_alone(tmp_path / "shard", [TensorToWrite("a", "U32", array.shape, array.data)], generation="g")
     with ShardReader(tmp_path / "shard", summary=summary, generation="g") as reader:
         for rows, columns in [
             ((0, 700), (3, 4)),
@@ -204,7 +204,7 @@ def test_columns_and_blocks_of_large_tensors_are_read_from_a_file(tmp_path: Path
             target = np.zeros_like(expected, order="C")
             reader.read_into(
                 [
-                    Request(
+                    ReadRequest(
                         "a",
                         4,
                         expected.shape,
@@ -231,7 +231,7 @@ def test_part_of_a_tensor_touches_only_the_blocks_that_hold_it(tmp_path: Path) -
             before = reader.bytes_read
             targets = [bytearray(end - start) for start, end in ranges]
             reader.read_into(
-                Request("a", 1, (end - start,), start, (1,), memoryview(target), 0, (1,))
+                ReadRequest("a", 1, (end - start,), start, (1,), memoryview(target), 0, (1,))
                 for (start, end), target in zip(ranges, targets, strict=True)
             )
             assert all(target == one.data[start:end] for (start, end), target in zip(ranges, targets, strict=True))
@@ -260,7 +260,7 @@ def test_half_of_each_of_many_tensors_reads_hardly_more_than_that_half(tmp_path:
         requests = []
         for one in pieces:
             half = one.sizes[0] // 2
-            requests.append(Request(one.name, 4, (half,), half, (1,), memoryview(bytearray(half * 4)), 0, (1,)))
+            requests.append(ReadRequest(one.name, 4, (half,), half, (1,), memoryview(bytearray(half * 4)), 0, (1,)))
         reader.read_into(requests)
         assert reader.bytes_read / reader.bytes_needed < 1.06
 
@@ -294,9 +294,9 @@ def test_request_that_cannot_be_is_refused_with_the_reason(change: dict[str, obj
         "target_offset": 0,
         "target_strides": (1,),
     }
-    Request(**good)  # type: ignore[arg-type]
+    ReadRequest(**good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):
-        Request(**{**good, **change})  # type: ignore[arg-type]
+        ReadRequest(**{**good, **change})  # type: ignore[arg-type]
 
 
 # --- layouts on a disk ----------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_tensor_saved_in_any_layout_is_read_in_any_other(
     with contextlib.ExitStack() as opened:
         readers = []
         for rank, box in enumerate(old.boxes):
-            pieces = [] if box.is_empty else [Piece("w", "I64", box.sizes, memory_of(tensor, box).data)]
+            pieces = [] if box.is_empty else [TensorToWrite("w", "I64", box.sizes, memory_of(tensor, box).data)]
             summary = write_alone(folder / str(rank), pieces, generation="g", block_bytes=64)
             readers.append(opened.enter_context(ShardReader(folder / str(rank), summary=summary, generation="g")))
         for box in new.boxes:
@@ -323,6 +323,6 @@ def test_a_tensor_saved_in_any_layout_is_read_in_any_other(
             for move in moves_into(box, old, target=-1):
                 target = memory.view(np.uint8).data
                 where = move.source_offset, move.source_strides, target, move.target_offset, move.target_strides
-                readers[move.source].read_into([Request("w", 8, move.sizes, *where)])
+                readers[move.source].read_into([ReadRequest("w", 8, move.sizes, *where)])
             assert np.array_equal(memory, memory_of(tensor, box))
         assert sum(reader.bytes_needed for reader in readers) == 8 * sum(box.num_elements for box in new.boxes)

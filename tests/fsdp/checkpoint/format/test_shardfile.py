@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.format.reader import WINDOW_BYTES, Request, ShardReader
+from elastic_ext.fsdp.checkpoint.format.reader import WINDOW_BYTES, ReadRequest, ShardReader
 from elastic_ext.fsdp.checkpoint.format.shardfile import CHECKSUMS, ShardSummary, read_header
-from elastic_ext.fsdp.checkpoint.format.writer import Piece, _write
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite, _write
 from tests.support.shards import assert_read_back, piece, random_bytes, read_whole, write_alone
 
 REPOSITORY = str(Path(__file__).resolve().parents[4])
@@ -75,7 +75,7 @@ def test_every_type_and_odd_shapes_and_names_are_read_back_here_and_by_safetenso
             assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == one.data if tensor.numel() else True
 
 
-def write_known(folder: Path, pieces: Sequence[Piece], block_bytes: int) -> Path:
+def write_known(folder: Path, pieces: Sequence[TensorToWrite], block_bytes: int) -> Path:
     write_alone(folder / "theirs.safetensors", pieces, generation="g", block_bytes=block_bytes)
     return folder / "theirs.safetensors"
 
@@ -128,8 +128,8 @@ def test_same_pieces_in_any_order_make_the_same_file(tmp_path: Path) -> None:
 def test_memory_of_any_type_and_number_of_dimensions_is_written_as_bytes(tmp_path: Path) -> None:
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     pieces = [
-        Piece("array", "F32", (2, 3, 4), array.data),
-        Piece("empty", "F32", (0, 4), np.zeros((0, 4), np.float32).data),
+        TensorToWrite("array", "F32", (2, 3, 4), array.data),
+        TensorToWrite("empty", "F32", (0, 4), np.zeros((0, 4), np.float32).data),
     ]
     write_alone(tmp_path / "shard", pieces, generation="g")
     with safe_open(tmp_path / "shard", "np") as file:
@@ -146,14 +146,14 @@ def test_memory_of_any_type_and_number_of_dimensions_is_written_as_bytes(tmp_pat
         ([piece("__metadata__", "F32", (2,))], "cannot be named '__metadata__'"),
         ([piece(CHECKSUMS, "F32", (2,))], "cannot be named 'elastic_ext.checksums'"),
         ([piece("\ud800", "F32", (2,))], "half a character"),
-        ([Piece("a", "C128", (1,), memoryview(bytes(16)))], "'C128'; use one of F64"),
-        ([Piece("a", "F32", (3,), memoryview(bytes(8)))], "has 8 bytes of memory; sizes (3,) of F32"),
-        ([Piece("a", "U8", (3,), memoryview(bytes(6))[::2])], "has gaps"),
+        ([TensorToWrite("a", "C128", (1,), memoryview(bytes(16)))], "'C128'; use one of F64"),
+        ([TensorToWrite("a", "F32", (3,), memoryview(bytes(8)))], "has 8 bytes of memory; sizes (3,) of F32"),
+        ([TensorToWrite("a", "U8", (3,), memoryview(bytes(6))[::2])], "has gaps"),
         ([piece("a" * 51_000_000, "U8", (1,)), piece("b" * 51_000_000, "U8", (1,))], "allows 100000000"),
     ],
 )
 def test_what_a_file_cannot_hold_is_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, pieces: list[Piece], words: str
+    tmp_path: Path, pieces: list[TensorToWrite], words: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         write_alone(tmp_path / "shard", pieces, generation="g")
@@ -221,7 +221,7 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended() -> None:
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-def some_pieces(seed: int = 0) -> list[Piece]:
+def some_pieces(seed: int = 0) -> list[TensorToWrite]:
     return [
         piece("layers.0.weight", "F32", (40, 30), seed),
         piece("layers.0.bias", "BF16", (30,), seed + 1),
@@ -306,10 +306,10 @@ def test_damaged_block_is_named_with_its_bytes_and_its_tensors(tmp_path: Path) -
     path.write_bytes(data)
     with ShardReader(path, summary=summary, generation="g") as reader:
         target = bytearray(400)
-        reader.read_into([Request("first", 4, (100,), 0, (1,), memoryview(target), 0, (1,))])
+        reader.read_into([ReadRequest("first", 4, (100,), 0, (1,), memoryview(target), 0, (1,))])
         assert target == pieces[0].data[:400], "what lies in other blocks can still be read"
         with pytest.raises(CheckpointDamaged) as caught:
-            reader.read_into([Request("second", 4, (1,), 0, (1,), memoryview(target), 0, (1,))])
+            reader.read_into([ReadRequest("second", 4, (1,), 0, (1,), memoryview(target), 0, (1,))])
         assert str(caught.value) == (
             f"{path} is damaged: block 3, bytes {start + 3072} to {start + 4095}, is not what was saved; "
             "it holds 'first', 'second'"
@@ -352,11 +352,11 @@ def test_metadata_that_names_what_the_file_has_not_is_told_apart_from_our_own_mi
     with ShardReader(path, summary=summary, generation="g") as reader:
         memory = memoryview(bytearray(1000))
         with pytest.raises(CheckpointDamaged, match="has no tensor 'b'"):
-            reader.read_into([Request("b", 4, (1,), 0, (1,), memory, 0, (1,))])
+            reader.read_into([ReadRequest("b", 4, (1,), 0, (1,), memory, 0, (1,))])
         with pytest.raises(CheckpointDamaged, match="its tensor 'a' is of 16 bytes, 4 each"):
-            reader.read_into([Request("a", 4, (4,), 1, (1,), memory, 0, (1,))])
+            reader.read_into([ReadRequest("a", 4, (4,), 1, (1,), memory, 0, (1,))])
         with pytest.raises(CheckpointDamaged, match="reaches to byte 16, 8 each"):
-            reader.read_into([Request("a", 8, (2,), 0, (1,), memory, 0, (1,))])
+            reader.read_into([ReadRequest("a", 8, (2,), 0, (1,), memory, 0, (1,))])
 
 
 @given(st.binary(max_size=300), st.integers(0, 1000))

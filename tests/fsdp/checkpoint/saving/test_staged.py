@@ -33,8 +33,8 @@ from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenc
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
 from elastic_ext.fsdp.checkpoint.saving import staging as staging_module
-from elastic_ext.fsdp.checkpoint.saving.rescue import Choice, Completion, Outcome, choose, clear, complete, rows_in
-from elastic_ext.fsdp.checkpoint.saving.shared_memory import MEMORY, RECORD, Record, Row, Shelf, boot_id
+from elastic_ext.fsdp.checkpoint.saving.rescue import Completion, Outcome, RescuePlan, choose, clear, complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import MEMORY, RECORD, Shelf, StagedCopy, StagedFiles, boot_id
 from tests.support.file_operations import FileOperations
 from tests.support.ranks import RankPool
 from tests.support.saving import (
@@ -448,7 +448,7 @@ def damage_record(shelf: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def change_record(shelf: Path, **changes: Any) -> None:
-    damage_record(shelf, lambda data: replace(Record.decoded(data), **changes).encoded())
+    damage_record(shelf, lambda data: replace(StagedFiles.decoded(data), **changes).encoded())
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -519,7 +519,7 @@ def test_storage_whose_name_is_no_utf8_has_copies_too(tmp_path: Path) -> None:
 
 def test_copies_of_other_ranks_and_saves_are_not_mixed(left: Left) -> None:
     """The first rank has staged step 2; of the second there is an older save, and one of another number of ranks."""
-    record = Record.decoded(record_in(left.shelf).read_bytes())
+    record = StagedFiles.decoded(record_in(left.shelf).read_bytes())
     first = replace(record, row=replace(record.row, num_ranks=2))
     record_in(left.shelf).write_bytes(first.encoded())
     stale = replace(first.row, rank=1, generation="0123", global_step=1, name="step_1")
@@ -531,8 +531,8 @@ def test_copies_of_other_ranks_and_saves_are_not_mixed(left: Left) -> None:
 # --- choosing -------------------------------------------------------------------------------------------------------
 
 
-def row(run: str, generation: str, rank: int, num_ranks: int = 2, step: int = 5, staged_ns: int = 0) -> Row:
-    return Row(
+def row(run: str, generation: str, rank: int, num_ranks: int = 2, step: int = 5, staged_ns: int = 0) -> StagedCopy:
+    return StagedCopy(
         folder="/storage/fsdp_checkpoint/a-job_20261105-021140",
         name=f"step_{step}",
         generation=generation,
@@ -560,7 +560,9 @@ def row(run: str, generation: str, rank: int, num_ranks: int = 2, step: int = 5,
         ([row("r", "a", 0, 1, step=9), row("s", "b", 0, 1)], {"r": "a", "s": "b"}),
     ],
 )
-def test_newest_save_that_is_whole_on_every_rank_is_chosen(rows: list[Row], chosen: dict[str, str | None]) -> None:
+def test_newest_save_that_is_whole_on_every_rank_is_chosen(
+    rows: list[StagedCopy], chosen: dict[str, str | None]
+) -> None:
     for order in itertools.permutations(rows):
         choices = choose(order)
         assert {choice.run_id: choice.generation for choice in choices} == chosen
@@ -604,7 +606,7 @@ def test_agents_of_several_nodes_complete_together(ranks: RankPool, folder: Path
     )
     assert [end.exit_signal for end in ends[1]] == [9, 9], ends
     told = [json.loads(json.dumps([asdict(row) for row in rows_in(shelf)])) for shelf in shelves]
-    rows = [Row(**row) for rows in told for row in rows]
+    rows = [StagedCopy(**row) for rows in told for row in rows]
     (choice,) = choose(rows)
     assert choose(rows_in(shelves[1]))[0].generation is None
     completions = [Completion(shelf, choice) for shelf in shelves]
@@ -826,12 +828,12 @@ def test_50_saves_leak_neither_memory_nor_descriptors(
 
 def test_model_without_tensors_of_its_own_on_a_rank_is_staged_and_completed(ram: Path) -> None:
     """The second rank's file of a kind, or all of its files, may have nothing in them."""
-    record = Record(row=row("r", "a", 1))
-    assert Record.decoded(record.encoded()) == record
+    record = StagedFiles(row=row("r", "a", 1))
+    assert StagedFiles.decoded(record.encoded()) == record
     with record.mapped(ram) as memory:
         assert len(memory) == 0
 
 
 def test_choice_without_a_generation_has_nothing_to_complete(left: Left) -> None:
-    choice = Choice(run_id="r", generation=None, why="")
+    choice = RescuePlan(run_id="r", generation=None, why="")
     assert not Completion(left.shelf, choice).has_first
