@@ -25,7 +25,7 @@ from torch.optim import SGD
 
 from benchmarks.joined import joined
 from benchmarks.linear import digest_of, random_batches, start_again
-from elastic_ext import ElasticDataLoader, ElasticTrainer
+from elastic_ext import ElasticDataLoader, ElasticTrainer, FollowOptions, StepOptions
 
 __all__ = [
     "NUM_WARMING",
@@ -218,10 +218,8 @@ class Training:
             self.model,
             loader,
             global_batch_size=task.num_samples * setup.world_size,
-            guard="auto" if way == "step" else way,
-            job=job,
-            run_dir=setup.folder / job,
-            progress=False,
+            step_options=StepOptions(guard="auto" if way == "step" else way),
+            follow_options=FollowOptions(job=job, run_dir=setup.folder / job, progress=False),
         )
         self._optimizer = self.trainer.prepare(SGD(plain.parameters(), lr=0.01))
         self._state = [tensor.detach() for tensor in (*plain.parameters(), *plain.buffers())]

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from benchmarks.joined import joined
 from benchmarks.linear import digest_of, linear_model, random_batches, start_again
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticTrainer, FollowOptions
 
 __all__ = ["Block", "Done", "Rank", "Task", "copying_rank"]
 
@@ -115,10 +115,10 @@ class _Training:
             micro_batch_size=task.num_samples,
             checkpoint_interval=CheckpointInterval(steps=NEVER),
             shared_storage_path=setup.folder / "storage",
-            save_on_signals=setup.saves_on_signals,
-            job="copies" if setup.saves_on_signals else "none",
-            run_dir=setup.folder / "run",
-            progress=False,
+            checkpoint_options=CheckpointOptions(save_on_signals=setup.saves_on_signals),
+            follow_options=FollowOptions(
+                job="copies" if setup.saves_on_signals else "none", run_dir=setup.folder / "run", progress=False
+            ),
         )
         inner = AdamW(plain.parameters())
         self._schedule = _Schedule(inner)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from elastic_ext import ElasticDataLoader, ElasticTrainer
+from elastic_ext import ElasticDataLoader, ElasticTrainer, FollowOptions
 
 __all__ = ["train"]
 
@@ -28,7 +28,7 @@ def train(folder: Path, step_seconds: float) -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(64, 64))
     loader = ElasticDataLoader(TensorDataset(torch.randn(960, 64)), batch_size=2)
-    trainer = ElasticTrainer(model, loader, global_batch_size=4, agree_every_steps=1)
+    trainer = ElasticTrainer(model, loader, global_batch_size=4, follow_options=FollowOptions(agree_every_steps=1))
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.01))
     with trainer, open(folder / f"versions-{dist.get_rank()}.txt", "w", buffering=1) as file:
         epoch = 0

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from benchmarks.joined import joined
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, FollowOptions, StepOptions
 
 __all__ = ["Block", "Done", "Loop", "LoopName", "Rank", "Task", "Work", "make_loop", "training_rank"]
 
@@ -139,10 +139,8 @@ def make_loop(name: LoopName, task: Task, folder: Path, stack: ExitStack, *, ran
         model,
         global_batch_size=None if is_default else task.micro_batch * task.num_micro_steps * num_ranks,
         micro_batch_size=None if is_default else task.micro_batch,
-        rollback="full" if name == "full" else "gradients",
-        job=name,
-        run_dir=folder / name,
-        progress=False,
+        step_options=StepOptions(rollback="full" if name == "full" else "gradients"),
+        follow_options=FollowOptions(job=name, run_dir=folder / name, progress=False),
     )
     stack.callback(trainer.close)
     prepared = trainer.prepare(optimizer)

@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.checkpoint_ways import fast_settings, locals_of
 from benchmarks.joined import joined
 from benchmarks.linear import digest_of, linear_model, random_batches, start_again
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticTrainer, FollowOptions
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.saving.background import THREAD_NAME
 
@@ -284,11 +284,8 @@ class _Ours(_Loop):
             micro_batch_size=self._task.num_samples,
             checkpoint_interval=CheckpointInterval(steps=2 * num_steps),
             shared_storage_path=self._folder / "storage",
-            overlap_saving=self.is_beside,
-            save_on_signals=False,  # copies for these would come in either half of a run
-            job=JOB,
-            run_dir=self._folder / "run",
-            progress=False,
+            checkpoint_options=CheckpointOptions(overlap_saving=self.is_beside, save_on_signals=False),
+            follow_options=FollowOptions(job=JOB, run_dir=self._folder / "run", progress=False),
         )
         stack.callback(self._trainer.close)
         self._inner: Optimizer = self._optimizer

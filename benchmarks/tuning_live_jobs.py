@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from benchmarks.allocated import allocated_on_cpu
-from elastic_ext import ElasticDataLoader, ElasticTrainer
+from elastic_ext import CheckpointOptions, ElasticDataLoader, ElasticTrainer, FollowOptions
 
 __all__ = ["JOBS", "Kind", "most_at_once", "train"]
 
@@ -173,7 +173,13 @@ def train(name: str, folder: Path, most: int | None) -> None:
     if kind.has_slow_link:
         model.register_comm_hook(None, _slow_exchange)
     loader = ElasticDataLoader(Samples(kind), shuffle=True, **kind.start)
-    trainer = ElasticTrainer(model, loader, global_batch_size=kind.global_batch, progress=False, save_on_signals=False)
+    trainer = ElasticTrainer(
+        model,
+        loader,
+        global_batch_size=kind.global_batch,
+        follow_options=FollowOptions(progress=False),
+        checkpoint_options=CheckpointOptions(save_on_signals=False),
+    )
     optimizer = trainer.prepare(optimizer_of(model))
     is_first = dist.get_rank() == 0
 

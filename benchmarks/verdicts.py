@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gang import Gang
 from benchmarks.harness import Finding, Result, Verdict, shortened
 from benchmarks.joined import joined
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticTrainer, FollowOptions
 from elastic_ext.profile.breakdown import RankView, merged
 from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
@@ -200,17 +200,19 @@ def _train(case: Case, rank: int) -> None:
         model.register_comm_hook(planted.exchange_seconds, _slow_exchange)
     folder = case.folder / str(rank)
     folder.mkdir(parents=True)
-    saves: dict[str, Any] = {}
+    saves: dict[str, Any] = {"checkpoint_options": CheckpointOptions(save_on_signals=False)}
     if planted.saves_every:
         saves = {
             "shared_storage_path": case.folder / "kept",
             "checkpoint_interval": CheckpointInterval(steps=planted.saves_every),
-            "save_in_background": False,
-            "keep_last": 2,
+            "checkpoint_options": CheckpointOptions(save_in_background=False, save_on_signals=False, keep_last=2),
         }
     loader = _Loader(planted)
     trainer = ElasticTrainer(
-        model, loader, job=f"{case.cause}-{case.seed}", run_dir=folder, progress=False, save_on_signals=False, **saves
+        model,
+        loader,
+        follow_options=FollowOptions(job=f"{case.cause}-{case.seed}", run_dir=folder, progress=False),
+        **saves,
     )
     if planted.slow_rank == rank:
         planted.model.register_forward_pre_hook(lambda module, inputs: time.sleep(planted.forward_seconds))

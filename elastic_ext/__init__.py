@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .profile.summary import StepProfile
     from .training.optimizers.amp import ElasticScaler
     from .training.optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
-    from .training.options import CheckpointInterval
+    from .training.options import CheckpointInterval, CheckpointOptions, FollowOptions, MemoryModel, StepOptions
     from .training.parallelism import ReshardReport
     from .training.trainer import ElasticTrainer
 
@@ -46,6 +46,7 @@ __all__ = [
     "BatchPlan",
     "Boundary",
     "CheckpointInterval",
+    "CheckpointOptions",
     "ConfigError",
     "ConfigFollower",
     "ConfigWatcher",
@@ -57,6 +58,8 @@ __all__ = [
     "ElasticOptimizer",
     "ElasticScaler",
     "ElasticTrainer",
+    "FollowOptions",
+    "MemoryModel",
     "MicroBatchSource",
     "ParallelPlan",
     "PeerLostError",
@@ -67,6 +70,7 @@ __all__ = [
     "ReshardReport",
     "Sink",
     "StepError",
+    "StepOptions",
     "StepPlan",
     "StepProfile",
     "TensorBoardSink",
@@ -82,6 +86,7 @@ _HOMES = {
     "BatchPlan": "data.batch_plan",
     "Boundary": "config.agreement",
     "CheckpointInterval": "training.options",
+    "CheckpointOptions": "training.options",
     "ConfigError": "errors",
     "ConfigFollower": "config.follower",
     "ConfigWatcher": "config.watcher",
@@ -93,6 +98,8 @@ _HOMES = {
     "ElasticOptimizer": "training.optimizers.optimizer",
     "ElasticScaler": "training.optimizers.amp",
     "ElasticTrainer": "training.trainer",
+    "FollowOptions": "training.options",
+    "MemoryModel": "training.options",
     "MicroBatchSource": "data.sources",
     "ParallelPlan": "fsdp.plan",
     "PeerLostError": "errors",
@@ -103,6 +110,7 @@ _HOMES = {
     "ReshardReport": "training.parallelism",
     "Sink": "profile.output",
     "StepError": "errors",
+    "StepOptions": "training.options",
     "StepPlan": "data.batch_plan",
     "StepProfile": "profile.summary",
     "TensorBoardSink": "profile.output",

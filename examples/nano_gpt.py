@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ext import BatchPlan, CheckpointInterval, ElasticTrainer
+from elastic_ext import BatchPlan, CheckpointInterval, ElasticTrainer, FollowOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,8 +189,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         global_batch_size=options.global_batch_size,
         use_fsdp=options.by == "fully-shard",
         accelerator=accelerator,
-        config_file=options.config_file,
-        agree_every_steps=options.agree_every_steps,
+        follow_options=FollowOptions(config_file=options.config_file, agree_every_steps=options.agree_every_steps),
         shared_storage_path=options.checkpoints,
         checkpoint_interval=CheckpointInterval(steps=options.checkpoint_every) if options.checkpoints else None,
     )

@@ -238,7 +238,9 @@ def _plan(shape: Shape) -> Plan:
 # --- what is known and predicted of a job's memory: as a record, and in words ----------------------------------------
 
 _UNKNOWN = "memory is not predicted: nothing is known yet of what the model's steps take"
-_GIVE_A_FACTORY = "give ElasticTrainer(..., model_factory=...), by which it is worked out beside training"
+_GIVE_A_FACTORY = (
+    "give ElasticTrainer memory_model=MemoryModel(model_factory=...), by which it is worked out beside training"
+)
 _WITHOUT = "without one it is what steps have taken, once some have been measured"
 _WITHOUT_ON_CPU = "without one steps are measured where tuning.memory_bytes in the config says how much memory there is"
 _NEVER = "of FSDP1 nothing is known, nor with ELASTIC_EXT_PROFILE=off"

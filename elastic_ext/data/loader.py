@@ -11,7 +11,6 @@ config file, is here too.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import multiprocessing
 import warnings
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import TypeVar
 
 from elastic_ext.config.elastic_config import ElasticConfig
@@ -243,16 +242,48 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self,
         dataset: Any,
         batch_size: int | None = 1,
-        *args: Any,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[Any] | Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
         seed: int | None = None,
         config_file: str | Path | None = None,
         seed_samples: bool = False,
         fast_forward: bool = False,
-        **kwargs: Any,
     ) -> None:
         check_flag("seed_samples", seed_samples)
         check_flag("fast_forward", fast_forward)
-        given = inspect.signature(DataLoader).bind(dataset, batch_size, *args, **kwargs).arguments
+        given: dict[str, Any] = {
+            "dataset": dataset,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "drop_last": drop_last,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "generator": generator,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device,
+            "in_order": in_order,
+        }
         batches = of_torch = given.get("batch_sampler")
         # One of torch's own does what a loader does with a sampler; what goes with neither torch refuses in its words.
         if type(batches) is BatchSampler and not isinstance(dataset, IterableDataset) and not _says_more(given):

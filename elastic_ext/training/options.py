@@ -1,5 +1,5 @@
-"""What a trainer can be given, checked before anything begins; when checkpoints are due; how many processes a launcher
-started.
+"""What a trainer can be given, checked before anything begins: its groups of options, when checkpoints are due, the
+model and its loader, and how many processes a launcher started.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,30 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from elastic_ext.config.agreement import Every
+from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule
 from elastic_ext.fsdp.checkpoint.folder.claim import check_job
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
-from elastic_ext.records.text import check_flag, path_given
+from elastic_ext.profile.memory.prediction_request import Factory, factory_of
+from elastic_ext.records.text import check_choice, check_flag, path_given
 from elastic_ext.torch_private import pipelines
 
+from .gradients.finite import WHEN_NOT_FINITE, WhenNotFinite
 from .optimizers.accelerate import Accelerated, is_prepared
+from .steps.oom_guard import GuardMode
 
 __all__ = [
     "CheckpointInterval",
+    "CheckpointOptions",
+    "FollowOptions",
     "LaunchSize",
+    "MemoryModel",
+    "Overlap",
+    "Resume",
+    "StepOptions",
+    "WhenSaveFails",
+    "WhenSaving",
     "check_checkpoints",
     "check_model",
     "check_not_prepared",
@@ -63,6 +76,123 @@ class CheckpointInterval:
 
 def _is_due(current: int | None, every: int | None) -> bool:
     return current is not None and every is not None and current > 0 and current % every == 0
+
+
+# --- a trainer's groups of options, each of which checks itself ------------------------------------------------------
+
+Overlap = Literal["auto", True, False]
+Resume = Literal["auto", "strict", "never"]
+WhenSaveFails = Literal["raise", "warn"]
+WhenSaving = Literal["wait", "skip", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOptions:
+    """How a trainer takes its steps, besides the sizes of their batches."""
+
+    share_weights: Sequence[float] | None = None
+    """Unequal parts of a step: one weight for each data-parallel rank."""
+    learning_rate_rule: BatchRule = "none"
+    """How learning rates follow a global batch that changes: "none", "linear", "sqrt", or "adascale", which measures
+    how noisy gradients are."""
+    rollback: Literal["gradients", "full"] = "gradients"
+    """What a rollback restores besides gradients and samples: with "full", random states and buffers too."""
+    sync_every_micro_step: bool = False
+    """Share gradients in every micro-step instead of in a step's last one."""
+    guard: GuardMode = "auto"
+    """In which steps taken with ``run()`` memory may run out: "auto" (after a start, a larger micro-batch or another
+    plan), "always" or "never"."""
+    when_not_finite: WhenNotFinite = "warn"
+    """What becomes of a step whose gradients are not finite: "warn" logs it, of the steps that are looked at; "skip"
+    leaves each such step out; "stop" takes it back and raises StepError."""
+
+    def __post_init__(self) -> None:
+        check_choice("rollback", self.rollback, ("gradients", "full"))
+        check_choice("learning_rate_rule", self.learning_rate_rule, BATCH_RULES)
+        check_choice("guard", self.guard, ("auto", "always", "never"))
+        check_choice("when_not_finite", self.when_not_finite, WHEN_NOT_FINITE)
+        check_flag("sync_every_micro_step", self.sync_every_micro_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointOptions:
+    """How a trainer saves its checkpoints, which of them it keeps, and from which one it resumes."""
+
+    resume: Resume = "auto"
+    """Which checkpoint a run begins with: "auto", the newest that is whole; "strict", the newest, or an error; "never",
+    none."""
+    when_save_fails: WhenSaveFails = "raise"
+    """Whether a save that fails ends training ("raise") or is a warning ("warn")."""
+    save_in_background: bool = True
+    """Write files while training goes on."""
+    keep_previous: bool = False
+    """Keep the copy in memory of the previous checkpoint too."""
+    when_saving: WhenSaving = "wait"
+    """What becomes of a checkpoint that is due while another is being saved: "wait", "skip" or "error"."""
+    overlap_saving: Overlap = "auto"
+    """Whether state is copied while the next step's passes run; "auto" does so where something is free to copy."""
+    save_on_signals: bool = True
+    """Whether SIGTERM and SIGUSR1 end training with a checkpoint, unless the script handles them."""
+    keep_last: int | None = None
+    """How many of the newest checkpoints are kept; None keeps all."""
+    keep_every: int | None = None
+    """With ``keep_last``: the first checkpoint of every so many steps is kept too."""
+
+    def __post_init__(self) -> None:
+        check_choice("resume", self.resume, ("auto", "strict", "never"))
+        check_choice("when_save_fails", self.when_save_fails, ("raise", "warn"))
+        check_choice("when_saving", self.when_saving, ("wait", "skip", "error"))
+        check_choice("overlap_saving", self.overlap_saving, ("auto", True, False))
+        check_flag("save_on_signals", self.save_on_signals)
+        check_flag("save_in_background", self.save_in_background)
+        check_flag("keep_previous", self.keep_previous)
+        Retention(keep_last=self.keep_last, keep_every=self.keep_every)  # ValueError for what cannot be
+        num_copies(in_background=self.save_in_background, keep_previous=self.keep_previous)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowOptions:
+    """How a run is followed: by its ranks, who agree on its config file, and by people, who see its progress.
+
+    What is None comes from the environment (``ELASTIC_EXT_*``).
+    """
+
+    config_file: str | Path | None = None
+    """The config file; by default ``config.json`` in the run directory."""
+    agree_every_steps: Every = "auto"
+    """Steps between two agreements of the ranks; "auto" measures what an agreement costs."""
+    job: str | None = None
+    """The job's name, which names its folder of checkpoints and its run directory; by default the script's."""
+    run_dir: str | Path | None = None
+    """The run directory, for files of this node."""
+    timeout_seconds: float | None = None
+    """How long a rank waits for the others."""
+    progress: bool | None = None
+    """Whether a progress bar is shown; by default on rank 0, if it writes to a terminal."""
+
+    def __post_init__(self) -> None:
+        check_choice("progress", self.progress, (True, False, None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryModel:
+    """Functions by which another process computes how much memory other micro-batches would take.
+
+    Both are at the top of a module, where that process can import them. A batch is what the dataloader gives, or what
+    ``trainer.run()`` gives its function.
+    """
+
+    model_factory: Callable[[], nn.Module] | None = None
+    """Makes a model like the one that is trained."""
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    """``loss_fn(outputs, batch)`` gives the loss, where the model itself does not."""
+
+    def __post_init__(self) -> None:
+        self.factory()
+
+    def factory(self) -> Factory | None:
+        """Where another process finds the functions, None where none were given; ValueError where it cannot."""
+        return factory_of(self.model_factory, self.loss_fn)
 
 
 # --- how many processes a launcher has started, as it says in their environment --------------------------------------
@@ -120,20 +250,8 @@ _UPDATED_IN_BACKWARD = (
 )
 
 
-def check_checkpoints(
-    interval: CheckpointInterval | None,
-    path: str | Path | None,
-    *,
-    job: str | None,
-    keep_last: int | None,
-    keep_every: int | None,
-    in_background: bool,
-    keep_previous: bool,
-) -> None:
-    check_flag("save_in_background", in_background)
-    check_flag("keep_previous", keep_previous)
-    Retention(keep_last=keep_last, keep_every=keep_every)  # ValueError for what cannot be
-    num_copies(in_background=in_background, keep_previous=keep_previous)
+def check_checkpoints(interval: CheckpointInterval | None, path: str | Path | None, *, job: str | None) -> None:
+    """ValueError where checkpoints cannot go to ``path``, or are due and have none."""
     if interval is not None and not isinstance(interval, CheckpointInterval):
         raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
     if path is not None:

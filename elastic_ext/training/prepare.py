@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from elastic_ext.config.batch_rules import BatchRule
 from elastic_ext.config.follower import ConfigFollower, follow_config
 from elastic_ext.data.sources import ReenteredSource, ShowingSource
 from elastic_ext.fsdp.checkpoint.job import Launched
@@ -33,23 +32,32 @@ from elastic_ext.profile.windows import TrainingProgress, Windows, memory_held
 from elastic_ext.records.metrics import StepWindow
 
 from .batches import Batches
-from .checkpoints.checkpoints import checkpoints_for
+from .checkpoints.checkpoints import CheckpointRequest, checkpoints_for
 from .checkpoints.state import TrainingState
 from .counters import Counts
 from .facts import FactsOfJob, profile_of
-from .gradients.finite import FiniteGradients, WhenNotFinite
+from .gradients.finite import FiniteGradients
 from .gradients.gradients import Gradients
 from .gradients.noise import GradientPairs, Learning
 from .optimizers.accelerate import Accelerated
 from .optimizers.prepared import TakingPart, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
-from .options import check_ranks_are_joined, check_samples, check_scaler, check_sharded, check_shared, check_updates
+from .options import (
+    FollowOptions,
+    StepOptions,
+    check_ranks_are_joined,
+    check_samples,
+    check_scaler,
+    check_sharded,
+    check_shared,
+    check_updates,
+)
 from .parallelism import Parallelism, values_of
 from .remarks import EpochLength, Remarks, remark_on_length
 from .session import Session, raise_on_all
 from .steps.device_memory import DeviceMemory
 from .steps.loop_checks import LoopChecks
-from .steps.oom_guard import Guarding, GuardMode
+from .steps.oom_guard import Guarding
 from .steps.retry import Attempts, Growing
 from .steps.rollback import Snapshot, StepParts
 from .steps.state import StepState
@@ -169,18 +177,11 @@ class Setup:
 
     model: nn.Module
     accelerated: Accelerated | None
-    rule: BatchRule
-    rolls_back_fully: bool
-    guard: GuardMode
-    when_not_finite: WhenNotFinite
-    shares_always: bool
     is_sharded: bool
     """By ``prepare``, as the user has said."""
-    shows_progress: bool | None
-    following: Mapping[str, Any]
-    """Arguments of follow_config."""
-    checkpoints: Mapping[str, Any]
-    """Arguments of checkpoints_for."""
+    options: StepOptions
+    following: FollowOptions
+    checkpoints: CheckpointRequest
     state: StepState
     gradients: Gradients
     spread: Spread
@@ -232,7 +233,16 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             startup |= values_of(spread.plan)
     except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
         problem = error
-    follower = follow_config(startup=startup, start_step=setup.counts.global_step, **setup.following)
+    options, following = setup.options, setup.following
+    follower = follow_config(
+        following.config_file,
+        startup=startup,
+        start_step=setup.counts.global_step,
+        agree_every_steps=following.agree_every_steps,
+        job=following.job,
+        run_dir=following.run_dir,
+        timeout_seconds=following.timeout_seconds,
+    )
     raise_on_all(follower, problem, "preparing a trainer")
     assert parts is not None
     assert settings is not None
@@ -251,9 +261,9 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     device = next((part.device for part in setup.model.parameters()), torch.device("cpu"))
     memory = DeviceMemory(device)
     guarding = Guarding(
-        setup.guard if follower.settings.enabled else "never",
+        options.guard if follower.settings.enabled else "never",
         sharing=lambda: gradients.sharing,
-        shares_always=setup.shares_always,
+        shares_always=options.sync_every_micro_step,
         hear_all=follower.hear_all,
         memory=memory,
     )
@@ -321,17 +331,17 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         follower.compare_ahead(lambda: counted.num_handed)
     follower.compare_at_start(
         {
-            "guard": setup.guard,
-            "sync_every_micro_step": setup.shares_always,
-            "learning_rate_rule": setup.rule,
-            "when_not_finite": setup.when_not_finite,
+            "guard": options.guard,
+            "sync_every_micro_step": options.sync_every_micro_step,
+            "learning_rate_rule": options.learning_rate_rule,
+            "when_not_finite": options.when_not_finite,
         }
     )
     why_not_reshard = spread.why_not or (None if spread.plan else NOT_SPREAD)
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
     inner = [each.inner for each in parts.optimizers]
     pairs = GradientPairs(state, inner, lambda: gradients.sharing, num_ranks=ranks.world_size)
-    learning = Learning(follower, setup.counts, batches, state, pairs, rule=setup.rule)
+    learning = Learning(follower, setup.counts, batches, state, pairs, rule=options.learning_rate_rule)
     facts = FactsOfJob(
         setup.model,
         follower,
@@ -358,15 +368,15 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         why_not_reshard=why_not_reshard,
         accelerated=setup.accelerated,
         startup=startup,
-        rule=setup.rule,
-        shows_progress=setup.shows_progress,
+        rule=options.learning_rate_rule,
+        shows_progress=following.progress,
         recorder=recorder,
         showing=showing,
         facts=facts,
         remarks=state.remarks,
     )
     finite = gradients.finite = FiniteGradients(
-        setup.when_not_finite,
+        options.when_not_finite,
         state,
         setup.counts,
         inner,
@@ -385,7 +395,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             batches=batches,
             optimizers=parts.optimizers,
             snapshot=Snapshot(setup.model, setup.registered),
-            keeps_all=setup.rolls_back_fully,
+            keeps_all=options.rollback == "full",
             scaler=parts.scaler,
         ),
         guarding,
@@ -396,7 +406,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             parts.optimizers,
             (lambda: 1.0) if parts.scaler is None else parts.scaler.get_scale,
         ),
-        shares_always=setup.shares_always,
+        shares_always=options.sync_every_micro_step,
         counts=setup.counts,
         pass_boundary=pass_boundary,
         meet=follower.retry,

@@ -30,36 +30,45 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_ext.config.agreement import Every
 from elastic_ext.config.apply import Proposal
-from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import CheckpointError, ElasticError, StepError
 from elastic_ext.fsdp.blocks import Units
 from elastic_ext.fsdp.checkpoint.job import Launched
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.sharded_model import Spread
-from elastic_ext.profile.memory.prediction_request import factory_of
 from elastic_ext.profile.memory.questions import refuse_in_analysis
 from elastic_ext.profile.output import Sink
-from elastic_ext.records.text import check_choice, check_flag
+from elastic_ext.records.text import check_flag
 
 from .batches import Batches
-from .checkpoints.checkpoints import Resume, WhenSaveFails, WhenSaving
-from .checkpoints.state import Overlap, claim_registered, fill_registered
-from .gradients.finite import WHEN_NOT_FINITE, WhenNotFinite
+from .checkpoints.checkpoints import CheckpointRequest
+from .checkpoints.state import claim_registered, fill_registered
 from .gradients.gradients import Gradients
 from .optimizers.accelerate import Accelerated
-from .options import CheckpointInterval, LaunchSize, check_checkpoints, check_model, check_process_group
+from .optimizers.amp import ElasticScaler
+from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
+from .options import (
+    CheckpointInterval,
+    CheckpointOptions,
+    FollowOptions,
+    LaunchSize,
+    MemoryModel,
+    StepOptions,
+    check_checkpoints,
+    check_model,
+    check_process_group,
+)
 from .parallelism import Parallelism, ReshardReport, values_of
 from .prepare import NOT_SPREAD, Setup, prepare
 from .session import Session
-from .steps.oom_guard import GuardMode
 from .steps.retry import Attempts, Growing
 from .steps.state import StepState
 from .steps.steps import Steps
@@ -139,30 +148,22 @@ class Mutating:
 
 _Default = TypeVar("_Default")
 _Result = TypeVar("_Result")
-_Given = ParamSpec("_Given")
+_Arguments = ParamSpec("_Arguments")
 
 
 class ElasticTrainer:
     """Steps with a global batch that keeps its size, and a config that changes between them.
 
     ``dataloader`` is the loop's own; with ``global_batch_size`` its batches (or ``micro_batch_size``, where there is no
-    dataloader) are gathered until they make a step. Every rank makes the same calls. What is not given of
-    ``config_file``, ``job``, ``run_dir`` and ``timeout_seconds`` comes from the environment (``ELASTIC_EXT_*``).
+    dataloader) are gathered until they make a step. Every rank makes the same calls.
 
-    ``learning_rate_rule`` says how rates follow a global batch that changes: "none", "linear", "sqrt", or "adascale",
-    which measures for it how noisy gradients are. With ``rollback="full"`` a step that is rolled back gives back random
-    states and buffers too. ``sync_every_micro_step`` shares gradients in every micro-step instead of the last.
-    ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after a start, a larger micro-batch
-    or another plan; "always"; "never". ``when_not_finite`` says what becomes of a step whose gradients are not finite:
-    "warn" says so, of steps that are looked at; "skip" leaves each of them out; "stop" takes it back and raises
-    StepError. ``use_fsdp`` makes sure that the model is sharded by ``prepare()``, by ``fully_shard`` or by
-    ``parallelize()``. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on
-    rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint,
-    unless ``save_on_signals`` is False or the script handles them.
+    ``use_fsdp`` makes sure that the model is sharded by ``prepare()``, by ``fully_shard`` or by ``parallelize()``. With
+    ``shared_storage_path`` a run resumes from the newest checkpoint there, saves by ``checkpoint_interval``, and ends
+    with a checkpoint at SIGTERM or SIGUSR1. ``accelerator`` is the one that has prepared the model, if one has.
 
-    ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
-    gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of
-    memory. ``batch`` is what the dataloader gives, or what ``run()`` gives its function.
+    Everything else is in values that check themselves: how steps are taken (``StepOptions``), how checkpoints are saved
+    and kept (``CheckpointOptions``), the config file, the job's name and its run directory (``FollowOptions``), and
+    functions by which memory is predicted (``MemoryModel``).
     """
 
     def __init__(
@@ -172,94 +173,36 @@ class ElasticTrainer:
         *,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
-        share_weights: Sequence[float] | None = None,
-        learning_rate_rule: BatchRule = "none",
-        rollback: Literal["gradients", "full"] = "gradients",
-        sync_every_micro_step: bool = False,
-        guard: GuardMode = "auto",
-        when_not_finite: WhenNotFinite = "warn",
-        checkpoint_interval: CheckpointInterval | None = None,
         use_fsdp: bool = False,
         shared_storage_path: str | Path | None = None,
-        resume: Resume = "auto",
-        when_save_fails: WhenSaveFails = "raise",
-        save_in_background: bool = True,
-        keep_previous: bool = False,
-        when_saving: WhenSaving = "wait",
-        overlap_saving: Overlap = "auto",
-        save_on_signals: bool = True,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
+        checkpoint_interval: CheckpointInterval | None = None,
         accelerator: Any = None,
-        config_file: str | Path | None = None,
-        agree_every_steps: Every = "auto",
-        job: str | None = None,
-        run_dir: str | Path | None = None,
-        timeout_seconds: float | None = None,
-        progress: bool | None = None,
-        model_factory: Callable[[], nn.Module] | None = None,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
+        step_options: StepOptions | None = None,
+        checkpoint_options: CheckpointOptions | None = None,
+        follow_options: FollowOptions | None = None,
+        memory_model: MemoryModel | None = None,
     ) -> None:
-        check_choice("rollback", rollback, ("gradients", "full"))
-        check_choice("learning_rate_rule", learning_rate_rule, BATCH_RULES)
-        check_choice("guard", guard, ("auto", "always", "never"))
-        check_choice("when_not_finite", when_not_finite, WHEN_NOT_FINITE)
-        check_choice("resume", resume, ("auto", "strict", "never"))
-        check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
-        check_choice("when_saving", when_saving, ("wait", "skip", "error"))
-        check_choice("overlap_saving", overlap_saving, ("auto", True, False))
-        for name, flag in (
-            ("use_fsdp", use_fsdp),
-            ("sync_every_micro_step", sync_every_micro_step),
-            ("save_on_signals", save_on_signals),
-        ):
-            check_flag(name, flag)
-        check_choice("progress", progress, (True, False, None))
-        check_checkpoints(
-            checkpoint_interval,
-            shared_storage_path,
-            job=job,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            in_background=save_in_background,
-            keep_previous=keep_previous,
-        )
+        steps = _given("step_options", step_options, StepOptions)
+        following = _given("follow_options", follow_options, FollowOptions)
+        saving = _given("checkpoint_options", checkpoint_options, CheckpointOptions)
+        factory = _given("memory_model", memory_model, MemoryModel).factory()
+        check_flag("use_fsdp", use_fsdp)
+        check_checkpoints(checkpoint_interval, shared_storage_path, job=following.job)
         refuse_in_analysis(os.environ)
-        factory = factory_of(model_factory, loss_fn)
         check_model(model, accelerator=accelerator)
-        accelerated = None if accelerator is None else Accelerated(accelerator)
         state = StepState()
         self._setup = Setup(
             model=model,
-            accelerated=accelerated,
-            rule=learning_rate_rule,
-            rolls_back_fully=rollback == "full",
-            guard=guard,
-            when_not_finite=when_not_finite,
-            shares_always=sync_every_micro_step,
+            accelerated=None if accelerator is None else Accelerated(accelerator),
             is_sharded=use_fsdp,
-            shows_progress=progress,
-            following={
-                "config_file": config_file,
-                "agree_every_steps": agree_every_steps,
-                "job": job,
-                "run_dir": run_dir,
-                "timeout_seconds": timeout_seconds,
-            },
-            checkpoints={
-                "storage": None if shared_storage_path is None else Path(shared_storage_path).absolute(),
-                "job": job,
-                "interval": checkpoint_interval,
-                "when_save_fails": when_save_fails,
-                "in_background": save_in_background,
-                "keep_previous": keep_previous,
-                "when_saving": when_saving,
-                "overlap": overlap_saving,
-                "leaves_on_signals": save_on_signals,
-                "keep_last": keep_last,
-                "keep_every": keep_every,
-                "how_to_resume": resume,
-            },
+            options=steps,
+            following=following,
+            checkpoints=CheckpointRequest(
+                storage=None if shared_storage_path is None else Path(shared_storage_path).absolute(),
+                job=following.job,
+                interval=checkpoint_interval,
+                options=saving,
+            ),
             factory=factory,
             state=state,
             gradients=Gradients(model, state),
@@ -268,7 +211,7 @@ class ElasticTrainer:
                 dataloader,
                 global_batch_size=global_batch_size,
                 micro_batch_size=micro_batch_size,
-                share_weights=None if share_weights is None else tuple(share_weights),
+                share_weights=None if steps.share_weights is None else tuple(steps.share_weights),
             ),
         )
         self._model, self._batches = model, self._setup.batches
@@ -316,6 +259,24 @@ class ElasticTrainer:
         """Of the last change of plan; None before the first."""
         return None if self._parallelism is None else self._parallelism.report
 
+    @overload
+    def prepare(self, optimizer: Optimizer) -> ElasticOptimizer: ...
+    @overload
+    def prepare(self, optimizer: Sequence[Optimizer]) -> list[ElasticOptimizer]: ...
+    @overload
+    def prepare(
+        self, optimizer: Optimizer, lr_scheduler: LRScheduler
+    ) -> tuple[ElasticOptimizer, ElasticLRScheduler]: ...
+    @overload
+    def prepare(
+        self, optimizer: Optimizer, lr_scheduler: LRScheduler, scaler: torch.amp.GradScaler
+    ) -> tuple[ElasticOptimizer, ElasticLRScheduler, ElasticScaler]: ...
+    @overload
+    def prepare(
+        self, optimizer: Optimizer, *, scaler: torch.amp.GradScaler
+    ) -> tuple[ElasticOptimizer, ElasticScaler]: ...
+    @overload
+    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any: ...
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
 
@@ -399,7 +360,7 @@ class ElasticTrainer:
         return self._micro_step if fix_total_batch_size else OwnStep(self._micro_step)
 
     def run(
-        self, function: Callable[_Given, _Result], /, *given: _Given.args, **named: _Given.kwargs
+        self, function: Callable[_Arguments, _Result], /, *given: _Arguments.args, **named: _Arguments.kwargs
     ) -> _Result | None:
         """``with trainer.step(): return function(...)``, which comes again where memory does not suffice for it.
 
@@ -410,11 +371,11 @@ class ElasticTrainer:
             raise ElasticError(NOT_PREPARED)
         return self._attempts.run(function, given, named)
 
-    def micro_step(self, function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
+    def micro_step(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result | None]:
         """A decorator: the function's every call is ``trainer.run(function, ...)``."""
 
         @functools.wraps(function)
-        def taken(*given: _Given.args, **named: _Given.kwargs) -> _Result | None:
+        def taken(*given: _Arguments.args, **named: _Arguments.kwargs) -> _Result | None:
             return self.run(function, *given, **named)
 
         return taken
@@ -605,6 +566,15 @@ class ElasticTrainer:
         if self._session is None:
             raise ElasticError(NOT_PREPARED)
         return self._session
+
+
+def _given(name: str, value: _Default | None, kind: type[_Default]) -> _Default:
+    """``value``, or the options of that kind that hold by default; ValueError for anything else."""
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r}; allowed: {kind.__name__}(...), or None")
+    return value
 
 
 def _num_local() -> int:

@@ -301,9 +301,10 @@ def left_on_machine() -> set[str]:
 
 _UNWRITABLE = """
 import sys, torch
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, FollowOptions
 model = torch.nn.Linear(2, 2)
-with ElasticTrainer(model, micro_batch_size=1, shared_storage_path=sys.argv[1], job="job") as trainer:
+job = FollowOptions(job="job")
+with ElasticTrainer(model, micro_batch_size=1, shared_storage_path=sys.argv[1], follow_options=job) as trainer:
     trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 """
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from elastic_ext import ElasticTrainer, MicroBatchSource
+from elastic_ext import ElasticTrainer, FollowOptions, MicroBatchSource
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
@@ -279,7 +279,11 @@ def test_a_trainer_has_it_cut_steps_and_resumes_where_it_was(tmp_path: Path) -> 
         loader = loader_of(50, batch_size, shuffle=True, num_workers=num_workers)
         assert isinstance(loader, MicroBatchSource)
         trainer = ElasticTrainer(
-            model, loader, global_batch_size=8, shared_storage_path=tmp_path / "storage", job="job", run_dir=tmp_path
+            model,
+            loader,
+            global_batch_size=8,
+            shared_storage_path=tmp_path / "storage",
+            follow_options=FollowOptions(job="job", run_dir=tmp_path),
         )
         taken: list[list[int]] = []
         with trainer:

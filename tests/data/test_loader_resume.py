@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, FollowOptions
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.errors import RanksDisagreeError
 from tests.support.ranks import RankPool
@@ -83,8 +83,7 @@ def train(
         loader,
         global_batch_size=BATCH,
         shared_storage_path=folder / "storage",
-        job="job",
-        run_dir=folder / f"run {rank}",
+        follow_options=FollowOptions(job="job", run_dir=folder / f"run {rank}"),
     )
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     steps: list[list[float]] = []
@@ -182,7 +181,10 @@ def train_batches(rank: int, folder: Path, stops_at: int | None, goes_back: bool
     trained = DistributedDataParallel(model) if num_ranks > 1 else model
     loader = ElasticDataLoader(torch.arange(16.0)[:, None], batch_sampler=BatchesOfRank(rank, num_ranks))
     trainer = ElasticTrainer(
-        trained, loader, shared_storage_path=folder / "storage", job="job", run_dir=folder / f"run {rank}"
+        trained,
+        loader,
+        shared_storage_path=folder / "storage",
+        follow_options=FollowOptions(job="job", run_dir=folder / f"run {rank}"),
     )
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     taken: list[int] = []
@@ -247,7 +249,9 @@ def train_with_own_draws(rank: int, folder: Path, num_alike: int | None) -> tupl
     else:
         loader = ElasticDataLoader(numbers, 2, sampler=Unseeded(rank, num_alike))
     trained = DistributedDataParallel(model)
-    trainer = ElasticTrainer(trained, loader, global_batch_size=4, job="job", run_dir=folder / str(rank))
+    trainer = ElasticTrainer(
+        trained, loader, global_batch_size=4, follow_options=FollowOptions(job="job", run_dir=folder / str(rank))
+    )
     taken: list[list[int]] = []
     try:
         with trainer:
@@ -289,7 +293,9 @@ def train_on_drawn_batches(rank: int, folder: Path) -> list[tuple[list[str], int
         (folder / name).mkdir(exist_ok=True)
         model, batches = DistributedDataParallel(torch.nn.Linear(1, 1)), DrawnBatches()
         loader = ElasticDataLoader(torch.arange(12.0)[:, None], batch_sampler=batches, seed=seed)
-        trainer = ElasticTrainer(model, loader, job="job", run_dir=folder / name / str(rank))
+        trainer = ElasticTrainer(
+            model, loader, follow_options=FollowOptions(job="job", run_dir=folder / name / str(rank))
+        )
         with collected_warnings() as warned, trainer:
             optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
             batches.num_draws = 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, get_worker_info
 
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, FollowOptions
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
@@ -110,7 +110,7 @@ def test_the_size_of_a_batch_sampler_changes_where_it_can_be_set() -> None:
 def test_a_trainer_takes_the_batches_of_a_batch_sampler_as_they_are(tmp_path: Path) -> None:
     model = make_model(torch.float32)
     loader = ElasticDataLoader(torch.randn(21, 6), batch_sampler=Lengths(6), num_workers=1)
-    trainer = ElasticTrainer(model, loader, run_dir=tmp_path)
+    trainer = ElasticTrainer(model, loader, follow_options=FollowOptions(run_dir=tmp_path))
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     sizes = []
     with trainer, trainer.epoch(0):

@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
+from elastic_ext import (
+    CheckpointInterval,
+    CheckpointOptions,
+    ElasticDataLoader,
+    ElasticTrainer,
+    FollowOptions,
+    StepOptions,
+)
 from elastic_ext.cli import main
 from elastic_ext.profile.ledger import Ledger, TimeUse
 from elastic_ext.records.files import write_whole
@@ -74,14 +81,11 @@ class Job:
             self.model,
             self.loader,
             global_batch_size=GLOBAL_BATCH,
-            guard="always",
+            step_options=StepOptions(guard="always"),
             shared_storage_path=folder / "kept",
             checkpoint_interval=CheckpointInterval(steps=SAVE_EVERY),
-            save_in_background=False,
-            run_dir=self.run_dir,
-            job="true",
-            agree_every_steps=1,
-            timeout_seconds=60.0,
+            checkpoint_options=CheckpointOptions(save_in_background=False),
+            follow_options=FollowOptions(run_dir=self.run_dir, job="true", agree_every_steps=1, timeout_seconds=60.0),
         )
         self.trainer.parallelize(self.model, WHOLE, units=[f"layers.{each}" for each in range(2)])
         self.trainer.on_change("user", lambda old, new: time.sleep(CHANGE))

@@ -25,7 +25,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer, ParallelPlan
+from elastic_ext import (
+    CheckpointInterval,
+    CheckpointOptions,
+    ElasticDataLoader,
+    ElasticTrainer,
+    FollowOptions,
+    ParallelPlan,
+)
 
 JOB = "saved"
 NUM_STEPS = 3
@@ -77,9 +84,8 @@ class Training:
             global_batch_size=4,
             shared_storage_path=folder / "storage",
             checkpoint_interval=CheckpointInterval(steps=NUM_STEPS),
-            keep_last=1,
-            job=JOB,
-            run_dir=run_dir,
+            checkpoint_options=CheckpointOptions(keep_last=1),
+            follow_options=FollowOptions(job=JOB, run_dir=run_dir),
         )
         if dist.is_initialized():
             self.trainer.parallelize(self.model, ParallelPlan("full_shard"), nn.Linear)

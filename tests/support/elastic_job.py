@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer, ParallelPlan
+from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticDataLoader, ElasticTrainer, ParallelPlan
 from tests.support.file_operations import FileOperations
 
 NUM_SAMPLES = 96
@@ -57,7 +57,7 @@ def main() -> None:
         global_batch_size=GLOBAL_BATCH,
         shared_storage_path=options.folder / "checkpoints",
         checkpoint_interval=CheckpointInterval(steps=options.every),
-        when_save_fails="warn",
+        checkpoint_options=CheckpointOptions(when_save_fails="warn"),
     )
     if options.sharded:
         model = trainer.parallelize(model, ParallelPlan(strategy="full_shard"))

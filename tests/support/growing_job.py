@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from elastic_ext import ElasticDataLoader, ElasticTrainer
+from elastic_ext import ElasticDataLoader, ElasticTrainer, StepOptions
 
 NUM_SAMPLES = 4096
 FIRST_BATCH = 16
@@ -48,7 +48,9 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(WIDTH, 1))
     loader = ElasticDataLoader(Noisy(), batch_size=FIRST_BATCH // 2, shuffle=True, seed=3)
-    trainer = ElasticTrainer(model, loader, global_batch_size=FIRST_BATCH, learning_rate_rule="adascale")
+    trainer = ElasticTrainer(
+        model, loader, global_batch_size=FIRST_BATCH, step_options=StepOptions(learning_rate_rule="adascale")
+    )
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=RATE))
     with trainer, open(folder / f"steps-{dist.get_rank()}.txt", "w", buffering=1) as file:
         epoch, is_told = trainer.start_epoch, False

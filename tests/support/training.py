@@ -4,6 +4,7 @@ to compare with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from elastic_ext import BatchPlan, ElasticTrainer, StepPlan
+from elastic_ext import BatchPlan, CheckpointOptions, ElasticTrainer, FollowOptions, MemoryModel, StepOptions, StepPlan
 
-__all__ = ["ResumableSlices", "Slices", "bits_of", "make_data", "make_model", "plain_losses", "shared", "trainer_of"]
+__all__ = [
+    "ResumableSlices",
+    "Slices",
+    "bits_of",
+    "grouped",
+    "make_data",
+    "make_model",
+    "plain_losses",
+    "shared",
+    "trainer_of",
+]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -121,7 +132,22 @@ def trainer_of(folder: Path, model: nn.Module, dataloader: Any = None, *, rank: 
     run_dir = folder / str(rank)
     run_dir.mkdir(exist_ok=True)
     options: dict[str, Any] = {"agree_every_steps": 1, "timeout_seconds": 60.0, "job": "test", **arguments}
-    return ElasticTrainer(model, dataloader, run_dir=run_dir, **options)
+    return ElasticTrainer(model, dataloader, **grouped(run_dir=run_dir, **options))
+
+
+def grouped(**arguments: Any) -> dict[str, Any]:
+    """Arguments of ElasticTrainer, where each option that belongs to a group was given by its own name."""
+    groups: dict[str, Any] = {
+        "step_options": StepOptions,
+        "checkpoint_options": CheckpointOptions,
+        "follow_options": FollowOptions,
+        "memory_model": MemoryModel,
+    }
+    for name, kind in groups.items():
+        own = {each.name: arguments.pop(each.name) for each in dataclasses.fields(kind) if each.name in arguments}
+        if own:
+            arguments[name] = kind(**own)
+    return arguments
 
 
 def plain_losses(

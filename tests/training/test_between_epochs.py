@@ -277,7 +277,7 @@ import logging, os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, ElasticTrainer, FollowOptions
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)
@@ -294,8 +294,7 @@ trainer = ElasticTrainer(
     loader,
     shared_storage_path=folder + "/storage",
     checkpoint_interval=CheckpointInterval(epochs=1),
-    run_dir=f"{folder}/{rank}",
-    job="job",
+    follow_options=FollowOptions(job="job", run_dir=f"{folder}/{rank}"),
 )
 inner = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer, scheduler = trainer.prepare(inner, torch.optim.lr_scheduler.StepLR(inner, 1))

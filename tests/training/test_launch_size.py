@@ -27,7 +27,7 @@ SCRIPT = """
 import os, sys
 import torch
 import torch.distributed as dist
-from elastic_ext import ElasticDataLoader, ElasticTrainer
+from elastic_ext import ElasticDataLoader, ElasticTrainer, FollowOptions
 
 rank, storage = os.environ["RANK"], os.environ["STORAGE"]
 if "alone" in sys.argv:
@@ -36,7 +36,8 @@ torch.manual_seed(int(rank))
 model = torch.nn.Linear(4, 1)
 data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
 loader = ElasticDataLoader(data, batch_size=4)
-trainer = ElasticTrainer(model, loader, global_batch_size=8, shared_storage_path=storage, job=f"alone-{rank}")
+trainer = ElasticTrainer(model, loader, global_batch_size=8, shared_storage_path=storage,
+                         follow_options=FollowOptions(job=f"alone-{rank}"))
 optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 begun = trainer.global_step
 with trainer:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, FollowOptions
 from elastic_ext.records.metrics import ModelProfile
 from elastic_ext.training.facts import profile_of
 from tests.support.ranks import RankPool
@@ -55,7 +55,13 @@ def train(rank: int, folder: Path) -> None:
     for part in model:
         fully_shard(part)
     fully_shard(model)
-    trainer = ElasticTrainer(model, micro_batch_size=2, global_batch_size=4, use_fsdp=True, run_dir=folder / str(rank))
+    trainer = ElasticTrainer(
+        model,
+        micro_batch_size=2,
+        global_batch_size=4,
+        use_fsdp=True,
+        follow_options=FollowOptions(run_dir=folder / str(rank)),
+    )
     trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with trainer:
         pass

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic_ext import CheckpointInterval, ElasticError, ElasticTrainer, RanksDisagreeError, StepError
 from tests.support.loops import put, seen_by
 from tests.support.ranks import RankPool
-from tests.support.training import Batch, Slices, bits_of, make_data, make_model, shared, trainer_of
+from tests.support.training import Batch, Slices, bits_of, grouped, make_data, make_model, shared, trainer_of
 
 
 def loader_of(num_samples: int = 24, batch_size: int = 4, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
@@ -617,7 +617,7 @@ def test_wrong_arguments_are_refused_before_anything_begins(
     arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
-        ElasticTrainer(**{"model": make_model(), **arguments})
+        ElasticTrainer(**grouped(**{"model": make_model(), **arguments}))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _tried() -> tuple[int, int]:
 # with the size of micro-batches, and so does what grows with it.
 
 _NO_LOSS = (
-    "the model gives no loss, and loss_fn was not given; give ElasticTrainer(..., loss_fn=...), which is called with "
+    "the model gives no loss, and loss_fn was not given; give MemoryModel(..., loss_fn=...), which is called with "
     "what the model gives and the batch"
 )
 _MOST_DEPTH = 4  # of containers among what a model gives

@@ -11,10 +11,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
@@ -26,12 +26,12 @@ from elastic_ext.fsdp.checkpoint.saving.async_saver import Manner
 from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
 from elastic_ext.ranks.heartbeat import Activity, Pulse
-from elastic_ext.training.options import CheckpointInterval
+from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
 
 from .resume import Resuming
-from .state import PASSES_BY_ITSELF, BoundaryState, Overlap, Resumed, TrainingState
+from .state import PASSES_BY_ITSELF, BoundaryState, Resumed, TrainingState
 
-__all__ = ["Checkpoints", "HeldCopies", "Resume", "Saves", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
+__all__ = ["CheckpointRequest", "Checkpoints", "HeldCopies", "Saves", "checkpoints_for"]
 
 _logger = logging.getLogger(__name__)
 
@@ -291,9 +291,6 @@ _CANNOT_HOLD = (
     "after the first step {}. Use an optimizer whose state is plain tensors, as torch.optim's are, or have no "
     "checkpoints saved: leave checkpoint_interval out, and checkpoint in the config"
 )
-Resume = Literal["auto", "strict", "never"]
-WhenSaveFails = Literal["raise", "warn"]
-WhenSaving = Literal["wait", "skip", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -311,6 +308,22 @@ class _Due:
     """Of what there was when it was saved before its time, if it was."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRequest:
+    """What a trainer was told of its checkpoints."""
+
+    storage: Path | None
+    """The folder of all jobs; None to keep no checkpoints."""
+    job: str | None
+    interval: CheckpointInterval | None
+    options: CheckpointOptions
+
+    def to_compare(self) -> str:
+        """Text that is the same on all ranks where they were told the same."""
+        own = {"shared_storage_path": self.storage, "job": self.job, "checkpoint_interval": self.interval}
+        return json.dumps({name: str(value) for name, value in (own | asdict(self.options)).items()})
+
+
 class Checkpoints:
     """One rank's part in the checkpoints of one training."""
 
@@ -321,28 +334,20 @@ class Checkpoints:
         *,
         startup: Mapping[str, object],
         interval: CheckpointInterval | None,
-        when_save_fails: WhenSaveFails,
-        when_saving: WhenSaving,
-        how_to_resume: Resume,
-        overlap: Overlap,
-        leaves_on_signals: bool,
+        options: CheckpointOptions,
         pulse: Pulse,
     ) -> None:
         self._job = job
         self._state = state
         self._counts = state.counts
         self._pulse = pulse  # where it is noted that training waits for storage
-        self._saves = Saves(job, state, warns=when_save_fails == "warn", pulse=pulse)
+        self._saves = Saves(job, state, warns=options.when_save_fails == "warn", pulse=pulse)
         self.held = HeldCopies(job, state, self._saves)
         """What there is, should training be told to end."""
         self._given = interval or CheckpointInterval()
         self._interval = self._given
-        self._when_saving = when_saving
-        self._how = how_to_resume
-        self._resuming = Resuming(job, state, startup, falls_back=how_to_resume != "strict")
-        self._overlap: Overlap = overlap
-        self.leaves_on_signals = leaves_on_signals
-        """SIGTERM and SIGUSR1 end training with a checkpoint."""
+        self.options = options
+        self._resuming = Resuming(job, state, startup, falls_back=options.resume != "strict")
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
         self._left_out: tuple[int, str] | None = None  # the global step and the name of the last one that was
@@ -393,7 +398,7 @@ class Checkpoints:
         due = self._due
         if due is None or not due.is_between or self._saves.path_of_now is not None:
             return
-        name, waits = self._name_of(due), due.is_asked_for or self._when_saving == "wait"
+        name, waits = self._name_of(due), due.is_asked_for or self.options.when_saving == "wait"
         if by_copy and self._job.live.can_save:
             with self._saves.warning():
                 self.held.keep(name, due.moment, waits=waits)
@@ -469,7 +474,7 @@ class Checkpoints:
 
     def _may_overlap(self) -> bool:
         """Asked for each save: hooks that step what prepare() returns are not there before."""
-        why_not = self._state.why_not_overlap(self._overlap)
+        why_not = self._state.why_not_overlap(self.options.overlap_saving)
         _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
         return why_not is None
 
@@ -566,7 +571,7 @@ class Checkpoints:
 
     def _manner(self, *, waits: bool = False, overlaps: bool = False) -> Manner:
         """How to save what is due."""
-        waits = waits or self._when_saving == "wait"
+        waits = waits or self.options.when_saving == "wait"
         return Manner(waits=waits, overlaps=overlaps, on_failed=self._saves.note_failure)
 
     def _name_of(self, due: _Due | None) -> str:
@@ -616,7 +621,7 @@ class Checkpoints:
 
     def _leave_out(self, name: str) -> None:
         """Another save is under way, and this one does not wait for it."""
-        if self._when_saving == "error":
+        if self.options.when_saving == "error":
             raise CheckpointError(
                 f"{name} is due while {self._saves.path} is still being saved; save less often, or wait for it with "
                 'when_saving="wait", or leave saves out with "skip"'
@@ -647,7 +652,7 @@ class Checkpoints:
         """Take the job's folder, and go on from its newest checkpoint, unless that is never to be done."""
         with self._pulse.during(Activity.RESUMING):
             self._job.run.claim()
-        return self._how != "never" and self.load(take_up)
+        return self.options.resume != "never" and self.load(take_up)
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config."""
@@ -680,33 +685,32 @@ def checkpoints_for(
     state: TrainingState,
     follower: ConfigFollower,
     startup: Mapping[str, object],
-    given: Mapping[str, Any],
+    asked: CheckpointRequest,
     *,
     launched: Launched,
 ) -> Checkpoints | None:
-    """What a trainer's arguments ask for; None where it is to keep no checkpoints. All ranks call this.
+    """The checkpoints that a trainer's arguments ask for; None where it keeps none. All ranks call this.
 
     RanksDisagreeError where they were given different arguments: some would save, and wait for the others.
     """
-    ranks = follower.ranks
-    own = json.dumps({name: str(value) for name, value in sorted(given.items())})
-    answers = [data.decode() for data in ranks.gather(own.encode(), "comparing what is said of checkpoints")]
+    ranks, options = follower.ranks, asked.options
+    answers = [
+        data.decode() for data in ranks.gather(asked.to_compare().encode(), "comparing what is said of checkpoints")
+    ]
     if len(set(answers)) > 1:
         told = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
         raise RanksDisagreeError(f"the ranks were told different things of checkpoints ({told}); give all the same")
-    arguments = dict(given)
-    storage, job = arguments.pop("storage"), arguments.pop("job")
-    if storage is None:
+    if asked.storage is None:
         return None
     job_checkpoints = JobCheckpoints(
-        Path(storage),
-        job,
+        asked.storage,
+        asked.job,
         ranks,
         launched=launched,
         storage_seconds=follower.settings.timeout_seconds / 2,
-        retention=Retention(keep_last=arguments.pop("keep_last"), keep_every=arguments.pop("keep_every")),
-        num_copies=num_copies(
-            in_background=arguments.pop("in_background"), keep_previous=arguments.pop("keep_previous")
-        ),
+        retention=Retention(keep_last=options.keep_last, keep_every=options.keep_every),
+        num_copies=num_copies(in_background=options.save_in_background, keep_previous=options.keep_previous),
     )
-    return Checkpoints(job_checkpoints, state, startup=startup, pulse=follower.pulse, **arguments)
+    return Checkpoints(
+        job_checkpoints, state, startup=startup, interval=asked.interval, options=options, pulse=follower.pulse
+    )

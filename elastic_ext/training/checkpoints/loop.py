@@ -43,7 +43,7 @@ class Saving:
         self._on_leave = on_leave
         self._save_at = math.inf  # the next global step with something to save
         self._try_at = math.inf  # the first that training takes here, after which there is all that is saved
-        self._leaving = self._listening() if checkpoints.leaves_on_signals else None
+        self._leaving = self._listening() if checkpoints.options.save_on_signals else None
         self._leaves_at: BoundaryState | None = None  # of the boundary at which that was agreed on
         self._copies_at: BoundaryState | None = None
         self._is_fenced = False  # optimizers wait for a checkpoint that is being copied

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
@@ -40,11 +40,11 @@ from elastic_ext.training.batches import Batches, own_position, packed_position
 from elastic_ext.training.counters import Counts
 from elastic_ext.training.gradients.sharing import Sharing
 from elastic_ext.training.optimizers.prepared import TakingPart
+from elastic_ext.training.options import Overlap
 
 __all__ = [
     "PASSES_BY_ITSELF",
     "BoundaryState",
-    "Overlap",
     "Registered",
     "Resumed",
     "TrainingState",
@@ -169,7 +169,6 @@ def _check_registered(name: str, held: Mapping[str, torch.Tensor], kept: Mapping
 
 # --- whether a checkpoint may be copied while the next step's passes run, or is to be copied before them -------------
 
-Overlap = Literal["auto", True, False]
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 

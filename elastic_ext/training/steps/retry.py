@@ -172,7 +172,7 @@ _CANNOT_SHRINK = (
 )
 _NOT_GUARDED = (
     "{}. Other ranks may be waiting for this one's gradients, so training ends here, to go on from a checkpoint; "
-    'ElasticTrainer(guard="always") has steps taken again wherever memory runs out, where the model allows it'
+    'StepOptions(guard="always") has steps taken again wherever memory runs out, where the model allows it'
 )
 _CANNOT_BE_GUARDED = (
     "{}. Other ranks may be waiting for this one's gradients, so training ends here, to go on from a checkpoint: the "
@@ -180,7 +180,7 @@ _CANNOT_BE_GUARDED = (
 )
 _NOT_KEPT = (
     "{}. The step was taken back, but for buffers and registered state that it may have changed; "
-    'ElasticTrainer(guard="always") keeps them, and has the step taken again in smaller micro-batches'
+    'StepOptions(guard="always") keeps them, and has the step taken again in smaller micro-batches'
 )
 
 

@@ -297,12 +297,13 @@ TORCHAO = """
 import sys
 import torch
 from torchao.optim import AdamW8bit
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, ElasticTrainer, FollowOptions
 
 model = torch.nn.Linear(64, 128)
 interval = CheckpointInterval(steps=1000)
 with ElasticTrainer(
-    model, micro_batch_size=4, shared_storage_path=sys.argv[1], job="packed", checkpoint_interval=interval
+    model, micro_batch_size=4, shared_storage_path=sys.argv[1], checkpoint_interval=interval,
+    follow_options=FollowOptions(job="packed"),
 ) as trainer:
     optimizer = trainer.prepare(AdamW8bit(model.parameters()))
     for _ in range(3):

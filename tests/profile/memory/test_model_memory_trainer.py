@@ -424,7 +424,7 @@ def test_a_script_has_its_own_factory_and_trains_once(tmp_path: Path) -> None:
             import torch
             from torch import nn
             from torch.utils.data import TensorDataset
-            from elastic_ext import ElasticDataLoader, ElasticTrainer
+            from elastic_ext import ElasticDataLoader, ElasticTrainer, FollowOptions, MemoryModel
 
             def make_model():
                 return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
@@ -438,7 +438,11 @@ def test_a_script_has_its_own_factory_and_trains_once(tmp_path: Path) -> None:
                 loader = ElasticDataLoader(data, batch_size=4)
                 model = make_model()
                 trainer = ElasticTrainer(
-                    model, loader, global_batch_size=4, run_dir=sys.argv[1], model_factory=make_model, loss_fn=loss_of
+                    model,
+                    loader,
+                    global_batch_size=4,
+                    follow_options=FollowOptions(run_dir=sys.argv[1]),
+                    memory_model=MemoryModel(model_factory=make_model, loss_fn=loss_of),
                 )
                 optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
                 analyzer = trainer._session.analyzer

@@ -23,7 +23,7 @@ from elastic_ext.records.metrics import CAN_GO_ON
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS, Leaving
 from tests.support.leaving import Job, started
 from tests.support.thinning import the_first
-from tests.support.training import ResumableSlices, make_data
+from tests.support.training import ResumableSlices, grouped, make_data
 
 pytestmark = pytest.mark.usefixtures("forked_jobs")
 
@@ -31,7 +31,7 @@ LOOP = """
 import hashlib, logging, os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticTrainer, FollowOptions
 
 logging.basicConfig(level=logging.INFO)
 torch.set_num_threads(1)
@@ -49,9 +49,8 @@ trainer = ElasticTrainer(
     micro_batch_size=2,
     shared_storage_path=folder + "/storage",
     checkpoint_interval=None if where == "within" else CheckpointInterval(steps=1000),
-    run_dir=f"{folder}/{rank}",
-    job="job",
-    save_on_signals=where != "off",
+    follow_options=FollowOptions(job="job", run_dir=f"{folder}/{rank}"),
+    checkpoint_options=CheckpointOptions(save_on_signals=where != "off"),
 )
 trainer.register_state("average", average)
 
@@ -312,7 +311,7 @@ def train(folder: Path, *, signal_at: int | None = None) -> tuple[int, torch.Ten
     source = Noisy(make_data(200), 4)
     arguments: dict[str, Any] = {"shared_storage_path": folder, "job": "job", "run_dir": folder / "run"}
     arguments |= {"checkpoint_interval": CheckpointInterval(steps=1000)}
-    with ElasticTrainer(model, source, global_batch_size=4, **arguments) as trainer:
+    with ElasticTrainer(model, source, global_batch_size=4, **grouped(**arguments)) as trainer:
         optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         began_at = trainer.global_step
         with trainer.epoch(trainer.start_epoch):
@@ -342,7 +341,7 @@ def train_with_scaler(folder: Path) -> None:
     model = torch.nn.Linear(2, 2)
     arguments: dict[str, Any] = {"shared_storage_path": folder, "job": "job", "run_dir": folder / "run"}
     arguments |= {"checkpoint_interval": CheckpointInterval(steps=1), "agree_every_steps": 1}
-    with ElasticTrainer(model, micro_batch_size=1, **arguments) as trainer:
+    with ElasticTrainer(model, micro_batch_size=1, **grouped(**arguments)) as trainer:
         optimizer, scaler = trainer.prepare(
             torch.optim.SGD(model.parameters(), lr=0.1), scaler=torch.amp.GradScaler("cpu")
         )

@@ -22,7 +22,7 @@ import hashlib, logging, os, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, ElasticTrainer, FollowOptions
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)
@@ -94,8 +94,7 @@ trainer = ElasticTrainer(
     loader,
     shared_storage_path=folder + "/storage",
     checkpoint_interval=CheckpointInterval(steps=3 if where in ("background", "rewinding") else 1000),
-    run_dir=f"{folder}/{rank}",
-    job="job",
+    follow_options=FollowOptions(job="job", run_dir=f"{folder}/{rank}"),
 )
 try:
     with trainer:

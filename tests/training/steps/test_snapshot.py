@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, StepOptions
 from elastic_ext.training.steps.rollback import Snapshot
 from tests.support.ranks import RankPool
 from tests.support.training import Slices, bits_of, make_data, shared, trainer_of
@@ -269,4 +269,4 @@ def test_ranks_that_fail_together_end_bit_for_bit_as_those_that_do_not(
 
 def test_another_word_for_it_is_refused() -> None:
     with pytest.raises(ValueError, match="rollback is 'buffers'; allowed: gradients, full"):
-        ElasticTrainer(nn.Linear(1, 1), rollback="buffers")  # type: ignore[arg-type]
+        ElasticTrainer(nn.Linear(1, 1), step_options=StepOptions(rollback="buffers"))  # type: ignore[arg-type]

@@ -296,14 +296,16 @@ SETUP = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from elastic_ext import ElasticTrainer
+from elastic_ext import ElasticTrainer, FollowOptions
 torch.manual_seed(0)
 loader = DataLoader(TensorDataset(torch.randn(32, 6), torch.randint(5, (32,))), batch_size=2)
 model = nn.Linear(6, 5)
 interrupted_at = None
 """
 OPTIMIZER = "optimizer = torch.optim.SGD(model.parameters(), lr=0.125)"
-TRAINER = "trainer = ElasticTrainer(model, loader, global_batch_size=8, run_dir=run_dir, job='notebook')"
+TRAINER = """trainer = ElasticTrainer(
+    model, loader, global_batch_size=8, follow_options=FollowOptions(run_dir=run_dir, job='notebook')
+)"""
 PREPARE = "optimizer = trainer.prepare(optimizer)"
 TRAIN = """
 with trainer.epoch():

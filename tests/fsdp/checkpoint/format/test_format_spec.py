@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, ElasticTrainer, FollowOptions
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
@@ -115,8 +115,7 @@ def test_a_trainers_checkpoint_has_the_names_and_values_of_the_page(tmp_path: Pa
         global_batch_size=16,
         shared_storage_path=tmp_path,
         checkpoint_interval=CheckpointInterval(epochs=1),
-        job="a trainer's",
-        run_dir=tmp_path / "run",
+        follow_options=FollowOptions(job="a trainer's", run_dir=tmp_path / "run"),
     )
     with trainer:
         average = {"w.x/y": torch.arange(3.0)}

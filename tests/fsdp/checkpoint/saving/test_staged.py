@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext import CheckpointInterval, ElasticTrainer
+from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticTrainer
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
@@ -53,6 +53,7 @@ from tests.support.saving import (
     newest_of,
 )
 from tests.support.thinning import the_first
+from tests.support.training import grouped
 from tests.support.trials import Trial, run_trials
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -781,7 +782,7 @@ def test_a_trainer_has_its_agent_keep_one_copy_or_two(
     model = nn.Linear(64, 64)
     arguments: dict[str, Any] = {"shared_storage_path": ram / "storage", "job": JOB, "run_dir": ram / "run"}
     arguments |= {"checkpoint_interval": CheckpointInterval(steps=1), "keep_previous": keep_previous}
-    with ElasticTrainer(model, micro_batch_size=1, **arguments) as trainer:
+    with ElasticTrainer(model, micro_batch_size=1, **grouped(**arguments)) as trainer:
         optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(4):
             with trainer.step():
@@ -789,7 +790,11 @@ def test_a_trainer_has_its_agent_keep_one_copy_or_two(
                 optimizer.step()
         assert sum(size > 64 * 64 * 4 for size in sizes_in(shelf)) == 1 + keep_previous
     with pytest.raises(ValueError, match="keep_previous is True, and nothing is saved in the background"):
-        ElasticTrainer(model, shared_storage_path=ram, save_in_background=False, keep_previous=True)
+        ElasticTrainer(
+            model,
+            shared_storage_path=ram,
+            checkpoint_options=CheckpointOptions(save_in_background=False, keep_previous=True),
+        )
 
 
 def maps_of(shelf: Path) -> int:
