@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
-from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.config.keys import TUNABLE
 from elastic_ext.doctor.hardware import group_limits
 from elastic_ext.errors import ConfigError
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
-from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.profile.phases import ChangingSource
-from elastic_ext.records.metrics import JobFacts, MemoryFacts, ModelProfile
+from elastic_ext.records.metrics import JobFacts, ModelProfile
 
-from .batches import Batches
-from .gradients.noise import Learning
 from .parallelism import values_of
-from .steps.retry import Growing
+
+if TYPE_CHECKING:
+    from .training import Training
 
 __all__ = ["FactsOfJob", "profile_of"]
 
@@ -68,31 +65,11 @@ class _Choices:
 class FactsOfJob:
     """Those of one job; ranks other than the first tell nothing."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        follower: ConfigFollower,
-        batches: Batches,
-        growing: Growing,
-        learning: Learning,
-        spread: Spread,
-        optimizers: Sequence[Optimizer],
-        *,
-        why_not_reshard: str | None,
-        num_replicas: Callable[[], int],
-        memory: Callable[[], MemoryFacts | None] = lambda: None,
-    ) -> None:
-        """``why_not_reshard`` says why the model stays as it is spread; ``memory`` what it takes, as far as known."""
-        self._model = model
-        self._follower = follower
-        self._batches = batches
-        self._growing = growing
-        self._learning = learning
-        self._spread = spread
-        self._optimizers = optimizers
-        self._why_not_reshard = why_not_reshard
-        self._num_replicas = num_replicas
-        self._memory = memory
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._model, self._batches, self._spread = training.model, training.batches, training.spread
+        self._follower = follower = training.follower
+        self._why_not_reshard = training.why_not_reshard
         self._is_told = follower.ranks.rank == 0 and follower.settings.enabled
         self._num_processors: int | None = None
         self._choices: _Choices | None = None
@@ -111,7 +88,8 @@ class FactsOfJob:
     def look(self) -> JobFacts | None:
         """They as they are now; None where it is not known how many samples a step has."""
         follower, batches = self._follower, self._batches
-        global_batch, num_replicas = batches.step_samples, self._num_replicas()
+        analyzer = self._training.analyzer
+        global_batch, num_replicas = batches.step_samples, self._training.gradients.sharing.num_ranks
         if not global_batch:
             return None
         ranks, reports = follower.ranks, follower.reports
@@ -136,13 +114,13 @@ class FactsOfJob:
             global_batch=global_batch,
             share=share,
             num_replicas=num_replicas,
-            bound=self._growing.bound,
+            bound=self._training.growing.bound,
             num_blocks=self._spread.num_blocks,
             num_parameters=self._counted(),
             census=reports.census,
             calibration=reports.calibration,
-            memory=self._memory(),
-            learning=self._learning.facts(),
+            memory=None if analyzer is None else analyzer.facts(),
+            learning=self._training.learning.facts(),
         )
 
     def _values(self, global_batch: int, share: int) -> dict[str, Any]:
@@ -187,10 +165,10 @@ class FactsOfJob:
 
     def _with_batch(self, choices: _Choices) -> _Choices:
         """With how many samples a step has, where the user lets the tuner choose that, as the config now says."""
-        if self._learning.lets_grow:
+        if self._training.learning.lets_grow:
             fixed = {key: why for key, why in choices.fixed.items() if key != _BATCH}
             return _Choices({**choices.free, _BATCH: ()}, fixed)
-        why_not = self._learning.why_not
+        why_not = self._training.learning.why_not
         return _Choices(choices.free, {**choices.fixed, _BATCH: why_not}) if why_not else choices
 
     def _loading(self, share: int, num_processors: int) -> _Choices:
@@ -285,7 +263,7 @@ class FactsOfJob:
             yield "communication.bucket_cap_mb", ()
 
     def _why_not(self, plan: ParallelPlan) -> str | None:
-        made, told = self._spread.transition(plan, self._optimizers)
+        made, told = self._spread.transition(plan, self._training.optimizers)
         return told if made is None else None
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -14,12 +14,15 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TORCH
 from elastic_ext.errors import ElasticError, RanksFailedError
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.reshard.change import Agree, Change, Moved
+from elastic_ext.fsdp.reshard.change import Change, Moved
 from elastic_ext.fsdp.reshard.companions import Tensors
 from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.fsdp.reshard.transition import Transition
 
-__all__ = ["FixedSharding", "Parallelism", "ReshardReport", "plan_of", "values_of"]
+if TYPE_CHECKING:
+    from elastic_ext.config.follower import ConfigFollower
+
+__all__ = ["FixedSharding", "Parallelism", "ReshardReport", "Resharded", "plan_of", "values_of"]
 
 
 # --- the appliers by which a model in training is spread otherwise, and what they report of it -----------------------
@@ -79,32 +82,43 @@ class ReshardReport:
         return told + (f"; {self.replaced} parameters are other objects now" if self.replaced else "")
 
 
+class Resharded(Protocol):
+    """The training whose model is resharded."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has made passes, and makes more: what can be tried in one, is."""
+
+    def registered(self) -> Sequence[Tensors]:
+        """Registered tensors, which are sharded as parameters are."""
+
+    def let_go_of_parameters(self) -> Sequence[object]:
+        """Let go of parameters where that can be; gives what else refers to some."""
+
+    def agree_on_reshard(self, error: BaseException | None) -> None:
+        """Return if no rank brought an error; else raise on all."""
+
+    def fence(self) -> None:
+        """Return once no tensor is being copied."""
+
+    def take_up_model(self) -> None:
+        """Go on with the model as it is sharded now."""
+
+    def give_up(self, why: str) -> None:
+        """Training cannot go on from here."""
+
+    def tell_resharded(self, report: ReshardReport) -> None:
+        """The model was resharded, which has done and cost what ``report`` says."""
+
+
 class Parallelism:
-    """One rank's part in how a model is spread; the applier of two sections."""
+    """Changes how a model is sharded while it is trained; the applier of two sections."""
 
     paths = frozenset(_PATHS.values())
     """The dotted keys of a config that name a plan."""
 
-    def __init__(
-        self,
-        spread: Spread,
-        optimizers: Sequence[Optimizer],
-        registered: Callable[[], Sequence[Tensors]],
-        *,
-        known: Callable[[], Sequence[object]],
-        agree: Agree,
-        fence: Callable[[], None],
-        on_spread: Callable[[], None],
-        give_up: Callable[[str], None],
-        tell: Callable[[ReshardReport], None],
-        has_begun: Callable[[], bool],
-    ) -> None:
-        """Of a model with a plan. ``known`` lets go of what it can, and gives what else of ours refers to parameters.
-
-        ``has_begun`` says whether the model has made passes, and makes more: what can be tried in one, is.
-        ``fence`` returns once none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell``
-        what that has cost, and ``give_up`` why training cannot go on with it.
-        """
+    def __init__(self, spread: Spread, optimizers: Sequence[Optimizer], training: Resharded) -> None:
+        """Of a model with a plan."""
         self.report: ReshardReport | None = None
         """Of the last change."""
         assert spread.plan is not None
@@ -112,14 +126,7 @@ class Parallelism:
         """How the model was given to the trainer, as values of a config."""
         self._spread = spread
         self._optimizers = optimizers
-        self._registered = registered
-        self._known = known
-        self._agree = agree
-        self._fence = fence
-        self._on_spread = on_spread
-        self._give_up = give_up
-        self._tell = tell
-        self._has_begun = has_begun
+        self._training = training
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
     def appliers(self) -> list[_Section]:
@@ -128,7 +135,7 @@ class Parallelism:
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why the plan that ``new`` names cannot be put on, None where it can."""
-        self._prepared = None
+        training, self._prepared = self._training, None
         if not any(new.get(path) is not None for path in _PATHS.values()):
             return None
         try:
@@ -136,7 +143,7 @@ class Parallelism:
             made, told = self._spread.transition(plan, self._optimizers)
             if made is None:
                 return told
-            if "recompute" in made.steps and plan.ratio and self._has_begun():
+            if "recompute" in made.steps and plan.ratio and training.has_begun:
                 is_tried, why_not = self._spread.try_recomputing()
                 if not is_tried:
                     raise Later
@@ -144,7 +151,8 @@ class Parallelism:
                     return why_not
             change = None
             if "spread" in made.steps:
-                change = self._spread.prepare(plan, self._optimizers, self._registered(), self._known())
+                known = training.let_go_of_parameters()
+                change = self._spread.prepare(plan, self._optimizers, training.registered(), known)
                 made = replace(made, items=tuple(change.freight.items))  # with what is registered
         except (ValueError, ElasticError) as error:
             return str(error)
@@ -160,30 +168,30 @@ class Parallelism:
         (plan, made, change), self._prepared = self._prepared, None
         error: Exception | None = None
         try:
-            self._fence()
+            self._training.fence()
             self._spread.wait()  # for the step before, which is none of the change
         except Exception as caught:
             error = caught
         try:
-            self._agree(error)
+            self._training.agree_on_reshard(error)
         except RanksFailedError as failure:
             raise Declined(_NOTHING.format(_told_of(failure))) from failure
         began, old = time.perf_counter(), self._spread.plan
         try:
-            moved = self._spread.change(made, change, self._agree)
+            moved = self._spread.change(made, change, self._training.agree_on_reshard)
         except Exception as error:
             if change is None or not change.is_as_before:
-                self._give_up(_HALF)
+                self._training.give_up(_HALF)
                 raise
             raise Declined(_NOTHING.format(_told_of(error))) from error
         except BaseException:  # whoever interrupts it is told what became of it by the next call
-            self._give_up(_HALF)
+            self._training.give_up(_HALF)
             raise
         finally:
-            self._on_spread()  # also where it has gone back: DDP is another object by then
+            self._training.take_up_model()  # also where it has gone back: DDP is another object by then
         self._spread.wait()
         self.report = _report(old, plan, made, moved, time.perf_counter() - began)
-        self._tell(self.report)
+        self._training.tell_resharded(self.report)
 
     def forget(self) -> None:
         """Let go of a change that was looked at and is not made now, and of the tensors that it would have moved."""
@@ -265,12 +273,12 @@ class FixedSharding:
     only_checks = True
     _PATHS = ("parallelism.strategy", "parallelism.shard_degree", "parallelism.unit")
 
-    def __init__(self, reason: str, in_force: Callable[[], ElasticConfig]) -> None:
+    def __init__(self, reason: str, follower: ConfigFollower) -> None:
         self._reason = reason
-        self._in_force = in_force
+        self._follower = follower
 
     def check(self, new: ElasticConfig) -> str | None:
-        now = self._in_force()
+        now = self._follower.config
         changed = [path for path in self._PATHS if new.get(path) is not None and new.get(path) != now.get(path)]
         return f"{', '.join(changed)} cannot be changed: {self._reason}" if changed else None
 

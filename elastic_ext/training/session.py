@@ -11,17 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from elastic_ext.config.batch_rules import BatchRule, rate_factor
+from elastic_ext.config.batch_rules import rate_factor
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, StepError
-from elastic_ext.profile.memory.analyzer import Analyzer
-from elastic_ext.profile.output import Showing
-from elastic_ext.profile.recorder import Recorder
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity
@@ -29,20 +27,16 @@ from elastic_ext.records.metrics import Measures
 from elastic_ext.records.text import Progress
 
 from .batches import Batches
-from .checkpoints.checkpoints import Checkpoints
 from .checkpoints.loop import Saving
 from .counters import Counts
-from .facts import FactsOfJob
-from .gradients.gradients import Gradients
-from .gradients.noise import Learning
-from .optimizers.accelerate import Accelerated, is_prepared
+from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
-from .optimizers.rates import OptimizerSettings
 from .parallelism import FixedSharding, Parallelism, ReshardReport
 from .remarks import Remarks
-from .steps.oom_guard import Guarding
-from .steps.retry import Growing
 from .steps.steps import Steps
+
+if TYPE_CHECKING:
+    from .training import Training
 
 __all__ = ["EpochsOfSampler", "SameLoading", "Session", "Speed", "num_unshared", "raise_on_all", "remark_on_shares"]
 
@@ -223,96 +217,65 @@ class Speed:
 
 
 class Session:
-    """One rank's part in a training; ``start`` it, and ``end`` it."""
+    """What all parts of a training do at its moments, on this rank and with the other ranks, in order.
 
-    def __init__(
-        self,
-        follower: ConfigFollower,
-        counts: Counts,
-        batches: Batches,
-        gradients: Gradients,
-        settings: OptimizerSettings,
-        guarding: Guarding,
-        growing: Growing,
-        learning: Learning,
-        *,
-        parallelism: Parallelism | None,
-        why_not_reshard: str | None,
-        accelerated: Accelerated | None,
-        startup: Mapping[str, object],
-        rule: BatchRule,
-        shows_progress: bool | None,
-        recorder: Recorder | None,
-        showing: Showing,
-        facts: FactsOfJob,
-        remarks: Remarks,
-    ) -> None:
-        self.follower = follower
-        self.steps: Steps
-        """Of this rank; there from ``start`` on."""
+    The moments: it begins (``start``), an epoch begins or ends, a step has passed its boundary (``pass_boundary``), the
+    model was resharded (``tell_resharded``), training goes back (``rewind``), it ends (``end``).
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.follower = training.follower
         self.should_stop = False
-        self.checkpoints: Checkpoints | None = None
-        """Where they are saved; set before ``start``."""
+        self._training = training
         self._saving: Saving | None = None
-        self._counts = counts
-        self._batches = batches
-        self._loading = SameLoading(batches, follower.ranks)
-        self._gradients = gradients
-        self._settings = settings
-        self._guarding, self._growing, self._learning = guarding, growing, learning
-        learning.on_news = lambda: self._follow_batch(follower.config)
-        self._parallelism = parallelism
-        self._why_not_reshard = why_not_reshard
-        self._accelerated = accelerated
-        self._remarks = remarks
-        self._recorder, self._showing, self._facts = recorder, showing, facts
-        self._startup = ElasticConfig.from_values(startup)
-        self._rule: BatchRule = rule
-        shows = sys.stderr.isatty() if shows_progress is None else shows_progress
-        self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
-        self._speed = Speed(counts)
+        self._counts, self._batches = training.counts, training.batches
+        self._gradients, self._learning = training.gradients, training.learning
+        self._loading = SameLoading(training.batches, training.ranks)
+        self._startup = ElasticConfig.from_values(training.startup)
+        shows = sys.stderr.isatty() if training.following.progress is None else training.following.progress
+        self._progress = Progress(is_shown=shows and training.ranks.rank == 0)
+        self._speed = Speed(training.counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
         self._has_begun_epoch = False
-        self._sampler_epochs = EpochsOfSampler(batches.loader)
+        self._sampler_epochs = EpochsOfSampler(training.batches.loader)
 
     @property
-    def analyzer(self) -> Analyzer | None:
-        """Whoever knows what steps take of memory; None on all ranks but the first, and where nothing is profiled."""
-        return None if self._recorder is None else self._recorder.analyzer
+    def steps(self) -> Steps:
+        """The steps of this rank."""
+        return self._training.steps
 
-    def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
+    def start(self) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
-        self.steps = steps
-        follower = self.follower
+        training, follower, steps = self._training, self.follower, self.steps
         try:
             self._loading.compare()
-            self._loading.compare_shares(self._gradients.sharing.num_ranks, self._remarks)
+            self._loading.compare_shares(self._gradients.sharing.num_ranks, training.state.remarks)
             self._begin_batches(follower.config)
             follower.reports.measure = self._measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
-            follower.on_change("dataloader", self._apply, self._growing.check)
+            follower.on_change("dataloader", self._apply, training.growing.check)
             follower.on_change("tuning", lambda old, new: self._learning.take_up(new))
             if self._batches.loader_applier is not None:
                 follower.add(self._batches.loader_applier)
-            follower.add(self._settings)
-            for applier in () if self._parallelism is None else self._parallelism.appliers():
+            follower.add(training.settings)
+            for applier in () if training.parallelism is None else training.parallelism.appliers():
                 follower.add(applier)
-            if loaded_config is not None:
-                follower.load_state_dict(self._with_own_values(loaded_config))
+            if training.loaded_config is not None:
+                follower.load_state_dict(self._with_own_values(training.loaded_config))
             follower.start()
             self._forget_change()
-            if self._why_not_reshard is not None:  # from here on: what is found at the start may say it
-                follower.add(FixedSharding(self._why_not_reshard, lambda: follower.config))
+            if training.why_not_reshard is not None:  # from here on: what is found at the start may say it
+                follower.add(FixedSharding(training.why_not_reshard, follower))
             self._take_up(follower.config)
             self._materialise()
-            if self.checkpoints is not None:
-                self._saving = Saving(self.checkpoints, follower, steps, on_leave=self._leave)
-                self.checkpoints.resume(self.resume)
-                self.checkpoints.try_out()
+            if training.checkpoints is not None:
+                self._saving = Saving(training.checkpoints, follower, steps, on_leave=self._leave)
+                training.checkpoints.resume(self.resume)
+                training.checkpoints.try_out()
                 self._saving.start()
             self._tell_begun()
-            if self._accelerated is not None:
-                self._accelerated.begin(lambda: steps.is_committing)
+            if training.accelerated is not None:
+                training.accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
             self.end(error)
             raise
@@ -377,7 +340,7 @@ class Session:
         )
         steps.start_over(passes_over=skips)
         num_steps, config = self._counts.num_steps, self.follower.config
-        self._settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
+        self._training.settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
         checkpoints.go_back(loaded, config, skips=skips)
         self._follow_batch(config)
         self._learning.forget()
@@ -407,13 +370,13 @@ class Session:
             self._saving.pass_boundary(step, boundary)
 
     def _forget_change(self) -> None:
-        if self._parallelism is not None:
-            self._parallelism.forget()
+        if self._training.parallelism is not None:
+            self._training.parallelism.forget()
 
     def _measure(self) -> Measures:
-        self._growing.warn()
-        self._facts.tell()
-        return self._showing.measured(self._speed.measure())
+        self._training.growing.warn()
+        self._training.facts.tell()
+        return self._training.showing.measured(self._speed.measure())
 
     def _tell_begun(self) -> None:
         """From which step training goes on, for those who know where it had been."""
@@ -421,10 +384,43 @@ class Session:
         text = f"training goes on after step {step}" if step else "training begins"
         details = {
             "global_batch_size": self._batches.global_batch,
-            "checkpoints": None if self.checkpoints is None else str(self.checkpoints.root),
+            "checkpoints": None if self._training.checkpoints is None else str(self._training.checkpoints.root),
         }
         self.follower.reports.tell("training-began", step=step, text=text, details=details)
-        self._facts.tell()
+        self._training.facts.tell()
+
+    def registered(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """The tensors that the user has registered, in the same order on all ranks."""
+        return [tensors for _, tensors in sorted(self._training.registered.items())]
+
+    def let_go_of_parameters(self) -> Sequence[object]:
+        """Let go of parameters where that can be; gives what else of ours refers to some."""
+        self._training.guarding.let_go()
+        return self._gradients.holders()
+
+    def agree_on_reshard(self, error: BaseException | None) -> None:
+        """Return if no rank brought an error while the model is resharded; else all ranks raise."""
+        self.follower.ranks.all_or_raise(error, "changing how the model is spread")
+
+    def take_up_model(self) -> None:
+        """Share the gradients of the model as it is sharded now."""
+        self._gradients.take_up(self._training.spread.engine)
+
+    def keep_up_with_model(self) -> None:
+        """Take up a model that was wrapped anew since the step before; called on all ranks as a step begins."""
+        if self._training.spread.keep_up():
+            self.take_up_model()
+            self.steps.weigh_anew()
+            self._training.guarding.expect_more()
+
+    def give_up(self, why: str) -> None:
+        """Training cannot go on from here."""
+        self.steps.give_up(why)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was ever begun."""
+        return not self.steps.has_not_begun
 
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
@@ -436,8 +432,8 @@ class Session:
         self.steps.weigh_anew()
         self._learning.forget()
         self.follower.pulse.note_change()
-        self._growing.forget()
-        self._guarding.expect_more()
+        self._training.growing.forget()
+        self._training.guarding.expect_more()
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
         step = self._counts.global_step
@@ -476,8 +472,8 @@ class Session:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
         self.follower.pulse.note(Activity.BETWEEN)
-        if self._recorder is not None:
-            self._recorder.begin_epoch()
+        if self._training.recorder is not None:
+            self._training.recorder.begin_epoch()
         if epoch == self._counts.unfinished_epoch:
             self._begin_to_count()
             self._go_on_with_rest()
@@ -492,8 +488,8 @@ class Session:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
         self._is_in_epoch = False
         self.follower.pulse.note(Activity.OUTSIDE)
-        if self._recorder is not None:
-            self._recorder.end_epoch()
+        if self._training.recorder is not None:
+            self._training.recorder.end_epoch()
         self._progress.end()
         if error is not None:
             self._counts.is_in_epoch = False
@@ -523,7 +519,7 @@ class Session:
 
     def _remark(self, kind: str, text: str | None) -> None:
         if text is not None:
-            self._remarks.say(kind, text)
+            self._training.state.remarks.say(kind, text)
 
     def _is_left_early(self) -> bool:
         """Whether the loop was left before the epoch's end, as far as any rank knows."""
@@ -569,7 +565,7 @@ class Session:
         counts = self._counts
         if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
             return
-        anew = "load no state" if self.checkpoints is None else "give another job="
+        anew = "load no state" if self._training.checkpoints is None else "give another job="
         text = (
             f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
             f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
@@ -585,8 +581,8 @@ class Session:
             self._saving.stop()
             self._saving.give_up_due(is_well=not hasattr(sys, "last_value"))
         if self.follower.ranks.world_size > 1:
-            if self.checkpoints is not None:
-                self.checkpoints.held.wait()
+            if self._training.checkpoints is not None:
+                self._training.checkpoints.held.wait()
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
@@ -595,15 +591,15 @@ class Session:
     def _let_go(self, by: str) -> None:
         """Of everything, whichever of it fails."""
         with ExitStack() as ending:
-            ending.callback(self._showing.close)
+            ending.callback(self._training.showing.close)
             ending.callback(self.follower.close, by)  # which ends the last window
-            if self.checkpoints is not None:
-                ending.callback(self.checkpoints.close)
-            if self._accelerated is not None:
-                ending.callback(self._accelerated.end)
+            if self._training.checkpoints is not None:
+                ending.callback(self._training.checkpoints.close)
+            if self._training.accelerated is not None:
+                ending.callback(self._training.accelerated.end)
             ending.callback(self._gradients.release)
-            if self._parallelism is not None:
-                ending.callback(self._parallelism.close)
+            if self._training.parallelism is not None:
+                ending.callback(self._training.parallelism.close)
             ending.callback(self._progress.end)
             if self._saving is not None:
                 ending.callback(self._saving.stop)
@@ -647,7 +643,7 @@ class Session:
         self.follower.pulse.note_change()
         self._begin_batches(new)
         if self._batches.largest > largest:
-            self._guarding.expect_more()
+            self._training.guarding.expect_more()
         self._follow_batch(new)
         if new.global_batch_size != old.global_batch_size:
             for schedule in (each for optimizer in self._gradients.optimizers for each in optimizer.schedules):
@@ -663,21 +659,26 @@ class Session:
         self._follow_batch(config)
         self._learning.forget()
         self._learning.take_up(config)
-        self._settings.apply(self._startup, config)
+        self._training.settings.apply(self._startup, config)
+
+    def follow_noise(self) -> None:
+        """More is known of the noise of gradients, which learning rates may follow."""
+        self._follow_batch(self.follower.config)
 
     def _follow_batch(self, config: ElasticConfig) -> None:
         """Have rates follow the global batch by the rule."""
         batch, reference = config.global_batch_size, self._counts.reference_batch
         if batch is None or reference is None:
             return
-        factor = rate_factor(self._rule, reference, batch, self._counts.noise_scale.value)
-        for optimizer in self._settings.optimizers:
+        rule = self._training.options.learning_rate_rule
+        factor = rate_factor(rule, reference, batch, self._counts.noise_scale.value)
+        for optimizer in self._training.settings.optimizers:
             optimizer.rates.set_batch_factor(factor)
 
     def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A resumed config, but for what this run's loader decides by itself, and how its script spreads the model."""
         config = ElasticConfig.from_dict(state["config"], revision=state["revision"])
-        own, mine = self._batches.own_values(), self._parallelism
+        own, mine = self._batches.own_values(), self._training.parallelism
         saved = {path: value for path, value in config.values().items() if path not in Parallelism.paths}
         if mine is not None:
             own = {**own, **mine.startup_values}
@@ -690,7 +691,7 @@ class Session:
         """Make optimizer state before the first step, on all ranks or on none."""
         problem: Exception | None = None
         try:
-            for optimizer in self._settings.optimizers:
+            for optimizer in self._training.settings.optimizers:
                 if can_materialise(optimizer.inner):
                     materialise(optimizer.inner)
         except (RuntimeError, AssertionError) as error:  # out of memory; or what torch asserts of a device

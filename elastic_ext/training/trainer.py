@@ -66,12 +66,12 @@ from .options import (
     check_model,
     check_process_group,
 )
-from .parallelism import Parallelism, ReshardReport, values_of
-from .prepare import NOT_SPREAD, Setup, prepare
+from .parallelism import ReshardReport, values_of
+from .prepare import prepare
 from .session import Session
-from .steps.retry import Attempts, Growing
 from .steps.state import StepState
 from .steps.steps import Steps
+from .training import NOT_SPREAD, Training
 
 __all__ = ["NOT_PREPARED", "ElasticTrainer", "Epoch", "Mutating", "NotPrepared", "OwnStep"]
 
@@ -191,13 +191,13 @@ class ElasticTrainer:
         refuse_in_analysis(os.environ)
         check_model(model, accelerator=accelerator)
         state = StepState()
-        self._setup = Setup(
+        self._training = Training(
             model=model,
             accelerated=None if accelerator is None else Accelerated(accelerator),
             is_sharded=use_fsdp,
             options=steps,
             following=following,
-            checkpoints=CheckpointRequest(
+            request=CheckpointRequest(
                 storage=None if shared_storage_path is None else Path(shared_storage_path).absolute(),
                 job=following.job,
                 interval=checkpoint_interval,
@@ -214,12 +214,9 @@ class ElasticTrainer:
                 share_weights=None if steps.share_weights is None else tuple(steps.share_weights),
             ),
         )
-        self._model, self._batches = model, self._setup.batches
-        self._counts, self._gradients = self._setup.counts, self._setup.gradients
-        self._parallelism: Parallelism | None = None
-        self._session: Session | None = None
-        self._attempts: Attempts | None = None
-        self._growing: Growing | None = None
+        self._model, self._batches = model, self._training.batches
+        self._counts, self._gradients = self._training.counts, self._training.gradients
+        self._session: Session | None = None  # until prepare()
         self._micro_step: Steps | NotPrepared = NotPrepared()
 
     # ---- setting up ----
@@ -234,14 +231,14 @@ class ElasticTrainer:
             raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
         if self._session is not None:
             raise ElasticError("parallelize() comes before prepare(); after it trainer.reshard(plan) changes the plan")
-        if self._setup.is_sharded and plan.is_replicated:
+        if self._training.is_sharded and plan.is_replicated:
             raise ValueError(
                 "use_fsdp is True, and no_shard shards nothing; choose another strategy, hybrid_shard with "
                 "shard_degree=1 for whole copies, or leave use_fsdp out"
             )
         spread = Spread(model, units, num_local=_num_local())
         spread.put_on(plan)
-        self._setup.spread = spread
+        self._training.spread = spread
         self._gradients.take_up(spread.engine)
         return model
 
@@ -250,14 +247,15 @@ class ElasticTrainer:
 
         What is given back says what becomes of it, ``reshard_report`` what it has cost.
         """
-        if self._prepared and self._setup.spread.plan is None:
-            raise ElasticError(self._setup.spread.why_not or NOT_SPREAD)
+        if self._prepared and self._training.spread.plan is None:
+            raise ElasticError(self._training.spread.why_not or NOT_SPREAD)
         return self.propose(values_of(plan), reason)
 
     @property
     def reshard_report(self) -> ReshardReport | None:
         """Of the last change of plan; None before the first."""
-        return None if self._parallelism is None else self._parallelism.report
+        parallelism = self._training.parallelism
+        return None if parallelism is None else parallelism.report
 
     @overload
     def prepare(self, optimizer: Optimizer) -> ElasticOptimizer: ...
@@ -288,16 +286,15 @@ class ElasticTrainer:
         check_process_group(LaunchSize.in_environment(os.environ))
         launched = Launched.in_environment(os.environ)
         try:
-            made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+            prepare(self._training, optimizer, lr_scheduler, scaler, launched=launched)
         except CheckpointError as error:
             if not error.says_all:
                 raise
             raise error.with_traceback(None) from None  # what shows is the script's own line, and the sentence
-        self._session, self._parallelism = made.session, made.parallelism
-        self._attempts, self._growing = made.attempts, made.growing
-        weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
-        self._micro_step = made.session.steps  # one object for all: making one costs more than entering it
-        return made.values
+        self._session = session = self._training.session
+        weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
+        self._micro_step = self._training.steps  # one object for all: making one costs more than entering it
+        return self._training.prepared.values
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place.
@@ -306,13 +303,13 @@ class ElasticTrainer:
         name and shape when the model comes to be sharded. Between ``no_shard`` and a sharded plan they become other
         tensors: a dict is kept as it was given, and has them. A tensor by itself does not go between these.
         """
-        if name in self._setup.registered:
+        if name in self._training.registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
         held: Mapping[str, torch.Tensor] = MappingProxyType({"": tensors} if isinstance(tensors, torch.Tensor) else {})
         if not isinstance(tensors, torch.Tensor):
             held = tensors if isinstance(tensors, MutableMapping) else MappingProxyType(dict(tensors))
-        claim_registered(name, held, self._setup.unclaimed)
-        self._setup.registered[name] = held
+        claim_registered(name, held, self._training.unclaimed)
+        self._training.registered[name] = held
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
@@ -367,9 +364,9 @@ class ElasticTrainer:
         Then all ranks take the step back, the dataloader hands out the same samples in micro-batches half as large, and
         this gives None. What is made in ``function`` may not be kept outside of it.
         """
-        if self._attempts is None:
+        if self._session is None:
             raise ElasticError(NOT_PREPARED)
-        return self._attempts.run(function, given, named)
+        return self._training.attempts.run(function, given, named)
 
     def micro_step(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result | None]:
         """A decorator: the function's every call is ``trainer.run(function, ...)``."""
@@ -386,9 +383,9 @@ class ElasticTrainer:
         Where memory does not suffice for them, a step taken with ``run()`` comes again in smaller ones; what did not
         fit is not asked for again while the model's plan stays, and refused here.
         """
-        if self._growing is None:
+        if self._session is None:
             raise ElasticError(NOT_PREPARED)
-        return self._growing.try_grow()
+        return self._training.growing.try_grow()
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
         """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
@@ -396,10 +393,10 @@ class ElasticTrainer:
         With ``num_items``, ``loss`` is a sum over so many items of this micro-batch, such as tokens; the step's
         gradient is the mean over the items of all its micro-batches on all ranks.
         """
-        if not self._setup.state.is_inside:
+        if not self._training.state.is_inside:
             raise StepError("trainer.backward() was called outside of `with trainer.step():`")
-        if self._setup.accelerated is not None:
-            loss = self._setup.accelerated.scaled(loss)
+        if self._training.accelerated is not None:
+            loss = self._training.accelerated.scaled(loss)
         self._gradients.backward(loss, num_items, **options)
 
     def clip_grad_norm_(
@@ -414,10 +411,10 @@ class ElasticTrainer:
 
         The norm is that of the whole model, however it is spread over ranks.
         """
-        if not self._setup.state.is_last:
+        if not self._training.state.is_last:
             return None
-        if self._setup.accelerated is not None:
-            self._setup.accelerated.unscale()
+        if self._training.accelerated is not None:
+            self._training.accelerated.unscale()
         return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def rollback(self) -> None:
@@ -447,7 +444,7 @@ class ElasticTrainer:
         Before ``prepare()``, which takes up the config file that is there, or later.
         """
         if self._session is None:
-            self._setup.appliers.append((section, apply, check))
+            self._training.appliers.append((section, apply, check))
         else:
             self._session.follower.on_change(section, apply, check)
 
@@ -460,7 +457,7 @@ class ElasticTrainer:
 
         All ranks may call this, before ``prepare()`` or later. The sink is closed when training ends.
         """
-        self._setup.sinks.add(sink)
+        self._training.sinks.add(sink)
 
     def request_stop(self) -> None:
         """Have ``should_stop`` be true on all ranks after one of the next boundaries. Any rank may call it."""
@@ -525,7 +522,7 @@ class ElasticTrainer:
         return {
             **self._counts.state_dict(),
             "config": self._prepared.follower.state_dict(),
-            "registered": {name: dict(tensors) for name, tensors in self._setup.registered.items()},
+            "registered": {name: dict(tensors) for name, tensors in self._training.registered.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -536,12 +533,12 @@ class ElasticTrainer:
         self._counts.load_state_dict(state)  # first: rates follow the batch that it names
         if self._session is not None:
             self._session.resume(state["config"])
-        self._setup.loaded_config = state["config"]
+        self._training.loaded_config = state["config"]
         for name, tensors in state["registered"].items():
-            if name in self._setup.registered:
-                fill_registered(name, self._setup.registered[name], tensors)
+            if name in self._training.registered:
+                fill_registered(name, self._training.registered[name], tensors)
             else:
-                self._setup.unclaimed[name] = tensors
+                self._training.unclaimed[name] = tensors
 
     def close(self) -> None:
         """End training: make sure that all ranks took as many steps, and stop following. Twice is allowed.

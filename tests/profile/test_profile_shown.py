@@ -32,9 +32,8 @@ class Kept:
 
 
 def train(trainer: ElasticTrainer, loader: DataLoader[object], model: nn.Module, *, num_epochs: int = 2) -> None:
-    optimizer = SGD(model.parameters(), lr=0.1)
     with trainer:
-        optimizer = trainer.prepare(optimizer)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
         for epoch in range(num_epochs):
             with trainer.epoch(epoch):
                 for inputs, targets in loader:

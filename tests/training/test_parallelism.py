@@ -14,19 +14,38 @@ from tests.support.ranks import RankPool
 from tests.support.resharding import FULL, KEPT, WHOLE, agreeing, make, take_step
 
 
+class Told:
+    """A training with nothing registered, which notes what it is told."""
+
+    has_begun = False
+
+    def __init__(self, told: list[Any]) -> None:
+        self._told = told
+
+    def registered(self) -> list[Any]:
+        return []
+
+    def let_go_of_parameters(self) -> list[object]:
+        return []
+
+    def agree_on_reshard(self, error: BaseException | None) -> None:
+        agreeing(error)
+
+    def fence(self) -> None:
+        self._told.append("fence")
+
+    def take_up_model(self) -> None:
+        self._told.append("taken up")
+
+    def give_up(self, why: str) -> None:
+        self._told.append(why)
+
+    def tell_resharded(self, report: ReshardReport) -> None:
+        self._told.append(report)
+
+
 def _parallelism(spread: Any, optimizer: Any, told: list[Any]) -> Parallelism:
-    return Parallelism(
-        spread,
-        [optimizer],
-        lambda: [],
-        known=lambda: [],
-        agree=agreeing,
-        fence=lambda: told.append("fence"),
-        on_spread=lambda: told.append("taken up"),
-        give_up=told.append,
-        tell=told.append,
-        has_begun=lambda: False,
-    )
+    return Parallelism(spread, [optimizer], Told(told))
 
 
 def _config(plan: ParallelPlan) -> ElasticConfig:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -123,23 +123,36 @@ _ROWS = (
 _WORKING = "what other sizes take is still being worked out"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnalyzedTraining:
-    """What the memory analyzer needs to know of its training."""
+class AnalyzedTraining(Protocol):
+    """What the memory analyzer needs to know of its training, as it is now."""
 
-    micro_batch: Callable[[], int]
-    """The most samples that a rank takes at once,"""
-    share: Callable[[], int]
-    """... and that are its part of a step; 0 where that is not known."""
-    num_micro_steps: Callable[[], int]
-    ratio: Callable[[], float]
-    """Of blocks that are computed again."""
-    is_whole: Callable[[], bool]
-    """Whether the rank has all of the model."""
-    may_sample: Callable[[], bool]
-    """Nobody else looks at what the step that begins takes."""
-    is_bounded: Callable[[], bool]
-    """Whether somebody has said how much memory there is, as a machine without an accelerator does not."""
+    @property
+    def micro_batch(self) -> int:
+        """The most samples that a rank takes at once."""
+
+    @property
+    def share(self) -> int:
+        """The most samples that are a rank's part of a step; 0 where that is not known."""
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of the step under way."""
+
+    @property
+    def ratio(self) -> float:
+        """The share of blocks that are computed again."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has all of the model."""
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether nobody else measures the memory of the step that begins."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether somebody has said how much memory there is, as a machine without an accelerator does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +223,7 @@ class Analyzer:
         """A forward pass begins."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # where sizes are no numbers
             return
-        micro_batch = self._training.micro_batch()
+        micro_batch = self._training.micro_batch
         found = batch_dim((arguments, dict(options)), micro_batch)
         if found is None:
             self._refuse("the model is given no tensor whose first dimension could be samples")
@@ -244,14 +257,14 @@ class Analyzer:
         training = self._training
         self._is_first = micro_step == 0
         if self._is_first:
-            key = training.micro_batch(), training.ratio()
+            key = training.micro_batch, training.ratio
             is_wanted = key not in self._tried
         else:  # the last one of a step has the optimizer's
-            is_wanted = self._update_bytes is None and micro_step + 1 == training.num_micro_steps()
+            is_wanted = self._update_bytes is None and micro_step + 1 == training.num_micro_steps
             key = self._sampled
         if not is_wanted or self._num_samples >= _MOST_SAMPLES:
             return
-        if not (self._is_wanted() and training.is_whole() and training.may_sample() and self._readiness.is_given()):
+        if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.is_given()):
             return
         self._num_samples += 1
         self._tried.add(key)
@@ -273,7 +286,7 @@ class Analyzer:
         self._probe.tell_phases(None)
         self._probe.watcher = None
         shapes, (num_samples, ratio) = self._shapes, self._sampled
-        num_samples = num_samples or self._training.micro_batch()  # of what tells no size it is taken to be a full one
+        num_samples = num_samples or self._training.micro_batch  # of what tells no size it is taken to be a full one
         try:
             peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
         except (RuntimeError, ValueError) as error:  # somebody else has ended the profile
@@ -316,7 +329,7 @@ class Analyzer:
             return None  # what was worked out is to be compared first
         passes = worked_out
         if why_not:
-            share = self._training.share() or max(each.micro_batch for each in measured)
+            share = self._training.share or max(each.micro_batch for each in measured)
             passes, scale = lines_through(measured, sizes_up_to(share)), 1.0
         updates = [each.update_bytes for each in answers if each.update_bytes is not None]
         flops = [each.flops_per_sample for each in answers if each.flops_per_sample is not None]
@@ -349,11 +362,11 @@ class Analyzer:
     def _is_wanted(self) -> bool:
         """Whether anybody can do anything with what is measured: without an accelerator it takes a profile of a step,
         and there is no limit to keep to."""
-        return self._device.type != "cpu" or self._factory is not None or self._training.is_bounded()
+        return self._device.type != "cpu" or self._factory is not None or self._training.is_bounded
 
     @property
     def _may_be_measured(self) -> bool:
-        is_possible = self._training.is_whole() and not self._readiness.is_refused
+        is_possible = self._training.is_whole and not self._readiness.is_refused
         return is_possible and self._num_samples < _MOST_SAMPLES
 
     def _refuse(self, why: str) -> None:
@@ -377,8 +390,8 @@ class Analyzer:
 
     def _ask(self, factory: Factory, shapes: _Shapes, *, keeps_outputs: bool) -> None:
         training = self._training
-        present, now = training.ratio(), max(training.micro_batch(), shapes.num_samples)
-        share = max(training.share(), now)
+        present, now = training.ratio, max(training.micro_batch, shapes.num_samples)
+        share = max(training.share, now)
         ratios = (present, *_RATIOS) if self._blocks else (0.0,)
         try:
             question = Question(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import torch
@@ -33,14 +33,13 @@ from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.random_state import random_tensors, restore_random
 from elastic_ext.fsdp.state import box_of, local_of
 from elastic_ext.fsdp.value_encoding import dtype_of, pack, unpack
-from elastic_ext.ranks.group import Ranks
 from elastic_ext.torch_private.gradients import acts_on_gradients
 from elastic_ext.torch_private.sharded import version_of
-from elastic_ext.training.batches import Batches, own_position, packed_position
-from elastic_ext.training.counters import Counts
-from elastic_ext.training.gradients.sharing import Sharing
-from elastic_ext.training.optimizers.prepared import TakingPart
+from elastic_ext.training.batches import own_position, packed_position
 from elastic_ext.training.options import Overlap
+
+if TYPE_CHECKING:
+    from elastic_ext.training.training import Training
 
 __all__ = [
     "PASSES_BY_ITSELF",
@@ -274,33 +273,17 @@ class Resumed:
 class TrainingState:
     """All of a training's state on one rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: TakingPart,
-        *,
-        sharing: Callable[[], Sharing],
-        counts: Counts,
-        batches: Batches,
-        registered: Registered,
-        unclaimed: Registered,
-        ranks: Ranks,
-        config: Callable[[], Mapping[str, Any]],
-        on_moment: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``on_moment`` is called where a run that resumes will begin: what it could not know is not to be used."""
+    def __init__(self, training: Training) -> None:
+        ranks = training.ranks
         self.rank, self.num_ranks = ranks.rank, ranks.world_size
         self._ranks_here = sum(name.host == ranks.host for name in ranks.names)
-        self.model = model
-        self.counts = counts
-        self._parts = parts
-        self._sharing = sharing
-        self._batches = batches
-        self._registered = registered
-        self._unclaimed = unclaimed  # what was loaded, and not registered so far
+        self.model = training.model
+        self.counts = training.counts
+        self._training = training
+        self._parts = training.prepared
+        self._batches = training.batches
+        self._registered, self._unclaimed = training.registered, training.unclaimed
         self._told: set[str] = set()  # of what is said once
-        self._config = config
-        self._on_moment = on_moment
         self._loader: Loader
         self._wanted: list[Wanted] = []  # of what is registered
 
@@ -311,12 +294,12 @@ class TrainingState:
 
         ``is_between`` says that an epoch has ended, and that the loop has not done yet what it does before the next.
         """
-        self._on_moment()
+        self._training.learning.forget()  # a run that resumes here could not know what it has seen
         tensors: dict[str, torch.Tensor] = {}
         position = pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors)
         return BoundaryState(
             counts=self._counts_to_save(is_between=is_between),
-            config=self._config(),
+            config=self._training.follower.state_dict(),
             position=position,
             tensors={name: tensor.clone() for name, tensor in tensors.items()},
             own_position=packed_position(self._batches.positions.own(), self.rank),
@@ -404,16 +387,15 @@ class TrainingState:
     def why_not_overlap(self, asked: Overlap) -> str | None:
         """Why what is saved is to be copied before the next step begins, None where a part of it can wait."""
         optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
-        return why_not_overlap(
-            self.model, optimizers, sharding=self._sharing().name, ranks_here=self._ranks_here, asked=asked
-        )
+        how = self._training.gradients.sharing.name
+        return why_not_overlap(self.model, optimizers, sharding=how, ranks_here=self._ranks_here, asked=asked)
 
     def about(self) -> dict[str, Any]:
         """What somebody who resumes is told of this run."""
         return {
             "ranks": self.num_ranks,
-            "sharding": self._sharing().name,
-            "config version": self._config()["config"].get("version"),
+            "sharding": self._training.gradients.sharing.name,
+            "config version": self._training.follower.state_dict()["config"].get("version"),
         }
 
     # ---- loading ----
@@ -589,7 +571,8 @@ class TrainingState:
                     draw.set_state(resumed.random[name])
             return
         digest = xxhash.xxh3_64(resumed.random["torch"].numpy().tobytes())
-        digest.update(b"%d of %d" % (self._sharing().rank, self._sharing().num_ranks))  # a replica's ranks draw alike
+        sharing = self._training.gradients.sharing
+        digest.update(b"%d of %d" % (sharing.rank, sharing.num_ranks))  # a replica's ranks draw alike
         seed = digest.intdigest()
         torch.manual_seed(seed - (1 << 63))
         random.seed(seed)

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from elastic_ext.errors import StepError
 from elastic_ext.training.remarks import next_look
-from elastic_ext.training.steps.state import StepState
-
-from .sharing import Sharing
 
 if TYPE_CHECKING:
-    from elastic_ext.training.counters import Counts
+    from elastic_ext.training.training import Training
 
 __all__ = ["WHEN_NOT_FINITE", "FiniteGradients", "NotFinite", "WhenNotFinite", "num_not_finite"]
 
@@ -104,30 +100,16 @@ class NotFinite:
 class FiniteGradients:
     """The looks of one rank at the gradients of its steps."""
 
-    def __init__(
-        self,
-        when: WhenNotFinite,
-        state: StepState,
-        counts: Counts,
-        optimizers: Sequence[Optimizer],
-        sharing: Callable[[], Sharing],
-        *,
-        has_scaler: bool,
-        tells: bool,
-        report: Callable[[str, int, Mapping[str, object]], None],
-    ) -> None:
-        """``has_scaler``: an enabled one takes part. ``tells``: this rank says what others would say too.
-
-        ``report`` is given the words for an event, its step, and details.
-        """
-        self._when = when
+    def __init__(self, training: Training) -> None:
+        state, scaler = training.state, training.prepared.scaler
+        self._when = training.options.when_not_finite
         self._state = state
-        self._counts = counts
-        self._optimizers = optimizers
-        self._sharing = sharing
-        self._has_scaler = has_scaler
-        self._tells = tells
-        self._report = report
+        self._counts = training.counts
+        self._optimizers = training.optimizers
+        self._gradients = training.gradients
+        self._has_scaler = scaler is not None and scaler.is_enabled()
+        self._tells = training.ranks.rank == 0  # what others would say too
+        self._reports = training.follower.reports
         self._number = -1  # of the step that the following is of
         self._after = 0  # steps that had committed before it
         self._is_left_out = False
@@ -185,7 +167,7 @@ class FiniteGradients:
         num_found = self._count(parameters)
         if not decides:
             return True
-        sharing = self._sharing()
+        sharing = self._gradients.sharing
         if not sharing.has_alike(parameters):
             device = parameters[0].device if parameters else torch.device("cpu")
             total = sharing.total(torch.tensor(float(num_found), device=device))
@@ -261,7 +243,7 @@ class FiniteGradients:
         finding = self._finding()
         self._counts.num_not_finite += 1
         text = _TEXTS["stop"].format(found=finding, step=self._after)
-        self._report(text, self._after, self._details())
+        self._report(text)
         raise StepError(text)
 
     def _tell(self, when: WhenNotFinite, finding: NotFinite) -> None:
@@ -271,12 +253,13 @@ class FiniteGradients:
 
     def _say(self, text: str) -> None:
         # What one rank alone has seen of gradients that are shared out, it says itself.
-        if self._tells or (self._when == "warn" and not self._sharing().has_alike(self._trained())):
+        if self._tells or (self._when == "warn" and not self._gradients.sharing.has_alike(self._trained())):
             _logger.warning("%s", text)
-        self._report(text, self._after, self._details())
+        self._report(text)
 
-    def _details(self) -> Mapping[str, object]:
-        return {"num_not_finite": self._counts.num_not_finite, "num_skipped": self._counts.num_skipped}
+    def _report(self, text: str) -> None:
+        details = {"num_not_finite": self._counts.num_not_finite, "num_skipped": self._counts.num_skipped}
+        self._reports.tell("not-finite", step=self._after, text=text, details=details)
 
     def _note_left_out(self) -> None:
         """A scaler has kept an optimizer from the step under way; where it never ends it is no matter of its scale."""

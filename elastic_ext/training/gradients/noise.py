@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from elastic_ext.config.batch_rules import BatchRule
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import LearningFacts
-from elastic_ext.training.batches import Batches
 from elastic_ext.training.steps.state import StepState
 
-from .sharing import Sharing
+from .sharing import SharesGradients
 
 if TYPE_CHECKING:
-    from elastic_ext.config.follower import ConfigFollower
-    from elastic_ext.training.counters import Counts
+    from elastic_ext.training.training import Training
 
 __all__ = ["GradientPairs", "Learning"]
 
@@ -72,20 +69,20 @@ class _Look:
 
 
 class GradientPairs:
-    """One rank's looks."""
+    """Looks of this rank at the gradients of two steps in a row, which it compares."""
 
     def __init__(
         self,
         state: StepState,
         optimizers: Sequence[Optimizer],
-        sharing: Callable[[], Sharing],
+        gradients: SharesGradients,
         *,
         num_ranks: int,
     ) -> None:
         """``num_ranks`` add up what they see, each its part of it."""
         self._state = state
         self._optimizers = optimizers
-        self._sharing = sharing
+        self._gradients = gradients
         self._num_ranks = num_ranks
         self._number = -1  # of the step that was looked at last
         self._now: _Look | None = None
@@ -99,7 +96,7 @@ class GradientPairs:
 
         No collective, and nothing that waits for a device.
         """
-        look, num_shards = self._look_of(self._state.number), self._sharing().num_shards
+        look, num_shards = self._look_of(self._state.number), self._gradients.sharing.num_shards
         pieces: dict[torch.device, list[_NoisePiece]] = {}
         views: dict[torch.device, list[torch.Tensor]] = {}
         for part in parameters:
@@ -234,30 +231,22 @@ _OWN_SIZE = (
 class Learning:
     """One rank's part."""
 
-    def __init__(
-        self,
-        follower: ConfigFollower,
-        counts: Counts,
-        batches: Batches,
-        state: StepState,
-        pairs: GradientPairs,
-        *,
-        rule: BatchRule,
-    ) -> None:
+    def __init__(self, training: Training) -> None:
         self.is_on = False
         """Whether gradients are looked at; the same on all ranks, from one boundary to the next."""
         self.lets_grow = False
         """The user lets the tuner choose how many samples a step has, and it can be changed."""
         self.why_not = ""
         """Why it cannot be, where the user would let it."""
-        self.on_news: Callable[[], None] = lambda: None
-        """Called on all ranks at a boundary, when more is known of the noise."""
-        self._follower = follower
-        self._counts = counts
-        self._batches = batches
-        self._state = state
-        self._pairs = pairs
-        self._rule = rule
+        self._training = training
+        self._follower = training.follower
+        self._counts = training.counts
+        self._batches = training.batches
+        self._state = training.state
+        self._pairs = GradientPairs(
+            training.state, training.optimizers, training.gradients, num_ranks=training.ranks.world_size
+        )
+        self._rule = training.options.learning_rate_rule
         self._step = self._num_samples = 0  # as the step under way began
         self._first: tuple[int, int] | None = None  # the first step of a pair, and its samples
 
@@ -354,4 +343,4 @@ class Learning:
                 self._told,
                 num_samples,
             )
-        self.on_news()
+        self._training.session.follow_noise()

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from elastic_ext.torch_private import gradients
 from elastic_ext.torch_private.engine import tells_of_passes
 from elastic_ext.torch_private.module_hooks import Hook
 
-__all__ = ["Averaging", "Sharing", "as_parameters", "clip_norm", "raise_if_not_finite", "sharing_of"]
+__all__ = ["Averaging", "SharesGradients", "Sharing", "as_parameters", "clip_norm", "raise_if_not_finite", "sharing_of"]
 
 
 # --- how the ranks that train one model average its gradients --------------------------------------------------------
@@ -33,6 +33,12 @@ __all__ = ["Averaging", "Sharing", "as_parameters", "clip_norm", "raise_if_not_f
 #
 # A model may besides be *spread*: cut by tensor parallelism, so that some ranks together are one replica of it. They
 # take the same samples, and count as one.
+
+
+class SharesGradients(Protocol):
+    """Whoever knows how the ranks average the gradients of a model now; a change of plan makes that another."""
+
+    sharing: Sharing
 
 
 class Sharing:

@@ -18,15 +18,15 @@ from .accelerate import Accelerated, bare_optimizer, bare_scheduler
 from .amp import ElasticScaler
 from .optimizer import ElasticLRScheduler, ElasticOptimizer
 
-__all__ = ["TakingPart", "check_optimizers", "remarks_on_optimizers"]
+__all__ = ["PreparedOptimizers", "check_optimizers", "remarks_on_optimizers"]
 
 
 # --- the optimizers, schedulers and scaler that prepare() is given, as they take part in steps -----------------------
 
 
 @dataclass(frozen=True, slots=True)
-class TakingPart:
-    """What was wrapped, and how it was given."""
+class PreparedOptimizers:
+    """The optimizers, schedules and scaler that take part in steps, and how the user gave them to ``prepare``."""
 
     optimizers: list[ElasticOptimizer]
     schedulers: list[ElasticLRScheduler]
@@ -36,7 +36,7 @@ class TakingPart:
     @classmethod
     def of(
         cls, optimizer: Any, lr_scheduler: Any, scaler: Any, *, state: StepState, accelerated: Accelerated | None
-    ) -> TakingPart:
+    ) -> PreparedOptimizers:
         """Each of them, or a list; ValueError or TypeError where they cannot be used."""
         given, schedules = as_list(optimizer), as_list(lr_scheduler)
         if accelerated is None:

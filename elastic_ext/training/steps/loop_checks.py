@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from .state import StepState
 
 if TYPE_CHECKING:
     from elastic_ext.training.optimizers.optimizer import ElasticOptimizer
+    from elastic_ext.training.training import Training
 
 __all__ = ["FEWER_BATCHES", "LoopChecks", "Rhythm"]
 
@@ -125,28 +126,17 @@ class _Seen:
 class LoopChecks:
     """What one rank sees of its training loop in the steps that are looked at."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: Callable[[], Sequence[nn.Module]],
-        state: StepState,
-        optimizers: Sequence[ElasticOptimizer],
-        scale_of_losses: Callable[[], float] = lambda: 1.0,
-    ) -> None:
-        """``parts`` are what the loop calls of the model, or what holds that.
-
-        ``scale_of_losses`` gives what a GradScaler that takes part multiplies losses with.
-        """
+    def __init__(self, training: Training) -> None:
         self.is_looking = False
         """At the step under way."""
         self.is_inside = False
         """A micro-step is under way that is looked at."""
-        self._model = model
-        self._parts = parts
+        self._model = training.model
+        self._gradients = training.gradients
         self._num_compiled = num_graphs_compiled()
-        self._state = state
-        self._optimizers = optimizers
-        self._scale_of_losses = scale_of_losses
+        self._state = training.state
+        self._optimizers = training.prepared.optimizers
+        self._scaler = training.prepared.scaler
         self._handles: list[RemovableHandle] = []
         self._sizes: Sequence[int] | None = None
         self._seen = _Seen()
@@ -169,7 +159,7 @@ class LoopChecks:
         self._num_missing = 0
         if num_graphs_compiled() != self._num_compiled or any(map(is_compiled, self._model.modules())):
             return  # a compiler would make its graphs anew
-        for entry in (entry for part in self._parts() for entry in callable_parts(part)):
+        for entry in (entry for part in self._gradients.sharing.parts for entry in callable_parts(part)):
             if not isinstance(entry, torch.jit.ScriptModule):
                 self._handles.append(entry.register_forward_hook(Hook(self._see_forward), with_kwargs=True))
 
@@ -301,7 +291,7 @@ class LoopChecks:
     def _see_loss(self, loss: torch.Tensor) -> None:
         state = self._state
         product, node = factor_of(loss)
-        factor = product / self._scale_of_losses()
+        factor = product / (1.0 if self._scaler is None else self._scaler.get_scale())
         num, size = state.num_micro_steps, None if self._sizes is None else self._sizes[0]
         is_sum = size is not None and size > 1 and is_sum_over(node, size)
         if is_sum and factor == 1.0:

@@ -8,19 +8,21 @@ asked for before: after a start, after micro-batches have grown, after a change 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from elastic_ext.config.control_word import REFUSES_ONE, AgreedWord
+from elastic_ext.config.control_word import REFUSES_ONE
 from elastic_ext.errors import StepError, StepUndone
 from elastic_ext.torch_private.out_of_memory import is_out_of_memory
-from elastic_ext.training.gradients.sharing import Averaging, Sharing
+from elastic_ext.training.gradients.sharing import Averaging
 
-from .device_memory import DeviceMemory
 from .state import StepState
 
-__all__ = ["GuardMode", "Guarding", "Hears", "StepFailure"]
+if TYPE_CHECKING:
+    from elastic_ext.training.training import Training
+
+__all__ = ["GuardMode", "Guarding", "StepFailure"]
 
 _logger = logging.getLogger(__name__)
 
@@ -77,30 +79,16 @@ class StepFailure:
         return f"{REFUSES_ONE} {told}: {self.refusal}" if self.refusal else told
 
 
-class Hears(Protocol):
-    """Within a step, with all ranks: hears of those whose memory ran out, and that bring other gradients."""
-
-    def __call__(self, *, failed: str = "", brings: str = "") -> AgreedWord | None: ...
-
-
 class Guarding:
-    """One rank's part in it."""
+    """Steps of one rank that all ranks can take again where memory runs out."""
 
-    def __init__(
-        self,
-        mode: GuardMode,
-        *,
-        shares_always: bool,
-        sharing: Callable[[], Sharing],
-        hear_all: Hears,
-        memory: DeviceMemory,
-    ) -> None:
-        """``shares_always`` says that gradients and buffers are shared in every micro-step, as the user wants it."""
-        self._mode = mode
-        self._shares_always = shares_always
-        self._memory = memory
-        self._sharing = sharing
-        self._hear_all = hear_all
+    def __init__(self, training: Training) -> None:
+        follower, options = training.follower, training.options
+        self._mode: GuardMode = options.guard if follower.settings.enabled else "never"
+        self._shares_always = options.sync_every_micro_step
+        self._memory = training.memory
+        self._gradients = training.gradients
+        self._hear_all = follower.hear_all
         self._num_left = _STEPS
         self._most = 0  # samples at once, that memory has sufficed for since something new
         self._averaging: Averaging | None = None
@@ -112,7 +100,7 @@ class Guarding:
         """Whether the step that begins is to be guarded, in which a rank takes so many samples at once at most."""
         if self._mode == "never" or not (self.goes_on or largest > self._most):
             return False
-        sharing = self._sharing()
+        sharing = self._gradients.sharing
         why_not = _ALWAYS if self._shares_always and sharing.has_others else sharing.why_not_guard()
         if why_not is not None and why_not != self._why_not:
             _logger.info("a step for which memory does not suffice cannot be taken again: %s", why_not)
@@ -150,7 +138,7 @@ class Guarding:
 
     def begin_step(self) -> None:
         """A guarded step begins, on all ranks."""
-        sharing = self._sharing()
+        sharing = self._gradients.sharing
         sharing.share_buffers()
         self.holds_back = sharing.has_others
         if self.holds_back:
@@ -161,7 +149,7 @@ class Guarding:
     def end_step(self, largest: int) -> None:
         """It has ended well, on all ranks, and has taken so many samples at once at most."""
         self._most = max(self._most, largest)
-        sharing = self._sharing()
+        sharing = self._gradients.sharing
         sharing.expect_shared_buffers()
         sharing.forget_unshared()
         if not self.goes_on:

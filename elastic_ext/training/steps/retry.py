@@ -13,16 +13,11 @@ from elastic_ext.config.control_word import REFUSES_ONE
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ElasticError, StepError, StepUndone
 from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, let_go
-from elastic_ext.training.batches import Batches
 
-from .oom_guard import Guarding, StepFailure
-from .steps import Steps
+from .oom_guard import StepFailure
 
 if TYPE_CHECKING:
-    from elastic_ext.config.follower import ConfigFollower
-    from elastic_ext.training.counters import Counts
-
-    from .device_memory import DeviceMemory
+    from elastic_ext.training.training import Training
 
 __all__ = ["Attempts", "Growing"]
 
@@ -55,22 +50,14 @@ _BOUND = "memory ran out with {} samples at once, and {} would be no fewer"
 
 
 class Growing:
-    """One rank's part; what ``shrink`` and ``check`` do, all ranks do together."""
+    """How many samples this rank takes at once; what ``shrink`` and ``check`` do, all ranks do together."""
 
-    def __init__(
-        self,
-        follower: ConfigFollower,
-        batches: Batches,
-        counts: Counts,
-        memory: DeviceMemory,
-        plan: Callable[[], Hashable],
-    ) -> None:
-        """``plan`` says by which the model lies."""
-        self._follower = follower
-        self._batches = batches
-        self._counts = counts
-        self._memory = memory
-        self._plan = plan
+    def __init__(self, training: Training) -> None:
+        self._follower = training.follower
+        self._batches = training.batches
+        self._counts = training.counts
+        self._memory = training.memory
+        self._spread = training.spread
         self._bounds: dict[Hashable, int] = {}  # samples that did not fit, by plan
         self._failed_with = 0  # samples at once, when memory ran out last
         self._size_before = 0  # of micro-batches, when memory first ran out
@@ -84,7 +71,7 @@ class Growing:
     @property
     def bound(self) -> int | None:
         """The fewest samples at once for which memory did not suffice by the present plan; None where it always did."""
-        return self._bounds.get(self._plan())
+        return self._bounds.get(self._spread.plan)
 
     def try_grow(self) -> Proposal:
         """Ask for micro-batches twice as large, where that is not known to be too much."""
@@ -120,7 +107,7 @@ class Growing:
 
         Or fewer had been too few for a layer: then as many as it takes, but not so many again as did not fit.
         """
-        follower, plan = self._follower, self._plan()
+        follower, plan = self._follower, self._spread.plan
         refusals = {rank: text for rank, text in failures.items() if text.startswith(REFUSES_ONE)}
         self._takes_one &= not refusals
         if len(refusals) < len(failures):
@@ -190,24 +177,10 @@ _OFF = "{}. The step was taken back; with ELASTIC_EXT=off micro-batches stay as 
 class Attempts:
     """Micro-steps of one rank that are functions, taken again where memory does not suffice."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        guarding: Guarding,
-        *,
-        has_others: Callable[[], bool],
-        leaves_nothing: Callable[[], bool],
-        growing: Growing | None,
-    ) -> None:
-        """``has_others``: passes may depend on other ranks; ``leaves_nothing``: they change nothing but gradients.
-
-        ``growing`` has steps cut smaller, on all ranks, and tells of the failures; None where nothing may change.
-        """
-        self._steps = steps
-        self._guarding = guarding
-        self._has_others = has_others
-        self._leaves_nothing = leaves_nothing
-        self._growing = growing
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._steps, self._guarding = training.steps, training.guarding
+        self._growing = training.growing if training.follower.settings.enabled else None  # where nothing may change
         self.on_batch: Callable[[Any], None] | None = None
         """Called with what a function is given, before it is called."""
 
@@ -258,6 +231,11 @@ class Attempts:
             return undone.failures
         raise AssertionError("a failure was told, and nothing was undone")
 
+    @property
+    def _leaves_nothing(self) -> bool:
+        """Whether passes change nothing but gradients."""
+        return not self._training.registered and next(self._training.model.buffers(), None) is None
+
     def _why_not(self, failure: StepFailure) -> str | None:
         """Why the step is not taken again, None where it is."""
         if self._growing is None:
@@ -266,12 +244,12 @@ class Attempts:
             return _CANNOT_SHRINK
         if failure.is_guarded:
             return None
-        if self._has_others():
+        if self._training.gradients.sharing.has_others:
             why_not = self._guarding.why_not
             return (
                 _NOT_GUARDED if why_not is None else _CANNOT_BE_GUARDED + why_not.replace("{", "{{").replace("}", "}}")
             )
-        return None if failure.keeps_all or self._leaves_nothing() else _NOT_KEPT
+        return None if failure.keeps_all or self._leaves_nothing else _NOT_KEPT
 
 
 def _batch_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

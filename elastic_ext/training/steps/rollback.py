@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.config.control_word import Purpose
-from elastic_ext.training.batches import Batches
-
-from .state import StepState
 
 if TYPE_CHECKING:
-    from elastic_ext.training.gradients.finite import FiniteGradients
-    from elastic_ext.training.gradients.gradients import Gradients
-    from elastic_ext.training.optimizers.amp import ElasticScaler
-    from elastic_ext.training.optimizers.optimizer import ElasticOptimizer
+    from elastic_ext.training.training import Training
 
-__all__ = ["Retry", "Snapshot", "StepParts", "Undoing"]
+__all__ = ["Retry", "Rollback", "Snapshot"]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,30 +39,15 @@ class Retry:
     """Micro-batches that it took and that do not come again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepParts:
-    """The parts of training in which a step leaves something on this rank."""
+class Rollback:
+    """Takes back what the step under way has left in the parts of training on this rank."""
 
-    state: StepState
-    gradients: Gradients
-    finite: FiniteGradients
-    batches: Batches
-    optimizers: Sequence[ElasticOptimizer]
-    snapshot: Snapshot
-    keeps_all: bool
-    """Everything is to be rolled back in all steps, not in guarded ones alone."""
-    scaler: ElasticScaler | None
-
-
-class Undoing:
-    """Of the step under way."""
-
-    def __init__(self, parts: StepParts) -> None:
-        self._state = parts.state
-        self._gradients = parts.gradients
-        self._batches = parts.batches
-        self._optimizers = parts.optimizers
-        self._scaler = parts.scaler
+    def __init__(self, training: Training) -> None:
+        self._state = training.state
+        self._gradients = training.gradients
+        self._batches = training.batches
+        self._optimizers = training.prepared.optimizers
+        self._scaler = training.prepared.scaler
         self._has_warned = False
         self.snapshot: Snapshot | None = None
         """Of the step under way, where everything of it is to be rolled back."""

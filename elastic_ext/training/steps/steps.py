@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ext.config.control_word import Purpose
 from elastic_ext.errors import StepError, TornStepError
-from elastic_ext.ranks.heartbeat import Pulse
 from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, refuses_one
 from elastic_ext.training.batches import RankStep
+from elastic_ext.training.gradients.finite import FiniteGradients
 from elastic_ext.training.optimizers.optimizer import NO_GRADIENTS_HERE
 from elastic_ext.training.remarks import is_looked_at, next_look
 
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
-from .oom_guard import Guarding, StepFailure
-from .rollback import Retry, StepParts, Undoing
+from .oom_guard import StepFailure
+from .rollback import Retry, Rollback, Snapshot
 
 if TYPE_CHECKING:
-    from elastic_ext.training.counters import Counts
+    from elastic_ext.training.training import Training
 
 __all__ = ["PulsingSteps", "Steps"]
 
@@ -80,18 +79,8 @@ class Steps:
     One class, though a long one: whatever enters, leaves or undoes a micro-step changes the same few fields.
     """
 
-    def __init__(
-        self,
-        parts: StepParts,
-        guarding: Guarding,
-        *,
-        checks: LoopChecks,
-        shares_always: bool,
-        counts: Counts,
-        pass_boundary: Callable[[], None],
-        meet: Callable[[Purpose, int, int], None],
-        tells: bool,
-    ) -> None:
+    def __init__(self, training: Training) -> None:
+        gradients, batches, optimizers = training.gradients, training.batches, training.prepared.optimizers
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
         self.is_committing = False
@@ -110,26 +99,30 @@ class Steps:
         """The micro-step that is entered is a function, which can be called again."""
         self.failure: StepFailure | None = None
         """How memory ran out last."""
-        self._guarding = guarding
-        self._state = parts.state
-        self._gradients = parts.gradients
-        self._batches = parts.batches
-        self._counted = parts.batches.counted
-        self._optimizers = parts.optimizers
-        self._schedules = [schedule for optimizer in parts.optimizers for schedule in optimizer.schedules]
-        self._finite = parts.finite
-        self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
-        self._scaler = parts.scaler
-        self._undoing = Undoing(parts)
-        self._checks, self._rhythm = checks, Rhythm(checks)
+        self._guarding = training.guarding
+        self._state = training.state
+        self._gradients = gradients
+        self._batches = batches
+        self._counted = batches.counted
+        self._optimizers = optimizers
+        self._schedules = [schedule for optimizer in optimizers for schedule in optimizer.schedules]
+        self._finite = gradients.finite = FiniteGradients(training)
+        self._kept, self._keeps_all = Snapshot(training.model, training.registered), training.options.rollback == "full"
+        self._scaler = training.prepared.scaler
+        self._undoing = Rollback(training)
+        self._checks = LoopChecks(training)
+        self._rhythm = Rhythm(self._checks)
         self._was_handed = False  # a batch, by the dataloader, since training began
         self._enters_with_batch = False  # steps begin with one that the loop has taken before
         self._is_taken_back = False  # what the dataloader had handed out, and no step has begun since
-        self._shares_always = shares_always
-        self._counts = counts
-        self._pass_boundary = pass_boundary
-        self._meet = meet
-        self._tells_of_infinities = tells and parts.scaler is not None  # once, where other ranks would say the same
+        self._shares_always = training.options.sync_every_micro_step
+        self._counts = training.counts
+        self._pass_boundary = training.session.pass_boundary
+        if training.recorder is not None:
+            self._pass_boundary = training.recorder.around_boundary(self._pass_boundary)
+        self._follower = training.follower
+        # Said once, where other ranks would say the same.
+        self._tells_of_infinities = training.ranks.rank == 0 and self._scaler is not None
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
         self._late_weight = 1.0
@@ -145,11 +138,11 @@ class Steps:
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
         self._to_do_first: Callable[[], None] | None = None
-        parts.gradients.sharing.share(now=True)  # whatever an earlier trainer left there
-        parts.state.num_optimizers = len(parts.optimizers)
-        parts.gradients.share_guarded = self._share_guarded
-        if parts.keeps_all:
-            parts.gradients.on_shared_buffers = parts.snapshot.take_shared
+        gradients.sharing.share(now=True)  # whatever an earlier trainer left there
+        training.state.num_optimizers = len(optimizers)
+        gradients.share_guarded = self._share_guarded
+        if self._keeps_all:
+            gradients.on_shared_buffers = self._kept.take_shared
 
     @property
     def num_micro_steps(self) -> int:
@@ -355,7 +348,7 @@ class Steps:
         """Do between two steps what the other ranks wait for since the last one."""
         self.settle()
         if self._must_meet:
-            self._meet(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
+            self._follower.retry(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
             self._must_meet = False
             self._gradients.sharing.wait()
         if self._gradients.awaited:
@@ -641,8 +634,9 @@ def _is_of_bare_scaler(error: BaseException) -> bool:
 class PulsingSteps(Steps):
     """This rank's steps, which note when they begin and end."""
 
-    pulse = Pulse()
-    """Where; set before the first."""
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.pulse = training.follower.pulse
 
     def _share_guarded(self) -> None:
         with self.pulse.communicating():

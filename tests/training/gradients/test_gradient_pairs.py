@@ -26,8 +26,8 @@ class Steps:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self._state = StepState()
-        sharing = Sharing(model)
-        self.pairs = GradientPairs(self._state, [SGD(self.parameters)], lambda: sharing, num_ranks=1)
+        self.sharing = Sharing(model)
+        self.pairs = GradientPairs(self._state, [SGD(self.parameters)], self, num_ranks=1)
 
     def look(self, gradients: list[torch.Tensor | None]) -> None:
         for part, gradient in zip(self.parameters, gradients, strict=True):
