@@ -1,5 +1,5 @@
 """What `import elastic_ext` offers is what it was: every public name with its bases, what it is called with, and those
-of its members that the documentation shows. Lines are added to tests/saved/public.json; one is changed on purpose alone.
+of its members that the documentation shows. Lines are added to tests/saved/public.json, and changed on purpose alone.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from elastic_ext.torch_private.engine import at_end_of_pass
-from elastic_ext.torch_private.module_hooks import Hook
+from elastic_ext.torch_private.module_hooks import Hook, is_compiled, num_graphs_compiled
 
 from .phases import Phase
 
@@ -27,9 +27,9 @@ __all__ = ["PassWatcher", "Probe", "ProbePace"]
 # The loop stays as it is. What is seen on the processor's clock is where the training thread waits and works; on an
 # accelerator that lags behind, device_timeline.py asks for the same marks there.
 #
-# Hooks stay from the first step to the last, whether steps are looked at or not: a compiler that has seen them once
-# sees nothing new. What it makes a graph of has no part of them, and is not cut by them: a pass whose model is called
-# within such a graph is not seen.
+# Hooks are on the model while steps are looked at, and may rest meanwhile. Where a compiler has made a graph of
+# anything, they stay from then on: a compiler that has seen them once sees nothing new. What it makes a graph of has no
+# part of them, and is not cut by them: a pass whose model is called within such a graph is not seen.
 
 _DEPTH = 3  # of containers in which tensors are looked for
 _MOST_TENSORS = 16  # of an output
@@ -66,6 +66,8 @@ class Probe:
         self._mark = self._own_mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
+        self._model: nn.Module | None = None
+        self._num_compiled = num_graphs_compiled()
         self._is_inside = False  # a micro-step that is looked at
         self._is_passed = False  # inside of one that is not
         self._depth = 0  # calls of the model within one another
@@ -77,6 +79,9 @@ class Probe:
 
     def attach(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """See the passes of ``model``, which is what the loop calls, and the steps of ``optimizers``, from here on."""
+        if self._handles:
+            return
+        self._model = model
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
             before, after = self._unless_compiled(self._before_forward), self._unless_compiled(self._after_forward)
             # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two marks.
@@ -87,8 +92,13 @@ class Probe:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
 
+    def may_rest(self) -> bool:
+        """Whether hooks can be taken off and put on again, and no compiler makes a graph anew for that."""
+        modules = () if self._model is None else self._model.modules()
+        return num_graphs_compiled() == self._num_compiled and not any(map(is_compiled, modules))
+
     def detach(self) -> None:
-        """See nothing any more."""
+        """See nothing, until ``attach`` is called again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

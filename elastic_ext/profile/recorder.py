@@ -218,6 +218,8 @@ class Recorder(Pulse):
             self._close()
         self._num_to_pass = self._pace.end_step(seconds)
         if self._num_to_pass:
+            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else it sees what is no waiting for data
+                self._probe.detach()
             self._num_passed, self._passing_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
 
@@ -244,6 +246,7 @@ class Recorder(Pulse):
         if self._num_to_pass or self._num_passed:
             self._num_to_pass = 0
             self._is_detailed = False  # the step that may be under way
+            self._probe.attach(self._model, self._optimizers)
             self._tell_passed()
 
     def _tell_passed(self) -> None:
