@@ -26,7 +26,7 @@ from elastic_ext.profile.phases import ChangingSource
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, ModelProfile
 from elastic_ext.strategies import STRATEGIES, StrategyName
 
-from .batches import Batches
+from .batches import LOADER_SETTINGS, Batches
 from .gradients.noise import Learning
 from .parallelism import values_of
 from .steps.retry import Growing
@@ -43,7 +43,6 @@ __all__ = ["FactsOfJob", "profile_of"]
 
 _BATCH = "global_batch_size"
 _SIZE = "dataloader.batch_size"
-_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory")
 _STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 _WITH_DEGREE = tuple(name for name in _STRATEGIES if STRATEGIES[name].has_degree)
 _UNITS = (1, 2, 4)
@@ -154,7 +153,7 @@ class FactsOfJob:
         values["global_batch_size"] = global_batch
         micro_batch = values[_SIZE]
         values[_SIZE] = min(micro_batch, share) if isinstance(micro_batch, int) else share
-        for name in _SETTINGS:
+        for name in LOADER_SETTINGS:
             present = getattr(loader, name, None)
             if isinstance(present, int):
                 values[f"dataloader.{name}"] = present
@@ -206,7 +205,7 @@ class FactsOfJob:
             fixed[_SIZE] = why_not
         is_told = isinstance(loader, ChangingSource) and self._batches.loader_applier is not None
         why_fixed = loader.fixed_settings if isinstance(loader, ChangingSource) else {}
-        for name in _SETTINGS:
+        for name in LOADER_SETTINGS:
             key = f"dataloader.{name}"
             if not is_told:
                 fixed[key] = _UNTOLD.format(name)
