@@ -28,6 +28,7 @@ FRONT = "__init__"  # the package's own file: it may name anything, and imports 
 FLOORS: Mapping[str, int] = {
     # what lies at the root of the package, from the lowest floor up: a folder or a file imports from lower floors alone
     "errors": 1,
+    "strategies": 1,
     "version": 1,
     "records": 2,
     "torch_private": 2,

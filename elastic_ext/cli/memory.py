@@ -16,12 +16,13 @@ from elastic_ext.agent.folder import NODES
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import KEYS, TuningSection
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.fsdp.plan import ParallelPlan, Strategy
+from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.master.facts import MOST_FACTS, facts_told
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES, read_value
 from elastic_ext.records.metrics import FILE, JobFacts, MemoryFacts
 from elastic_ext.records.text import age_in_words, counted, on_one_line, size_in_words
+from elastic_ext.strategies import STRATEGIES, StrategyName
 from elastic_ext.tuner.memory import HEADROOM, JobMemory, usable_bytes
 from elastic_ext.tuner.space import Point, Shape, point_of, shape_of
 
@@ -48,7 +49,8 @@ __all__ = [
 # All numbers are those that the tuner has: ``tuner.memory`` predicts, and here is said of what, and what of it fits.
 
 _STRATEGY, _DEGREE = "parallelism.strategy", "parallelism.shard_degree"
-_HYBRID: Strategy = "hybrid_shard"
+_HYBRID: StrategyName = "hybrid_shard"
+"""The strategy that is meant where a degree alone is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,7 @@ class Asked:
     """What to predict; what is left out is as the job can have it, or as it is."""
 
     micro_batches: tuple[int, ...] = ()
-    strategy: Strategy | None = None
+    strategy: StrategyName | None = None
     shard_degree: int | None = None
     unit: int | Literal["whole"] | None = None
     ratios: tuple[float, ...] = ()
@@ -72,7 +74,7 @@ class Plan(NamedTuple):
     """Blocks that are gathered at once; 0 where nothing is."""
 
     def __str__(self) -> str:
-        return f"{self.strategy}/{self.shard_degree}" if self.strategy == _HYBRID else self.strategy
+        return f"{self.strategy}/{self.shard_degree}" if STRATEGIES[self.strategy].has_degree else self.strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +157,8 @@ def plans_asked(facts: JobFacts, asked: Asked) -> list[Point]:
     if named is not None:
         points = _points_of(named, facts, present, asked)
     else:
-        choices = [str(each) for each in facts.choices.get(_STRATEGY, ())]
-        strategies = dict.fromkeys([*choices, str(present.strategy or "no_shard")])
+        choices = [str(each) for each in facts.choices.get(_STRATEGY, ()) if each is not None]
+        strategies = dict.fromkeys([*choices, shape_of(present, facts).strategy])
         points = [point for each in strategies for point in _points_of(each, facts, present, asked)]
     if asked.unit is not None and not any(shape_of(point, facts).is_sharded for point in points):
         raise ValueError(
@@ -167,7 +169,7 @@ def plans_asked(facts: JobFacts, asked: Asked) -> list[Point]:
 
 
 def _points_of(strategy: str, facts: JobFacts, present: Point, asked: Asked) -> list[Point]:
-    """Those of one strategy: of hybrid_shard one for each degree; ValueError where it is asked for, and has none."""
+    """The points of one strategy, one for each degree; ValueError where the strategy is asked for and has none."""
     unit = present.unit if asked.unit is None else asked.unit
     own = _own_degree(strategy, facts, present)
     points, whys_not = [], []
@@ -179,25 +181,26 @@ def _points_of(strategy: str, facts: JobFacts, present: Point, asked: Asked) -> 
             if own is None or degree != own:
                 whys_not.append(error)
                 continue
-        kept = degree if strategy == _HYBRID else None
+        kept = degree if STRATEGIES[strategy].has_degree else None
         points.append(present._replace(strategy=strategy, shard_degree=kept, unit=unit))
     if whys_not and not points and strategy == _named(asked):
         raise whys_not[0]
     return points
 
 
-def _named(asked: Asked) -> Strategy | None:
+def _named(asked: Asked) -> StrategyName | None:
     """The strategy that is asked for; degrees are chosen with one alone."""
     return asked.strategy or (_HYBRID if asked.shard_degree is not None else None)
 
 
 def _own_degree(strategy: str, facts: JobFacts, present: Point) -> int | None:
-    """Of hybrid_shard where the model lies by it now, which it does whatever is said of its ranks."""
-    return shape_of(present, facts).shard_degree if strategy == _HYBRID == present.strategy else None
+    """The degree by which the model lies now, be it no choice, where the strategy has one."""
+    is_present = STRATEGIES[strategy].has_degree and strategy == present.strategy
+    return shape_of(present, facts).shard_degree if is_present else None
 
 
 def _degrees(strategy: str, facts: JobFacts, own: int | None, asked: Asked) -> Sequence[int | None]:
-    if asked.shard_degree is not None or strategy != _HYBRID:
+    if asked.shard_degree is not None or not STRATEGIES[strategy].has_degree:
         return [asked.shard_degree]
     known = {each for each in (*facts.choices.get(_DEGREE, ()), own) if type(each) is int}
     return sorted(known) or [None]

@@ -22,7 +22,6 @@ from elastic_ext.records.json import can_be_written, read_object, shown
 
 from .keys import (
     KEYS,
-    REPLACES,
     SECTION_TYPES,
     SECTIONS,
     USER_NAME,
@@ -46,7 +45,6 @@ from .keys import (
 
 __all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]
 
-_HEADER = ("version", "reason", "apply_at_step", "global_batch_size")
 _MOST_REFUSALS = 50
 _SECTION_NAMES: Mapping[str, type[Section]] = {kind.section: kind for kind in SECTION_TYPES}
 
@@ -109,7 +107,7 @@ class ElasticConfig(Section):
                     arguments["user"] = value
                 else:
                     _take_section(_SECTION_NAMES[name], value, arguments, refusals)
-            elif name not in _HEADER:
+            elif name not in KEYS or "." in name:
                 refusals.append(unknown_key(name, searched=len(refusals) < _MOST_REFUSALS))
             elif value is None and name != "version":  # which is checked below
                 refusals.append(null_value(name))
@@ -185,7 +183,7 @@ class ElasticConfig(Section):
     def over(self, base: ElasticConfig) -> ElasticConfig:
         """This config with its absent keys taken from ``base``, the start-up values."""
         mine = self.values()
-        gone = {other for path in mine for other in REPLACES.get(path, ())}
+        gone = {other for path in mine if path in KEYS for other in KEYS[path].replaces}
         kept = {path: value for path, value in base.values().items() if path not in gone and path != "checkpoint.now"}
         merged = ElasticConfig.from_values({**kept, **mine}, version=self.version, reason=self.reason)
         return replace(merged, revision=self.revision, apply_at_step=self.apply_at_step)

@@ -1,19 +1,19 @@
-"""Every key that a config may hold: its rule, its section and its meaning. The documentation prints this table."""
+"""Every key that a config may hold, as one row: section, type, rule and meaning, and what a tuner has to know of it."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import MAX_DEPTH, can_be_written, shown
+from elastic_ext.strategies import STRATEGIES
 
 __all__ = [
     "KEYS",
-    "REPLACES",
     "SECTIONS",
     "SECTION_TYPES",
     "TORCH",
@@ -25,9 +25,11 @@ __all__ = [
     "Bounds",
     "CheckpointSection",
     "CommunicationSection",
+    "Cost",
     "DataloaderSection",
     "Integer",
     "Key",
+    "Knob",
     "KnobBounds",
     "KnobRules",
     "Number",
@@ -36,6 +38,7 @@ __all__ = [
     "OrTorch",
     "ParallelismSection",
     "Rule",
+    "Scalar",
     "Section",
     "Text",
     "TuningSection",
@@ -44,8 +47,10 @@ __all__ = [
     "Value",
     "fields_of",
     "key_table",
+    "keys_of",
     "nearest",
     "null_value",
+    "row",
     "section_of",
     "unknown_key",
 ]
@@ -308,117 +313,67 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# --- the table of keys: every key that a config may hold, what it may be, what it means ------------------------------
-# The documents print it.
-#
-# How keys form a value is in elastic_config.py; what a single value may be is said by the rules above.
+# --- the table of keys: a row for each, in which all of the library reads what it has to know of the key --------------
+# The row of a key is where a section has its field, below: the section names it, its type is for a type checker, its
+# rule and its words are for everybody, and its knob for a tuner that may choose it. How keys form a value is in
+# elastic_config.py.
+
+Scalar: TypeAlias = "bool | int | float | str"
+Cost: TypeAlias = Literal["nothing", "wrap", "workers", "move"]
+"""What a change waits for: for nothing, until units or buckets are made anew, until workers have started, or until
+state has moved between ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knob:
+    """What a tuner has to know of a key that it chooses by itself."""
+
+    words: str
+    """A value as people read it, such as "{} workers"."""
+    cost: Cost
+    choices: tuple[Scalar, ...] = ()
+    """What is worth trying where the job sets no limit; none where tuner/space.py works that out from the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """One row of the table of keys."""
 
-    path: str
     rule: Rule
     meaning: str
+    knob: Knob | None = None
+    is_bounded: bool = False
+    """Whether ``tuning.knobs`` may have bounds for it, though it is no knob of its own."""
+    replaces: tuple[str, ...] = ()
+    """The keys whose start-up values are out of force where this one is given."""
+
+    @property
+    def is_tunable(self) -> bool:
+        """Whether a tuner may be given bounds for it."""
+        return self.is_bounded or self.knob is not None
 
 
-_MEBIBYTES = Number(above=0.0, at_most=2.0**20)  # as plans have it: more cannot be counted in bytes
-_STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+def row(
+    rule: Rule, meaning: str, *, knob: Knob | None = None, is_bounded: bool = False, replaces: tuple[str, ...] = ()
+) -> Any:
+    """The field of a section that is a key, absent by default."""
+    return field(default=None, metadata={"key": Key(rule, meaning, knob, is_bounded, replaces)})
 
-_TUNABLE = (
-    Key("global_batch_size", Integer(1), "samples per step over all ranks"),
-    Key("dataloader.batch_size", Integer(1), "samples per micro-batch on one rank"),
-    Key("dataloader.num_workers", Integer(0, 1024), "worker processes on one rank"),
-    Key("dataloader.prefetch_factor", Integer(1), "batches loaded ahead per worker"),
-    Key("dataloader.pin_memory", Boolean(), "copy batches into page-locked memory"),
-    Key("optimizer.learning_rate", Number(above=0.0), "the first group's base rate; other groups keep their ratio"),
-    Key("optimizer.weight_decay", Number(at_least=0.0), "the first group's base value; others keep their ratio"),
-    Key("parallelism.strategy", OneOf(_STRATEGIES), "how parameters, gradients and optimizer state are sharded"),
-    Key("parallelism.shard_degree", Integer(1), "ranks that share one copy of the sharded state"),
-    Key("parallelism.unit", BlocksOrWhole(), "what is gathered at once"),
-    Key("parallelism.activation_checkpoint", Number(at_least=0.0, at_most=1.0), "share of blocks recomputed"),
-    Key("parallelism.prefetch", OrTorch(Integer(0)), "units gathered ahead"),
-    Key("communication.bucket_cap_mb", OrTorch(_MEBIBYTES), "size of a gradient bucket in MiB"),
-)
-TUNABLE = tuple(key.path for key in _TUNABLE)
-"""What a tuner may be given bounds for."""
-KEYS: Mapping[str, Key] = {
-    key.path: key
-    for key in (
-        Key("version", Integer(1), "which whole config this is; a newer one has a higher version"),
-        Key("reason", Text(), "why, for whoever reads the log"),
-        Key("apply_at_step", Integer(0), "the first step that runs under this version, a step to come"),
-        *_TUNABLE,
-        Key("checkpoint.steps", Integer(1), "save every so many steps; not together with epochs"),
-        Key("checkpoint.epochs", Integer(1), "save every so many epochs; not together with steps"),
-        Key("checkpoint.now", Boolean(), "save once, for the version that introduces it"),
-        Key("tuning.mode", OneOf(("off", "advise", "auto")), "what the tuner may do"),
-        Key("tuning.knobs", KnobRules({key.path: key.rule for key in _TUNABLE}), "what the tuner may choose from"),
-        Key("tuning.headroom", Number(at_least=0.0, at_most=0.5), "share of memory to leave free"),
-        Key("tuning.memory_bytes", Integer(1), "memory that a rank may take of its device, where not all there is"),
-        Key("tuning.probe_steps", Integer(1), "steps measured per trial"),
-        Key("tuning.probe_budget", Number(at_least=0.0, at_most=1.0), "share of training's time that trials may cost"),
-        Key("tuning.goal", Number(above=0.0), "samples per second that are enough, where not as many as there can be"),
-    )
-}
+
 USER_RULE = UserValueRule()
 USER_NAME = Text(200)
-
-# Giving the key on the left takes the start-up values of those on the right out of force.
-REPLACES: Mapping[str, tuple[str, ...]] = {
-    "checkpoint.steps": ("checkpoint.epochs",),
-    "checkpoint.epochs": ("checkpoint.steps",),
-    "parallelism.strategy": ("parallelism.shard_degree",),
-}
-# What ``section_of`` can answer, in the order in which a change is applied.
-SECTIONS = (
-    "communication",
-    "parallelism",
-    "global_batch_size",
-    "dataloader",
-    "optimizer",
-    "checkpoint",
-    "tuning",
-    "user",
-)
-
-
-def section_of(path: str) -> str:
-    """The section that a dotted key belongs to; a key without a dot is a section of its own."""
-    return path.partition(".")[0]
-
-
-def key_table() -> str:
-    """The table of keys as Markdown, for the documents."""
-    rows = ["| key | allowed | meaning |", "|---|---|---|"]
-    for key in KEYS.values():
-        rows.append(f"| `{key.path}` | {key.rule.allowed} | {key.meaning} |")
-    rows.append(f"| `user.<name>` | {USER_RULE.allowed} | names of your own, read with `knob(name, default)` |")
-    return "\n".join(rows) + "\n"
-
-
-def null_value(path: str) -> Refusal:
-    return Refusal(
-        key=path, given="null", allowed=KEYS[path].rule.allowed, advice="leave the key out for its start-up value"
-    )
-
-
-def unknown_key(path: str, *, searched: bool = True) -> Refusal:
-    """``searched`` looks for the nearest known key, which takes a while where a file holds thousands."""
-    shown_path = shown(path)[1:-1]
-    advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""
-    return Refusal(key=shown_path, given="not a known key", allowed="the keys of the table", advice=advice)
+_MEBIBYTES = Number(above=0.0, at_most=2.0**20)  # as plans have it: more cannot be counted in bytes
+_UNSHARDED = tuple(name for name, strategy in STRATEGIES.items() if not strategy.is_sharded)
 
 
 # --- the sections of a config ----------------------------------------------------------------------------------------
-# The sections of a config: frozen values whose fields are checked against the table of keys when they are made.
+# Frozen values whose fields are the rows of the table, and are checked against them when a value is made.
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
     """A section's fields, each checked against its row of the table."""
 
-    __slots__ = ()
     section: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -440,6 +395,11 @@ class Section:
         return iter(())
 
 
+def keys_of(kind: type[Section]) -> dict[str, Key]:
+    """The rows of a section, by dotted key."""
+    return {f"{kind.section}.{each.name}": each.metadata["key"] for each in fields(kind)}
+
+
 def fields_of(section: Section) -> list[tuple[str, Any]]:
     """The section's fields with their values; its slots are its fields, and quicker to list."""
     names: tuple[str, ...] = section.__slots__
@@ -451,10 +411,22 @@ class DataloaderSection(Section):
     """How samples reach the step."""
 
     section: ClassVar[str] = "dataloader"
-    batch_size: int | None = None
-    num_workers: int | None = None
-    prefetch_factor: int | None = None
-    pin_memory: bool | None = None
+    batch_size: int | None = row(
+        Integer(1), "samples per micro-batch on one rank", knob=Knob(words="micro-batch {}", cost="nothing")
+    )
+    num_workers: int | None = row(
+        Integer(0, 1024), "worker processes on one rank", knob=Knob(words="{} workers", cost="workers")
+    )
+    prefetch_factor: int | None = row(
+        Integer(1),
+        "batches loaded ahead per worker",
+        knob=Knob(words="{} batches ahead per worker", cost="workers", choices=(2, 4, 8)),
+    )
+    pin_memory: bool | None = row(
+        Boolean(),
+        "copy batches into page-locked memory",
+        knob=Knob(words="pinned memory {}", cost="workers", choices=(False, True)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -462,8 +434,12 @@ class OptimizerSection(Section):
     """What the optimizer multiplies with."""
 
     section: ClassVar[str] = "optimizer"
-    learning_rate: float | None = None
-    weight_decay: float | None = None
+    learning_rate: float | None = row(
+        Number(above=0.0), "the first group's base rate; other groups keep their ratio", is_bounded=True
+    )
+    weight_decay: float | None = row(
+        Number(at_least=0.0), "the first group's base value; others keep their ratio", is_bounded=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,18 +447,35 @@ class ParallelismSection(Section):
     """How training state is spread over ranks."""
 
     section: ClassVar[str] = "parallelism"
-    strategy: str | None = None
-    shard_degree: int | None = None
-    unit: int | str | None = None
-    activation_checkpoint: float | None = None
-    prefetch: int | str | None = None
+    strategy: str | None = row(
+        OneOf(tuple(STRATEGIES)),
+        "how parameters, gradients and optimizer state are sharded",
+        knob=Knob(words="strategy {}", cost="move"),
+        replaces=("parallelism.shard_degree",),
+    )
+    shard_degree: int | None = row(
+        Integer(1), "ranks that share one copy of the sharded state", knob=Knob(words="shard degree {}", cost="move")
+    )
+    unit: int | str | None = row(
+        BlocksOrWhole(),
+        "what is gathered at once",
+        knob=Knob(words="{} blocks per unit", cost="move", choices=(1, 2, 4)),
+    )
+    activation_checkpoint: float | None = row(
+        Number(at_least=0.0, at_most=1.0),
+        "share of blocks recomputed",
+        knob=Knob(words="{} of activations computed again", cost="wrap", choices=(0.0, 0.25, 0.5, 0.75, 1.0)),
+    )
+    prefetch: int | str | None = row(
+        OrTorch(Integer(0)), "units gathered ahead", knob=Knob(words="{} units ahead", cost="wrap", choices=(1, 2))
+    )
 
     def _refused_pairs(self) -> Iterator[Refusal]:
-        if self.strategy == "no_shard" and type(self.shard_degree) is int and self.shard_degree > 1:
+        if self.strategy in _UNSHARDED and type(self.shard_degree) is int and self.shard_degree > 1:
             yield Refusal(
                 key="parallelism.shard_degree",
                 given=str(self.shard_degree),
-                allowed="1 or absent with the strategy no_shard",
+                allowed=f"1 or absent with the strategy {self.strategy}",
                 advice="choose another strategy or leave shard_degree out",
             )
 
@@ -492,7 +485,11 @@ class CommunicationSection(Section):
     """How gradients travel."""
 
     section: ClassVar[str] = "communication"
-    bucket_cap_mb: float | str | None = None
+    bucket_cap_mb: float | str | None = row(
+        OrTorch(_MEBIBYTES),
+        "size of a gradient bucket in MiB",
+        knob=Knob(words="{} MiB per bucket", cost="wrap", choices=(1.0, 5.0, 25.0, 100.0)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -500,9 +497,13 @@ class CheckpointSection(Section):
     """When state is saved."""
 
     section: ClassVar[str] = "checkpoint"
-    steps: int | None = None
-    epochs: int | None = None
-    now: bool | None = None
+    steps: int | None = row(
+        Integer(1), "save every so many steps; not together with epochs", replaces=("checkpoint.epochs",)
+    )
+    epochs: int | None = row(
+        Integer(1), "save every so many epochs; not together with steps", replaces=("checkpoint.steps",)
+    )
+    now: bool | None = row(Boolean(), "save once, for the version that introduces it")
 
     def _refused_pairs(self) -> Iterator[Refusal]:
         if self.steps is not None and self.epochs is not None:
@@ -514,18 +515,38 @@ class CheckpointSection(Section):
             )
 
 
+_OF_THE_WHOLE: Mapping[str, Key] = {
+    "version": Key(Integer(1), "which whole config this is; a newer one has a higher version"),
+    "reason": Key(Text(), "why, for whoever reads the log"),
+    "apply_at_step": Key(Integer(0), "the first step that runs under this version, a step to come"),
+    "global_batch_size": Key(Integer(1), "samples per step over all ranks", is_bounded=True),
+}
+"""Keys outside of sections: they are fields of ElasticConfig."""
+_TUNABLE: Mapping[str, Key] = {
+    path: key
+    for keys in (
+        _OF_THE_WHOLE,
+        *map(keys_of, (DataloaderSection, OptimizerSection, ParallelismSection, CommunicationSection)),
+    )
+    for path, key in keys.items()
+    if key.is_tunable
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningSection(Section):
     """What the tuner may do, and within which bounds."""
 
     section: ClassVar[str] = "tuning"
-    mode: str | None = None
-    knobs: Mapping[str, KnobBounds] | None = None
-    headroom: float | None = None
-    memory_bytes: int | None = None
-    probe_steps: int | None = None
-    probe_budget: float | None = None
-    goal: float | None = None
+    mode: str | None = row(OneOf(("off", "advise", "auto")), "what the tuner may do")
+    knobs: Mapping[str, KnobBounds] | None = row(
+        KnobRules({path: key.rule for path, key in _TUNABLE.items()}), "what the tuner may choose from"
+    )
+    headroom: float | None = row(Number(at_least=0.0, at_most=0.5), "share of memory to leave free")
+    memory_bytes: int | None = row(Integer(1), "memory that a rank may take of its device, where not all there is")
+    probe_steps: int | None = row(Integer(1), "steps measured per trial")
+    probe_budget: float | None = row(Number(at_least=0.0, at_most=1.0), "share of training's time that trials may cost")
+    goal: float | None = row(Number(above=0.0), "samples per second that are enough, where not as many as there can be")
 
 
 SECTION_TYPES: tuple[type[Section], ...] = (
@@ -536,3 +557,50 @@ SECTION_TYPES: tuple[type[Section], ...] = (
     CheckpointSection,
     TuningSection,
 )
+KEYS: Mapping[str, Key] = {
+    **_OF_THE_WHOLE,
+    **{path: key for kind in SECTION_TYPES for path, key in keys_of(kind).items()},
+}
+"""The whole table, by dotted key."""
+TUNABLE = tuple(_TUNABLE)
+"""What a tuner may be given bounds for."""
+SECTIONS = (
+    "communication",
+    "parallelism",
+    "global_batch_size",
+    "dataloader",
+    "optimizer",
+    "checkpoint",
+    "tuning",
+    "user",
+)
+"""What ``section_of`` can answer, in the order in which a change is applied."""
+
+
+# --- what is asked of the table ---------------------------------------------------------------------------------------
+
+
+def section_of(path: str) -> str:
+    """The section that a dotted key belongs to; a key without a dot is a section of its own."""
+    return path.partition(".")[0]
+
+
+def key_table() -> str:
+    """The table of keys as Markdown, for the documents."""
+    rows = ["| key | allowed | meaning |", "|---|---|---|"]
+    rows += [f"| `{path}` | {key.rule.allowed} | {key.meaning} |" for path, key in KEYS.items()]
+    rows.append(f"| `user.<name>` | {USER_RULE.allowed} | names of your own, read with `knob(name, default)` |")
+    return "\n".join(rows) + "\n"
+
+
+def null_value(path: str) -> Refusal:
+    return Refusal(
+        key=path, given="null", allowed=KEYS[path].rule.allowed, advice="leave the key out for its start-up value"
+    )
+
+
+def unknown_key(path: str, *, searched: bool = True) -> Refusal:
+    """``searched`` looks for the nearest known key, which takes a while where a file holds thousands."""
+    shown_path = shown(path)[1:-1]
+    advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""
+    return Refusal(key=shown_path, given="not a known key", allowed="the keys of the table", advice=advice)

@@ -9,7 +9,9 @@ model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal
+
+from elastic_ext.strategies import STRATEGIES, StrategyName
 
 from .layout import Box, Cut, Layout, box_after
 
@@ -19,7 +21,6 @@ __all__ = [
     "Degrees",
     "Layouts",
     "ParallelPlan",
-    "Strategy",
     "blocks_recomputed",
     "parts_of",
     "units_of_blocks",
@@ -27,8 +28,6 @@ __all__ = [
 
 MOST_MIB = 1 << 20
 """Of a bucket: a tebibyte."""
-
-Strategy: TypeAlias = Literal["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
 
 UNEVEN = (
     "{} is cut along dimension {}, whose {} cannot be shared out evenly over {} ranks, as fully_shard needs it there"
@@ -82,7 +81,7 @@ class ParallelPlan:
     torch does by itself; ``bucket_cap_mb`` the size of DDP's buckets.
     """
 
-    strategy: Strategy
+    strategy: StrategyName
     shard_degree: int | None = None
     unit: int | Literal["whole"] = 1
     activation_checkpoint: float | Literal["none", "all"] = 0.0
@@ -103,10 +102,10 @@ class ParallelPlan:
             raise ValueError(
                 f"bucket_cap_mb is {cap!r}; allowed: a number above 0, up to {MOST_MIB}, in MiB, or None for torch's"
             )
-        if self.strategy == "no_shard" and (self.shard_degree or 1) > 1:
+        if self.is_replicated and (self.shard_degree or 1) > 1:
             raise ValueError(
-                f"shard_degree is {self.shard_degree} with the strategy no_shard, where nothing is sharded; choose "
-                "another strategy or leave it out"
+                f"shard_degree is {self.shard_degree} with the strategy {self.strategy}, where nothing is sharded; "
+                "choose another strategy or leave it out"
             )
 
     @property
@@ -118,19 +117,19 @@ class ParallelPlan:
     @property
     def reshards_after_forward(self) -> bool:
         """Whether what was gathered for the forward pass is gathered again for the backward pass."""
-        return self.strategy in ("full_shard", "hybrid_shard")
+        return STRATEGIES[self.strategy].gathers_again
 
     @property
     def is_replicated(self) -> bool:
         """Parameters are plain tensors, whole on each rank, and DDP averages their gradients."""
-        return self.strategy == "no_shard"
+        return not STRATEGIES[self.strategy].is_sharded
 
     def degrees(self, num_ranks: int, num_local: int) -> Degrees:
         """On so many ranks, ``num_local`` to a machine; ValueError where they cannot be shared out so."""
-        if self.strategy == "no_shard":
+        if self.is_replicated:
             return Degrees(num_ranks, 1)
         shard = self.shard_degree
-        if self.strategy != "hybrid_shard":
+        if not STRATEGIES[self.strategy].has_degree:
             if shard not in (None, num_ranks):
                 raise ValueError(
                     f"shard_degree is {shard} with the strategy {self.strategy}, which shards over all {num_ranks} "
@@ -159,12 +158,11 @@ def units_of_blocks(num_blocks: int, unit: int | Literal["whole"]) -> list[range
     return [range(first, min(first + unit, num_blocks)) for first in range(0, num_blocks, unit)]
 
 
-def _strategy(given: object) -> Strategy:
+def _strategy(given: object) -> StrategyName:
     name = getattr(given, "name", given)  # torch's own is an enum
-    for allowed in get_args(Strategy):
-        if isinstance(name, str) and name.lower() == allowed:
-            return allowed  # type: ignore[no-any-return]
-    raise ValueError(f"strategy is {given!r}; allowed: {', '.join(get_args(Strategy))}")
+    if isinstance(name, str) and name.lower() in STRATEGIES:
+        return name.lower()  # type: ignore[return-value]
+    raise ValueError(f"strategy is {given!r}; allowed: {', '.join(STRATEGIES)}")
 
 
 def _ratio(given: object) -> float:

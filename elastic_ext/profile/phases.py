@@ -238,7 +238,7 @@ class ChangingSource(Protocol):
 
     @property
     def fixed_settings(self) -> Mapping[str, str]:
-        """Those of num_workers, prefetch_factor and pin_memory that cannot change there, each with the reason."""
+        """The keys of the section ``dataloader`` that cannot change in that loop, each with the reason."""
 
     @property
     def least_workers(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from elastic_ext.config.apply import Applier
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import DataloaderSection
 from elastic_ext.data.batch_plan import BatchPlan, StepPlan
 from elastic_ext.data.sources import (
     BatchDrawingSource,
@@ -31,7 +32,7 @@ from elastic_ext.fsdp.value_encoding import pack, unpack
 
 from .remarks import EpochLength
 
-__all__ = ["Batches", "Positions", "RankStep", "own_position", "packed_position"]
+__all__ = ["LOADER_SETTINGS", "Batches", "Positions", "RankStep", "own_position", "packed_position"]
 
 
 # --- where an epoch's samples stood when a checkpoint was saved, and how a loader goes on there, or back to it -------
@@ -144,7 +145,8 @@ _BY_HAND = (
     "in every micro-step"
 )
 _NO_LOADER = "no dataloader was given to the trainer; give it an ElasticDataLoader"
-_FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
+LOADER_SETTINGS = tuple(each.name for each in fields(DataloaderSection) if each.name != "batch_size")
+"""The keys of the section ``dataloader`` that a loader alone can put in force."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -467,7 +469,7 @@ class Batches:
     def check(self, new: ElasticConfig) -> str | None:
         """Why steps cannot be cut as ``new`` says, None where they can."""
         batch, micro_batch = new.global_batch_size, new.dataloader.batch_size
-        settings = [name for name in _FIXED_KEYS if getattr(new.dataloader, name) is not None]
+        settings = [name for name in LOADER_SETTINGS if getattr(new.dataloader, name) is not None]
         if settings and self.loader is None:
             return f"{', '.join(settings)} cannot change: {_NO_LOADER}, which could change them"
         if settings and self.loader_applier is None:

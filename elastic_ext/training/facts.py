@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from torch.nn.parameter import is_lazy
 from elastic_ext.config.keys import TUNABLE
 from elastic_ext.doctor.hardware import group_limits
 from elastic_ext.errors import ConfigError
-from elastic_ext.fsdp.plan import ParallelPlan, Strategy
+from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.profile.phases import ChangingSource
 from elastic_ext.records.metrics import JobFacts, ModelProfile
+from elastic_ext.strategies import STRATEGIES, StrategyName
 
+from .batches import LOADER_SETTINGS
 from .parallelism import values_of
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ __all__ = ["FactsOfJob", "profile_of"]
 
 _BATCH = "global_batch_size"
 _SIZE = "dataloader.batch_size"
-_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory")
-_STRATEGIES: tuple[Strategy, ...] = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+_STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+_WITH_DEGREE = tuple(name for name in _STRATEGIES if STRATEGIES[name].has_degree)
 _UNITS = (1, 2, 4)
 _MOST_WORKERS, _FEW_WORKERS = 64, 8
 _LEARNED = "what is learned depends on it, so that only people change it"
@@ -130,7 +132,7 @@ class FactsOfJob:
         values["global_batch_size"] = global_batch
         micro_batch = values[_SIZE]
         values[_SIZE] = min(micro_batch, share) if isinstance(micro_batch, int) else share
-        for name in _SETTINGS:
+        for name in LOADER_SETTINGS:
             present = getattr(loader, name, None)
             if isinstance(present, int):
                 values[f"dataloader.{name}"] = present
@@ -182,7 +184,7 @@ class FactsOfJob:
             fixed[_SIZE] = why_not
         is_told = isinstance(loader, ChangingSource) and self._batches.loader_applier is not None
         why_fixed = loader.fixed_settings if isinstance(loader, ChangingSource) else {}
-        for name in _SETTINGS:
+        for name in LOADER_SETTINGS:
             key = f"dataloader.{name}"
             if not is_told:
                 fixed[key] = _UNTOLD.format(name)
@@ -237,21 +239,21 @@ class FactsOfJob:
         if num_ranks == 1:
             return
         plain = ParallelPlan(plan.strategy, unit=plan.unit, activation_checkpoint=plan.activation_checkpoint)
-        plans = {name: replace(plain, strategy=name, shard_degree=None) for name in _STRATEGIES[:3]}
+        plans = {name: replace(plain, strategy=name) for name in _STRATEGIES if name not in _WITH_DEGREE}
         possible = [name for name, each in plans.items() if name == plan.strategy or self._why_not(each) is None]
         degrees = [
             degree
             for degree in range(2, num_ranks)
             if num_ranks % degree == 0
-            and self._why_not(replace(plain, strategy="hybrid_shard", shard_degree=degree)) is None
+            and any(self._why_not(replace(plain, strategy=each, shard_degree=degree)) is None for each in _WITH_DEGREE)
         ]
-        if degrees or plan.strategy == "hybrid_shard":
-            possible.append("hybrid_shard")
+        possible += [name for name in _WITH_DEGREE if degrees or name == plan.strategy]
         if degrees:
             yield "parallelism.shard_degree", degrees
         if len(possible) > 1:
             yield "parallelism.strategy", possible
-        sharded = next((name for name in (plan.strategy, *possible) if name not in ("no_shard", "hybrid_shard")), None)
+        over_all = [name for name in plans if STRATEGIES[name].is_sharded]
+        sharded = next((name for name in (plan.strategy, *possible) if name in over_all), None)
         if sharded is not None:
             base = plan if plan.strategy == sharded else plans[sharded]
             units = [each for each in _UNITS if each <= max(self._spread.num_blocks, 1)]
@@ -259,7 +261,7 @@ class FactsOfJob:
             if units:
                 yield "parallelism.unit", units
             yield "parallelism.prefetch", ()
-        if "no_shard" in possible:
+        if any(not STRATEGIES[name].is_sharded for name in possible):
             yield "communication.bucket_cap_mb", ()
 
     def _why_not(self, plan: ParallelPlan) -> str | None:

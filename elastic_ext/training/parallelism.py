@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from elastic_ext.config.apply import Declined, Later
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.keys import TORCH
+from elastic_ext.config.keys import TORCH, CommunicationSection, ParallelismSection, keys_of
 from elastic_ext.errors import ElasticError, RanksFailedError
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, Moved
@@ -29,14 +29,9 @@ __all__ = ["FixedSharding", "Parallelism", "ReshardReport", "Resharded", "plan_o
 # The sections ``parallelism`` and ``communication`` of a config together name one plan. Whether it can be put on is
 # found out on every rank before any of them changes something.
 
-_PATHS: Mapping[str, str] = {
-    "strategy": "parallelism.strategy",
-    "shard_degree": "parallelism.shard_degree",
-    "unit": "parallelism.unit",
-    "activation_checkpoint": "parallelism.activation_checkpoint",
-    "prefetch": "parallelism.prefetch",
-    "bucket_cap_mb": "communication.bucket_cap_mb",
-}
+_PLANNED = {**keys_of(ParallelismSection), **keys_of(CommunicationSection)}
+_PATHS: Mapping[str, str] = {path.partition(".")[2]: path for path in _PLANNED}
+"""What each field of a plan is called in a config."""
 _LEFT_TO_TORCH = ("prefetch", "bucket_cap_mb")  # where a plan has None
 
 _HALF = (
@@ -271,7 +266,7 @@ class FixedSharding:
 
     section = "parallelism"
     only_checks = True
-    _PATHS = ("parallelism.strategy", "parallelism.shard_degree", "parallelism.unit")
+    _PATHS = tuple(path for path, key in _PLANNED.items() if key.knob is not None and key.knob.cost == "move")
 
     def __init__(self, reason: str, follower: ConfigFollower) -> None:
         self._reason = reason

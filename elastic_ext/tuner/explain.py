@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .measurements import StepTimes
-from .space import KEYS, Point, Value
+from .space import KNOBS, Point, Value
 
 if TYPE_CHECKING:
     from .search import PointProposal
@@ -23,22 +23,6 @@ __all__ = [
     "why_try",
 ]
 
-_NOUNS: Mapping[str, str] = {
-    "batch_size": "micro-batch",
-    "num_workers": "workers",
-    "prefetch_factor": "batches ahead per worker",
-    "pin_memory": "pinned memory",
-    "strategy": "strategy",
-    "shard_degree": "shard degree",
-    "unit": "blocks per unit",
-    "activation_checkpoint": "of activations computed again",
-    "prefetch": "units ahead",
-    "bucket_cap_mb": "MiB per bucket",
-}
-assert tuple(_NOUNS) == tuple(KEYS)
-_NUMBER_FIRST = frozenset(
-    {"num_workers", "prefetch_factor", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb"}
-)
 _WORTH_TELLING = 0.1
 """Of a step."""
 
@@ -61,15 +45,12 @@ def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
 
 
 def _one_in_words(name: str, new: Value, old: Value) -> str:
-    noun, after, before = _NOUNS[name], _value(name, new), _value(name, old)
-    if name in _NUMBER_FIRST:
-        return f"{after} {noun} instead of {before}"
-    return f"{noun} {after} instead of {before}"
+    return f"{KNOBS[name].words.format(_value(name, new))} instead of {_value(name, old)}"
 
 
 def _value(name: str, value: Value) -> str:
     if value is None:
-        return "the usual" if name in _NUMBER_FIRST else "as usual"
+        return "the usual" if KNOBS[name].words.startswith("{}") else "as usual"
     if isinstance(value, bool):
         return "on" if value else "off"
     if name == "activation_checkpoint" and isinstance(value, float):

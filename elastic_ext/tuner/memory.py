@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.records.text import size_in_words
+from elastic_ext.strategies import STRATEGIES
 
-from .space import Point, Shape, point_of, shape_of
+from .space import Point, Shape, knobs_of_cost, point_of, shape_of
 
 __all__ = ["HEADROOM", "JobMemory", "Peak", "usable_bytes"]
 
@@ -32,8 +33,8 @@ _PLENTY = 0.7
 """Of what may be used: below it memory is not short."""
 _KEPT_OF_BLOCKS = 0.5
 """What blocks that are computed again are taken to hold still, of what they held, where that was never seen."""
-_PLAN = ("strategy", "shard_degree", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb")
-"""Fields of a point that say how the model lies."""
+_plan = knobs_of_cost("move", "wrap")
+"""The knobs that say how a model lies on its ranks."""
 _ALIKE = 0.97
 """Predictions that differ by less than this tell nothing of which of two plans takes more."""
 
@@ -217,14 +218,14 @@ def usable_bytes(capacity_bytes: int | None, allowed_bytes: int | None, headroom
 
 
 def _same_plan(one: Point, other: Point) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in _PLAN)
+    return _plan(one) == _plan(other)
 
 
 def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
     """Whole parameters beside the parts of them that are there between steps."""
     if not shape.is_sharded:
         return 0.0
-    if shape.strategy == "shard_grad_op":
+    if not STRATEGIES[shape.strategy].gathers_again:
         return float(memory.parameter_bytes)
     blocks = min((1 + shape.ahead) * shape.unit * memory.block_bytes, memory.parameter_bytes - memory.other_bytes)
     return float(blocks + memory.other_bytes)

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.strategies import STRATEGIES
 
 from .measurements import StepTimes
-from .space import Point, Shape, shape_of
+from .space import Point, Shape, Value, shape_of
 
 __all__ = ["NAMES", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
 
@@ -21,7 +22,8 @@ __all__ = ["NAMES", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "
 
 Floats: TypeAlias = NDArray[np.float64]
 
-_STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+_STRATEGIES = tuple(STRATEGIES)
+_GATHERS_AGAIN = np.array([strategy.gathers_again for strategy in STRATEGIES.values()], dtype=np.float64)
 _BYTES_OF_A_PARAMETER = 4
 
 
@@ -89,6 +91,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
         recomputed,
         units_ahead / 6,
         np.log2(np.maximum(bucket, 2**20) / 2**20) / 8,
+        *map(_places, zip(*(shape.others for shape in shapes), strict=True)),
     ]
     return PointColumns(
         micro_batch=micro,
@@ -100,7 +103,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
         is_sharded=np.minimum(unit, 1.0),
         shard_degree=degree,
         recomputed=recomputed,
-        gathers_again=np.where(strategy >= _STRATEGIES.index("full_shard"), 1.0, 0.0),
+        gathers_again=_GATHERS_AGAIN[strategy.astype(np.intp)],
         gather_near=traffic.gather_near,
         gather_far=traffic.gather_far,
         num_units=traffic.num_units,
@@ -122,13 +125,19 @@ def _numbers(shape: Shape) -> tuple[float, ...]:
         shape.num_workers,
         shape.prefetch_factor,
         shape.is_pinned,
-        _STRATEGIES.index(shape.strategy) if shape.strategy in _STRATEGIES else 0,
+        _STRATEGIES.index(shape.strategy),
         shape.shard_degree,
         shape.unit,
         shape.activation_checkpoint,
         shape.ahead,
         shape.bucket_bytes,
     )
+
+
+def _places(values: Sequence[Value]) -> Floats:
+    """How far along its values each of a knob is, from 0 to 1."""
+    known = {value: at for at, value in enumerate(dict.fromkeys(values))}
+    return np.array([known[value] for value in values]) / max(len(known) - 1, 1)
 
 
 class _Traffic:

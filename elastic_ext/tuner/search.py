@@ -18,7 +18,7 @@ from .costs import Budget
 from .measurements import LEAST_GAIN, PROBE_STEPS, StepTimes, together
 from .memory import JobMemory
 from .model import Fitted, Floats, Prior, columns_of, fit, prior_of
-from .space import KEYS, Point, micro_batches_of, space_of
+from .space import KEYS, Point, knobs_of_cost, micro_batches_of, space_of
 
 __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 
@@ -26,11 +26,9 @@ __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 # --- how long training stands still for a change from one point to another, and what a probe costs with that ---------
 # How long it stands still is guessed by what has to be moved, and corrected by how long it did.
 
-_LOADED, _LAID_OUT, _WRAPPED = slice(1, 4), slice(4, 7), slice(7, 10)
-"""Fields of a point: of the loader, of where the model lies, and of how it is wrapped there."""
-assert list(Point._fields)[_LOADED] == ["num_workers", "prefetch_factor", "pin_memory"]
-assert list(Point._fields)[_LAID_OUT] == ["strategy", "shard_degree", "unit"]
-assert list(Point._fields)[_WRAPPED] == ["activation_checkpoint", "prefetch", "bucket_cap_mb"]
+_loaded, _laid_out, _wrapped = knobs_of_cost("workers"), knobs_of_cost("move"), knobs_of_cost("wrap")
+_in_memory = knobs_of_cost("nothing", "move", "wrap")
+"""The knobs that say how much of a device's memory a point takes."""
 _SECONDS_TO_MOVE = 1.0
 _BYTES_PER_SECOND = 2e9
 _SECONDS_TO_WRAP = 0.1
@@ -52,17 +50,17 @@ class Switching:
 
     def see(self, old: Point, new: Point, seconds: float) -> None:
         """A change was waited for so long."""
-        if old[_LAID_OUT] != new[_LAID_OUT]:
+        if _laid_out(old) != _laid_out(new):
             self._to_move = (self._to_move + seconds) / 2
-        elif old[_LOADED] != new[_LOADED] and old[_WRAPPED] == new[_WRAPPED]:
+        elif _loaded(old) != _loaded(new) and _wrapped(old) == _wrapped(new):
             self._to_start = (self._to_start + seconds) / 2
 
     def seconds(self, here: Point, points: Sequence[Point]) -> Floats:
         """For a change from ``here`` to each of ``points``."""
-        laid_out, wrapped, loaded = here[_LAID_OUT], here[_WRAPPED], here[_LOADED]
+        laid_out, wrapped, loaded = _laid_out(here), _wrapped(here), _loaded(here)
         found = [
-            (self._to_move if point[_LAID_OUT] != laid_out else _SECONDS_TO_WRAP if point[_WRAPPED] != wrapped else 0.0)
-            + (self._to_start if point[_LOADED] != loaded else 0.0)
+            (self._to_move if _laid_out(point) != laid_out else _SECONDS_TO_WRAP if _wrapped(point) != wrapped else 0.0)
+            + (self._to_start if _loaded(point) != loaded else 0.0)
             for point in points
         ]
         return np.array(found)
@@ -403,10 +401,10 @@ class Search:
         known: dict[tuple[object, ...], bool] = {}
         found = np.empty(len(self._space.points), dtype=np.bool_)
         for at, point in enumerate(self._space.points):
-            laid = (point.batch_size, *point[4:])
-            if laid not in known:
-                known[laid] = not self._memory.why_not(point)
-            found[at] = known[laid]
+            taking = _in_memory(point)
+            if taking not in known:
+                known[taking] = not self._memory.why_not(point)
+            found[at] = known[taking]
         for point in self._refused:
             if point in self._places:
                 found[self._places[point]] = False

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
-from elastic_ext.config.keys import TORCH, KnobBounds, TuningSection
+from elastic_ext.config.keys import KEYS as ALL_KEYS
+from elastic_ext.config.keys import TORCH, Cost, Knob, KnobBounds, TuningSection
 from elastic_ext.records.metrics import JobFacts
+from elastic_ext.strategies import STRATEGIES, Sharding
 
 __all__ = [
     "KEYS",
+    "KNOBS",
     "MOST_POINTS",
     "Point",
     "Shape",
     "Space",
     "Value",
+    "knobs_of_cost",
     "micro_batches_of",
     "point_of",
     "shape_of",
@@ -38,47 +44,48 @@ Choices: TypeAlias = Mapping[str, Sequence[Value]]
 MOST_POINTS = 20_000
 
 
-class Point(NamedTuple):
-    """One way to train."""
-
-    batch_size: Value = None
-    num_workers: Value = None
-    prefetch_factor: Value = None
-    pin_memory: Value = None
-    strategy: Value = None
-    shard_degree: Value = None
-    unit: Value = None
-    activation_checkpoint: Value = None
-    prefetch: Value = None
-    bucket_cap_mb: Value = None
-
-
-KEYS: Mapping[str, str] = {
-    "batch_size": "dataloader.batch_size",
-    "num_workers": "dataloader.num_workers",
-    "prefetch_factor": "dataloader.prefetch_factor",
-    "pin_memory": "dataloader.pin_memory",
-    "strategy": "parallelism.strategy",
-    "shard_degree": "parallelism.shard_degree",
-    "unit": "parallelism.unit",
-    "activation_checkpoint": "parallelism.activation_checkpoint",
-    "prefetch": "parallelism.prefetch",
-    "bucket_cap_mb": "communication.bucket_cap_mb",
-}
+KEYS: Mapping[str, str] = {path.rpartition(".")[2]: path for path, key in ALL_KEYS.items() if key.knob is not None}
 """What each field of a point is called in a config."""
-assert tuple(KEYS) == Point._fields
-_NAMES = {key: name for name, key in KEYS.items()}
+KNOBS: Mapping[str, Knob] = {
+    path.rpartition(".")[2]: key.knob for path, key in ALL_KEYS.items() if key.knob is not None
+}
+"""What the table of keys says of each field of a point."""
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    class Point(tuple[Value, ...]):
+        """One way to train: what each knob is, in the order of the table of keys; None where nothing is said."""
+
+        _fields: ClassVar[tuple[str, ...]]
+
+        def __new__(cls, *values: Value, **named: Value) -> Self: ...
+        def __getattr__(self, name: str) -> Value: ...
+        def _replace(self, **named: Value) -> Self: ...
+        def _asdict(self) -> dict[str, Value]: ...
+
+else:
+    Point = namedtuple("Point", KEYS, defaults=[None] * len(KEYS))
+
+
+def knobs_of_cost(*costs: Cost) -> Callable[[Point], tuple[Value, ...]]:
+    """Takes from a point those knobs whose change waits for such."""
+    return itemgetter(*(at for at, knob in enumerate(KNOBS.values()) if knob.cost in costs))
+
 
 _SHARDED_ONLY = ("unit", "prefetch")
 _UNSHARDED_ONLY = ("bucket_cap_mb",)
-_BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
-_PREFETCH_FACTORS = (2, 4, 8)
-_UNITS = (1, 2, 4)
-_UNITS_AHEAD = (1, 2)
+_BUCKET_MB = 25.0
+_PREFETCH_FACTOR = 2
+_GATHERED_AHEAD = 1
 _LEAST_BLOCKS = 3
 """With fewer there is next to nothing to be gathered ahead."""
-_RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_BY_ITSELF: Mapping[str, Value] = {"prefetch_factor": 2, "unit": 1, "prefetch": 1, "bucket_cap_mb": 25.0}
+_BY_ITSELF: Mapping[str, Value] = {
+    "prefetch_factor": _PREFETCH_FACTOR,
+    "unit": 1,
+    "prefetch": _GATHERED_AHEAD,
+    "bucket_cap_mb": _BUCKET_MB,
+}
 """What these are where nothing says what they are."""
 _WORTH: Mapping[str, float] = {
     "batch_size": 4,
@@ -153,27 +160,23 @@ def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | No
 
 def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
     """What a knob is worth trying at, where the job itself sets no limit."""
+    choices = KNOBS[name].choices
     match name:
         case "batch_size":
             return sorted({-(-facts.share // parts) for parts in _round_numbers(facts.share)})
         case "num_workers":
             return (0, *_round_numbers(max(2 * facts.num_processors, 8)))
-        case "prefetch_factor":
-            return _PREFETCH_FACTORS
-        case "pin_memory":
-            return (False, True) if facts.device != "cpu" else (present,)
         case "shard_degree":
             return [each for each in range(2, facts.world_size) if facts.world_size % each == 0]
         case "unit":
-            return [each for each in _UNITS if each <= max(facts.num_blocks, 1)]
-        case "prefetch":
-            return _UNITS_AHEAD if facts.num_blocks >= _LEAST_BLOCKS else (present,)
-        case "activation_checkpoint":
-            return _RATIOS if facts.num_blocks > 0 else (present,)
-        case "bucket_cap_mb":
-            return _BUCKETS_MB
-        case _:
+            return [each for each in choices if _is_number(each) and each <= max(facts.num_blocks, 1)]
+        case "pin_memory" if facts.device == "cpu":
             return (present,)
+        case "prefetch" if facts.num_blocks < _LEAST_BLOCKS:
+            return (present,)
+        case "activation_checkpoint" if facts.num_blocks < 1:
+            return (present,)
+    return choices or (present,)
 
 
 def _round_numbers(most: int) -> list[int]:
@@ -226,15 +229,14 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
         workers = [each for each in choices["num_workers"] if bool(each) is has_workers]
         if not workers:
             continue
-        is_sharded = strategy not in (None, "no_shard")
-        idle = _UNSHARDED_ONLY if is_sharded else _SHARDED_ONLY
+        idle = _UNSHARDED_ONLY if _sharding(strategy).is_sharded else _SHARDED_ONLY
         regime = {**choices, **{name: (getattr(present, name),) for name in idle}}
         regime.update(strategy=(strategy,), num_workers=workers)
         if not has_workers:
             regime["prefetch_factor"] = (present.prefetch_factor,)
-        if strategy != "hybrid_shard":
+        if not _sharding(strategy).has_degree:
             regime["shard_degree"] = (present.shard_degree if strategy == present.strategy else None,)
-        elif present.strategy != "hybrid_shard":
+        elif not _sharding(present.strategy).has_degree:
             regime["shard_degree"] = [each for each in choices["shard_degree"] if each is not None]
         yield regime
 
@@ -252,9 +254,24 @@ def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
 # --- a point as numbers: what it makes of a step, and of where the model lies ----------------------------------------
 # What a point leaves to torch or to the library is here what these do by themselves.
 
-_BUCKET_MB = 25.0
-_PREFETCH_FACTOR = 2
-_GATHERED_AHEAD = 1
+_UNSAID = "no_shard"
+"""The strategy where a point says none."""
+_WITH_A_TERM = frozenset(
+    {
+        "batch_size",
+        "num_workers",
+        "prefetch_factor",
+        "pin_memory",
+        "strategy",
+        "shard_degree",
+        "unit",
+        "activation_checkpoint",
+        "prefetch",
+        "bucket_cap_mb",
+    }
+)
+"""Knobs that a shape has in terms of its own."""
+_OTHERS = tuple(at for at, name in enumerate(KEYS) if name not in _WITH_A_TERM)
 
 
 class Shape(NamedTuple):
@@ -276,6 +293,8 @@ class Shape(NamedTuple):
     """Units that are gathered ahead."""
     bucket_bytes: int
     """Of DDP; 0 where the model is sharded."""
+    others: tuple[Value, ...]
+    """Knobs that no term above has; what they make of a step is learnt from steps alone."""
 
     @property
     def is_sharded(self) -> bool:
@@ -288,27 +307,32 @@ def shape_of(point: Point, facts: JobFacts) -> Shape:
     micro_batch = min(max(_count(point.batch_size, facts.share), 1), facts.share)
     unit = _unit(point.unit, facts.num_blocks)
     num_workers = _count(point.num_workers, 0)
-    strategy = str(point.strategy or "no_shard")
-    is_sharded = strategy != "no_shard"
+    is_sharded = _sharding(point.strategy).is_sharded
     return Shape(
         micro_batch=micro_batch,
         num_micro_steps=math.ceil(facts.share / micro_batch),
         num_workers=num_workers,
         prefetch_factor=_count(point.prefetch_factor, _PREFETCH_FACTOR) if num_workers else 0,
         is_pinned=bool(point.pin_memory),
-        strategy=strategy,
-        shard_degree=_degree(strategy, point, facts),
+        strategy=str(point.strategy or _UNSAID),
+        shard_degree=_degree(point, facts),
         unit=unit if is_sharded else 0,
         activation_checkpoint=_number(point.activation_checkpoint, 0.0),
         ahead=_ahead(point.prefetch, unit, facts.num_blocks) if is_sharded else 0,
         bucket_bytes=0 if is_sharded else int(_number(point.bucket_cap_mb, _BUCKET_MB) * 2**20),
+        others=tuple([point[at] for at in _OTHERS]),
     )
 
 
-def _degree(strategy: str, point: Point, facts: JobFacts) -> int:
-    if strategy == "no_shard":
+def _sharding(strategy: Value) -> Sharding:
+    """The row of a strategy."""
+    return STRATEGIES[str(strategy or _UNSAID)]
+
+
+def _degree(point: Point, facts: JobFacts) -> int:
+    if not _sharding(point.strategy).is_sharded:
         return 1
-    if strategy == "hybrid_shard":
+    if _sharding(point.strategy).has_degree:
         return _count(point.shard_degree, min(facts.num_local, facts.world_size))
     return facts.world_size
 

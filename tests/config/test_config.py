@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.keys import KEYS, REPLACES, SECTIONS, key_table, section_of
+from elastic_ext.config.keys import KEYS, SECTIONS, key_table, section_of
 from elastic_ext.errors import ConfigError, ElasticError
 from tests.support.configs import LARGEST, VALUES, configs, dotted_values, unhurried
 from tests.support.thinning import each_once
@@ -416,7 +416,7 @@ def test_what_a_config_says_wins_and_what_it_leaves_out_means_the_start_up_value
 ) -> None:
     merged = laid_over(config, base)
     mine, started, values = config.values(), base.values(), merged.values()
-    replaced = {other for path in mine for other in REPLACES.get(path, ())} | {"checkpoint.now"}
+    replaced = {other for path in mine if path in KEYS for other in KEYS[path].replaces} | {"checkpoint.now"}
     assert (merged.version, merged.reason, merged.apply_at_step) == (
         config.version,
         config.reason,
@@ -481,7 +481,8 @@ def test_a_revision_changes_what_it_names_and_counts_up(
         assume(False)
     assert (after.version, after.revision, after.reason) == (config.version, revision + 1, "because")
     assert after.apply_at_step is None
-    may_differ = {*changes, *(other for path in changes for other in REPLACES.get(path, ())), "checkpoint.now"}
+    replaced = {other for path in changes if path in KEYS for other in KEYS[path].replaces}
+    may_differ = {*changes, *replaced, "checkpoint.now"}
     assert set(before.differences(after)) <= may_differ
     assert all(after.get(path) == value for path, value in ElasticConfig.from_values(changes).values().items())
     assert (before.version, before.revision) == (config.version, revision)

@@ -111,7 +111,7 @@ def units_for(
 ) -> list[Unit]:
     """The units that fully_shard is to make of these modules; ValueError where it is not clear what to set on them."""
     like = _like(survey)
-    keeps = False if plan.strategy == "shard_grad_op" else None
+    keeps = None if plan.reshards_after_forward else False
     units = [replace(like(modules), modules=modules, mesh=None, reshard_after_forward=keeps) for modules in groups]
     if told is not None and plan.reshards_after_forward and told.plan.reshards_after_forward:
         units = _resharding(units, told)
