@@ -32,7 +32,7 @@ def test_all_ways_lead_to_the_same_bits_and_guard_the_steps_that_they_say(tmp_pa
     work = set()
     for way in NAMES:
         with _training(tmp_path, task, way) as training:
-            state = training.trainer._setup.state
+            state = training.trainer._training.state
             seen: list[bool] = []
             noting = training.model.register_forward_hook(
                 lambda *_, seen=seen, state=state: seen.append(state.is_guarded)

@@ -95,12 +95,12 @@ class Run:
 
     @property
     def facts(self) -> JobFacts:
-        self.trainer._session._facts.tell()
+        self.trainer._training.facts.tell()
         return JobFacts.from_json((self.folder / "0" / FILE).read_text())
 
     @property
     def is_looking(self) -> bool:
-        return self.trainer._setup.state.on_gradients is not None
+        return self.trainer._training.state.on_gradients is not None
 
     def train(
         self,

@@ -106,7 +106,7 @@ class Retraining:
     @property
     def plan(self) -> ParallelPlan:
         """By which the model lies."""
-        found: ParallelPlan = self.trainer._setup.spread.plan
+        found: ParallelPlan = self.trainer._training.spread.plan
         return found
 
     def micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:

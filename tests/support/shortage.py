@@ -126,7 +126,7 @@ class Short:
         """One loop over the data, until a step."""
         trainer = self.trainer
         for inputs, targets in self.loader:
-            self._micro_step = trainer._setup.state.index
+            self._micro_step = trainer._training.state.index
             loss = trainer.run(self.micro_step, inputs, targets)
             if loss is not None:
                 self.losses.append(loss)

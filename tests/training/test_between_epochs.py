@@ -417,7 +417,7 @@ def test_it_is_begun_where_the_loop_goes_on_whatever_comes_there(
     assert first.saved == ["epoch_1"] if not given else ["epoch_1", "step_1"]
     with Small(tmp_path, **given).trainer as trainer:
         assert (trainer.start_epoch, trainer.global_step) == (1, 1)
-        assert trainer._session._settings.optimizers[0].inner.param_groups[0]["weight_decay"] == 0.25
+        assert trainer._training.settings.optimizers[0].inner.param_groups[0]["weight_decay"] == 0.25
     assert told(caplog, "between two epochs") == []
 
 

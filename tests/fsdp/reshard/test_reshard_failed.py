@@ -22,7 +22,7 @@ LAST = 9
 
 def _with_little_memory(run: Retraining, num_left: int) -> Any:
     """From now on rank 1 can take so much more memory for what is moved, in buckets of one tensor each."""
-    run.trainer._setup.spread._bucket_bytes = 1
+    run.trainer._training.spread._bucket_bytes = 1
     real, taken = torch.Tensor.new_empty, [0]
 
     def failing(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_training_goes_on_where_nothing_was_moved_and_the_change_may_be_asked_fo
 
 def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> None:
     """Ask for another plan, and have one rank fail as it is put on."""
-    spread = run.trainer._setup.spread
+    spread = run.trainer._training.spread
     spread._bucket_bytes = 1
 
     def failing(real: Any, after: int = 0) -> Any:
@@ -142,7 +142,7 @@ def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> N
         return call
 
     if where == "the fence":
-        run.trainer._parallelism._fence = failing(run.trainer._parallelism._fence)
+        run.trainer._session.fence = failing(run.trainer._session.fence)
     elif where == "the mesh":
         spread._mesh = failing(spread._mesh)
     elif where in ("going back", "the carrier"):

@@ -300,14 +300,14 @@ def _frozen(
         model.get_parameter(name_of_it).requires_grad_(is_thawed)
 
     with run.trainer:
-        engine = run.trainer._setup.spread.engine
+        engine = run.trainer._training.spread.engine
         run.train(8, {**{at: plan for at, plan in plans.items() if at}, 4: turn})
         state = run.state()
         own = state[name_of_it]
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, own)
     assert not run.proposals or are_in_force(run)
-    return state, all(torch.equal(parts[0], part) for part in parts), run.trainer._setup.spread.engine is engine
+    return state, all(torch.equal(parts[0], part) for part in parts), run.trainer._training.spread.engine is engine
 
 
 @pytest.mark.parametrize("is_thawed", [True, False])

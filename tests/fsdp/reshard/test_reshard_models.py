@@ -330,7 +330,7 @@ def collectives(rank: int, folder: Path) -> None:
                 step = run.trainer.global_step
                 run.train(step + 5, {step + 1: plan})
                 assert run.plan == plan
-                spread = run.trainer._setup.spread
+                spread = run.trainer._training.spread
                 found = recorded(run.model, spread.engine, partial(run.train, step + 7))
                 assert found == expected[plan], (plan, found, expected[plan])
 

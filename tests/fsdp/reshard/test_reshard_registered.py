@@ -110,7 +110,7 @@ def test_what_only_one_rank_has_registered_is_refused_on_all_before_anything_mov
 def count_bytes(rank: int, folder: Path) -> None:
     """On two ranks, each lacks half of what is sharded: all of it is moved once where both come to have it."""
     run = Retraining(rank, folder, FULL)
-    parallelism = run.trainer._parallelism
+    parallelism = run.trainer._training.parallelism
     planned: list[int] = []
     check = parallelism.check
 

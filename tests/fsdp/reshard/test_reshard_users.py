@@ -52,7 +52,7 @@ def change_the_users(rank: int, folder: Path, how: str) -> None:
     engines: list[Any] = []
 
     def ask(run: Retraining) -> None:
-        engines.append(run.trainer._setup.spread.engine)
+        engines.append(run.trainer._training.spread.engine)
         run.proposals.append(run.trainer.reshard(RECOMPUTED))
 
     with run.trainer:
@@ -94,7 +94,7 @@ def change_static(rank: int, folder: Path, options: dict[str, Any], given: dict[
 
     def ask(plan: ParallelPlan) -> Callable[[Retraining], None]:
         def asking(run: Retraining) -> None:
-            engine = run.trainer._setup.spread.engine
+            engine = run.trainer._training.spread.engine
             is_static.append(engine is not None and engine.static_graph)
             run.proposals.append(run.trainer.reshard(plan))
 

@@ -53,7 +53,7 @@ def train(
         loader = ElasticDataLoader(sentences(), batch_size=MICRO_BATCH)
     trainer = trainer_of(folder, model, loader, global_batch_size=global_batch_size, **arguments)
     optimizer = trainer.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    analyzer = trainer._session.analyzer
+    analyzer = trainer._training.analyzer
     give_up_at = time.monotonic() + WAIT_SECONDS
 
     def micro_step(*batch: Any) -> None:
@@ -134,7 +134,7 @@ def test_larger_micro_batches_are_measured_when_they_come(tmp_path: Path) -> Non
     model, loader = memory_models.attention(), ElasticDataLoader(sentences(), batch_size=2)
     trainer = trainer_of(tmp_path, model, loader, global_batch_size=8)
     optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
-    analyzer = trainer._session.analyzer
+    analyzer = trainer._training.analyzer
     sizes: set[int] = set()
     give_up_at = time.monotonic() + WAIT_SECONDS
     with trainer:
@@ -280,7 +280,7 @@ def test_a_block_that_was_replaced_since_is_told_and_training_goes_on(tmp_path: 
                 memory_models.cross_entropy(model(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
-    assert "is no longer a part of it" in trainer._session.analyzer._why_not
+    assert "is no longer a part of it" in trainer._training.analyzer._why_not
 
 
 def test_a_machine_without_files_left_for_another_process_trains_on(
@@ -329,7 +329,7 @@ def test_what_tells_no_size_is_taken_to_be_a_full_micro_batch(tmp_path: Path) ->
     model, loader = OfText(memory_models.attention()), ElasticDataLoader(sentences(), batch_size=MICRO_BATCH)
     trainer = trainer_of(tmp_path, model, loader)
     optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
-    analyzer = trainer._session.analyzer
+    analyzer = trainer._training.analyzer
     with trainer:
         while trainer.global_step < 40:
             with trainer.epoch():
@@ -350,7 +350,7 @@ def test_samples_are_counted_and_not_the_rows_that_a_loop_makes_of_them(tmp_path
     given: dict[str, Any] = {"model_factory": memory_models.attention, "loss_fn": memory_models.cross_entropy}
     trainer = trainer_of(tmp_path, model, loader, **given)
     optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
-    analyzer = trainer._session.analyzer
+    analyzer = trainer._training.analyzer
     views = Views(model)
     with trainer:
         while trainer.global_step < 40:
@@ -396,7 +396,7 @@ def test_what_cannot_be_told_to_a_process_is_told_to_the_user(tmp_path: Path) ->
             with trainer.step():
                 model(Words(words)).sum().backward()
                 optimizer.step()
-        assert "is given what cannot be told to another process: a Words" in trainer._session.analyzer._why_not
+        assert "is given what cannot be told to another process: a Words" in trainer._training.analyzer._why_not
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_a_script_has_its_own_factory_and_trains_once(tmp_path: Path) -> None:
                     memory_model=MemoryModel(model_factory=make_model, loss_fn=loss_of),
                 )
                 optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-                analyzer = trainer._session.analyzer
+                analyzer = trainer._training.analyzer
                 until = time.monotonic() + 100
                 with trainer:
                     while time.monotonic() < until and not (analyzer.facts() and analyzer.asking.is_over):

@@ -79,7 +79,7 @@ with trainer:
                     if where == "within":
                         say("within")
                         time.sleep(100)
-                if where == "evaluation" and trainer._session.checkpoints.held.has_newest():
+                if where == "evaluation" and trainer._training.checkpoints.held.has_newest():
                     say("evaluation")
                     time.sleep(100)
         if where == "end":

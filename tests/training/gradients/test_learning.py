@@ -163,7 +163,7 @@ def test_a_step_that_is_taken_back_leaves_nothing(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step in fails:
             fails.remove(step)
-            failing.trainer._setup.state.on_gradients(failing.model.parameters(), None)  # as before it is clipped
+            failing.trainer._training.state.on_gradients(failing.model.parameters(), None)  # as before it is clipped
             raise ArithmeticError("planted")
 
     plain, failing = Run(tmp_path / "plain"), Run(tmp_path / "failing")

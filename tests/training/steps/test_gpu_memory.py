@@ -106,7 +106,7 @@ def test_what_passes_take_is_measured(tmp_path: Path) -> None:
     run = Training(tmp_path)
     with run.trainer:
         run.train(4)
-        memory = run.trainer._growing._memory
+        memory = run.trainer._training.growing._memory
         least = DEPTH * WIDTH * 4  # the numbers that GELU keeps of each sample
         assert memory.per_sample is not None
         gradients = sum(part.numel() * 4 for part in run.model.parameters())

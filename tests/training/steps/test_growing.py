@@ -39,7 +39,7 @@ def to_the_limit(rank: int, folder: Path) -> tuple[list[int], list[str]]:
             proposal = grow(run)
             refusals.append(proposal.refusal)
             sizes.append(run.trainer.config.dataloader.batch_size)
-        assert run.trainer._growing.bound == 16
+        assert run.trainer._training.growing.bound == 16
         assert limit.num_times == (rank == 0)
     return sizes, refusals
 
@@ -105,7 +105,7 @@ def without_room(rank: int, folder: Path, num_free: int) -> tuple[int, str]:
     asked: list[int] = []
     with run.trainer:
         run.train(2)
-        memory = run.trainer._growing._memory
+        memory = run.trainer._training.growing._memory
         memory.per_sample = float(GIB)
 
         def has_room(num_bytes: int) -> bool:
@@ -193,11 +193,11 @@ def test_a_tail_that_did_not_fit_is_no_bound(tmp_path: Path) -> None:
         for epoch in range(3):
             with trainer.epoch(epoch):
                 for batch in run.loader:
-                    run._micro_step = trainer._setup.state.index
+                    run._micro_step = trainer._training.state.index
                     trainer.run(run.micro_step, *batch)
         assert shortage.num_times == 1
         assert run.loader.sizes[:5] == [(8,), (8,), (8,), (1, 2), (2, 2, 2, 2)]
-        assert trainer._growing.bound is None
+        assert trainer._training.growing.bound is None
 
 
 def test_uneven_parts_are_halved_until_fewer_are_taken_at_once(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def through_workers(rank: int, folder: Path, num_workers: int) -> list[list[floa
     trainer = run.trainer
     with trainer, trainer.epoch(0):
         for inputs, targets in loader:
-            run._micro_step = trainer._setup.state.index
+            run._micro_step = trainer._training.state.index
             under_way += inputs[:, 0].tolist()
             if trainer.run(run.micro_step, inputs, targets) is None:
                 under_way.clear()

@@ -101,7 +101,7 @@ def trained(
     were_guarded = set()
 
     def looked_at(*batch: torch.Tensor) -> None:
-        were_guarded.add(trainer._setup.state.is_guarded)
+        were_guarded.add(trainer._training.state.is_guarded)
         loop(trainer, model, optimizer, *batch)
 
     with trainer:

@@ -18,7 +18,7 @@ from tests.support.saving import Small, end_saves
 
 
 def checkpoints_of(small: Small) -> Any:
-    return small.trainer._session.checkpoints
+    return small.trainer._training.checkpoints
 
 
 def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(tmp_path: Path) -> None:
