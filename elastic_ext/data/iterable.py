@@ -80,6 +80,24 @@ class _Handed:
     """Where the streams stood after it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StreamSettings:
+    """How a loop makes batches of the samples that a dataset's streams give."""
+
+    batch_size: int
+    drop_last: bool
+    """Leave out a last batch that is too small."""
+    collate_fn: Callable[[Any], Any]
+    """Makes a batch of samples."""
+    told_length: int | None = None
+    """How many samples the dataset says it has: more than these are warned of."""
+    passes_samples: bool = False
+    """Pass samples to come to a place of which the dataset has told no state."""
+    wants_states: bool = False
+    in_order: bool = True
+    seed: int = 0
+
+
 class Streams:
     """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
 
@@ -95,32 +113,21 @@ class Streams:
         self,
         maker: StreamMaker,
         position: StreamsPosition,
+        settings: StreamSettings,
         *,
         loop: int,
-        batch_size: int,
-        drop_last: bool,
-        collate_fn: Callable[[Any], Any],
         num_batches: Callable[[], int] | None = None,
-        told_length: int | None = None,
-        passes_samples: bool = False,
-        wants_states: bool = False,
-        in_order: bool = True,
-        seed: int = 0,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
-        self.wants_states = wants_states
+        self.wants_states = settings.wants_states
         """Somebody may go on where it stands after any batch."""
-        self.seed = seed
+        self.seed = settings.seed
         """What a data pipe shuffles by."""
         self._maker = maker
-        self._batch_size = batch_size
-        self._drop_last = drop_last
-        self._collate_fn = collate_fn
+        self._settings = settings
+        self._batch_size = settings.batch_size
         self._num_batches = num_batches
-        self._told_length = told_length
-        self._passes_samples = passes_samples
-        self._in_order = in_order
         self.has_ended = False
         self.carried: tuple[int, ...] | None = None
         self._handed: deque[_Handed] = deque()
@@ -165,10 +172,10 @@ class Streams:
                 slot.handed = min(start, slot.end)
                 samples = self._pieced_together(slot, chunk)
                 if samples is not None:
-                    return self._handed_out(chunk, self._collate_fn(samples))
+                    return self._handed_out(chunk, self._settings.collate_fn(samples))
             else:
                 slot.handed = slot.end
-                if answer.num_samples and not self._drop_last:
+                if answer.num_samples and not self._settings.drop_last:
                     return self._handed_out(chunk, answer.batch)
 
     @property
@@ -279,7 +286,7 @@ class Streams:
 
     @property
     def _keeps_order(self) -> bool:
-        return self._in_order or self._plan is not None
+        return self._settings.in_order or self._plan is not None
 
     def _next_asked(self) -> _RequestedBatch:
         if self._keeps_order:
@@ -302,7 +309,8 @@ class Streams:
             slot.passed,
             mark,
             is_raw,
-            is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
+            is_whole=self._settings.drop_last
+            or self._plan is not None,  # a plan's batch has what is left of several streams
             is_marked=self.wants_states or self._plan is not None,
             seed=self.seed,
         )
@@ -328,7 +336,7 @@ class Streams:
 
         The chunk that it was to give is then to come from another.
         """
-        if slot.passed and slot.marks[0].state is None and not self._passes_samples:
+        if slot.passed and slot.marks[0].state is None and not self._settings.passes_samples:
             slot.end = slot.passed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
@@ -365,8 +373,8 @@ class Streams:
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
         self._handed.append(_Handed(chunk, self._turns.place))
         self._ask()
-        if self._told_length is not None:
-            _warn_of_more(self._turns, self._told_length)
+        if self._settings.told_length is not None:
+            _warn_of_more(self._turns, self._settings.told_length)
         return batch
 
 
@@ -496,16 +504,18 @@ class StreamedEpochs:
         self.running = Streams(
             making,
             self._position or StreamsPosition.start(making.num_workers),
+            StreamSettings(
+                batch_size=self._batch_size,
+                drop_last=self._drop_last,
+                collate_fn=self._collate_fn,
+                told_length=self._told_length,
+                passes_samples=self._can_go_on,
+                wants_states=self._wants_states,
+                in_order=self._in_order,
+                seed=self._pipe_seed or 0,
+            ),
             loop=self._new_loop(),
-            batch_size=self._batch_size,
-            drop_last=self._drop_last,
-            collate_fn=self._collate_fn,
             num_batches=self._num_batches,
-            told_length=self._told_length,
-            passes_samples=self._can_go_on,
-            wants_states=self._wants_states,
-            in_order=self._in_order,
-            seed=self._pipe_seed or 0,
             plan=self._given_plan,
             rank=self._rank,
         )

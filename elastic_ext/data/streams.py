@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from .seeding import Copied
 
@@ -100,6 +100,12 @@ def can_tell_state(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
+class PipeSharing(Protocol):
+    """Shares the samples of a data pipe out among workers and ranks."""
+
+    def __call__(self, dataset: Any, seed: int, /) -> None: ...
+
+
 class Stream:
     """One worker's; ``stream[request]`` is the answer.
 
@@ -116,7 +122,7 @@ class Stream:
         collate_fn: Callable[[Any], Any],
         *,
         auto_collation: bool,
-        share_out: Callable[[Any, int], None] | None = None,
+        share_out: PipeSharing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._share_out = share_out

@@ -8,7 +8,7 @@ import hmac
 import ipaddress
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -357,6 +357,19 @@ def moment() -> Now:
     return Now(clock=time.monotonic(), time=time.time())
 
 
+class _StatusOf:
+    """The status of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def status(self, request: wire.GetStatusRequest) -> wire.JobStatus:
+        return job_status(self._job, moment(), request)
+
+    def events(self, num: int) -> Sequence[wire.JobEvent]:
+        return newest_events(self._job, num)
+
+
 class MasterService(MasterServicer):
     """The methods of the service Master, under their names there."""
 
@@ -369,9 +382,7 @@ class MasterService(MasterServicer):
         self._watchers = Watchers(job.settings.acknowledge_seconds)
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()  # set, and another one put in its place, as events come
-        self._shown = Shown(
-            lambda request: job_status(job, moment(), request), lambda num: newest_events(job, num), time.monotonic
-        )
+        self._shown = Shown(_StatusOf(job), time.monotonic)
         self._pushed = wire.ConfigPush()
         self._num_followers = 0
         self.counts: Counter[str] = Counter()

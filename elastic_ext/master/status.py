@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Protocol
 
 from elastic_ext.tuner.decisions import Decision
 
@@ -164,18 +165,21 @@ _FREE_SECONDS = 0.005  # what takes no longer is made anew each time,
 _SHARE = 0.1  # ... and all else in no more than so much of the time
 
 
-class Shown:
-    """One job's status. ``make`` makes it as it is now, ``events`` gives the newest ones, as many as are asked for, and
-    ``clock`` only ever goes on."""
+class StatusSource(Protocol):
+    """Whoever knows how a job is now."""
 
-    def __init__(
-        self,
-        make: Callable[[wire.GetStatusRequest], wire.JobStatus],
-        events: Callable[[int], Sequence[wire.JobEvent]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._make = make
-        self._events = events
+    def status(self, request: wire.GetStatusRequest) -> wire.JobStatus:
+        """The job's status, made anew."""
+
+    def events(self, num: int) -> Sequence[wire.JobEvent]:
+        """The newest events, at most so many."""
+
+
+class Shown:
+    """A job's status as people are shown it; ``clock`` never goes back."""
+
+    def __init__(self, source: StatusSource, clock: Callable[[], float]) -> None:
+        self._source = source
         self._clock = clock
         self._kept: dict[bool, tuple[float, wire.JobStatus]] = {}  # without workers or with them: until when, and which
 
@@ -187,9 +191,9 @@ class Shown:
             found = wire.JobStatus()
             found.CopyFrom(kept)
             del found.events[:]
-            found.events.extend(self._events(request.num_events))
+            found.events.extend(self._source.events(request.num_events))
             return found
-        status = self._make(request)
+        status = self._source.status(request)
         seconds = self._clock() - now
         self._kept.pop(request.without_workers, None)
         if seconds > _FREE_SECONDS:

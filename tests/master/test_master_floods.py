@@ -36,14 +36,14 @@ class Slow:
         self.num_made = 0
         self.num_events = 0
         self._seconds = seconds
-        self.shown = Shown(self._make, self._events, lambda: self.now)
+        self.shown = Shown(self, lambda: self.now)
 
-    def _make(self, request: wire.GetStatusRequest) -> wire.JobStatus:
+    def status(self, request: wire.GetStatusRequest) -> wire.JobStatus:
         self.num_made += 1
         self.now += self._seconds
-        return wire.JobStatus(job=str(self.num_made), events=self._events(request.num_events))
+        return wire.JobStatus(job=str(self.num_made), events=self.events(request.num_events))
 
-    def _events(self, num: int) -> list[wire.JobEvent]:
+    def events(self, num: int) -> list[wire.JobEvent]:
         return [wire.JobEvent(number=each) for each in range(self.num_events)][-num:]
 
     def ask(self, **asked: Any) -> tuple[str, int]:

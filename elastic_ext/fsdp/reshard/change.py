@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,19 @@ class Moved:
     moving_seconds: float
 
 
+class Target(Protocol):
+    """What a model shall be after a change, and what wraps it meanwhile."""
+
+    def after(self, survey: Survey | None) -> Sharded | Whole:
+        """What the model shall be, from what fully_shard has made of it; None where nothing is sharded."""
+
+    def rest(self) -> None:
+        """Have DDP leave the model, where there may be one; on all ranks."""
+
+    def wake_again(self) -> None:
+        """Have DDP come back as it was, where the change is taken back; on all ranks."""
+
+
 class Change:
     """One change of how a model is spread: made, and with that checked, on every rank; then ``run``."""
 
@@ -82,25 +96,18 @@ class Change:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         registered: Sequence[Tensors],
+        target: Target,
         *,
-        after: Callable[[Survey | None], Sharded | Whole],
-        rest: Callable[[], None],
-        wake_again: Callable[[], None],
         bucket_bytes: int,
     ) -> None:
-        """``after`` says what it shall be, from what fully_shard has made; None where nothing is sharded.
-
-        ``rest`` has DDP leave the model, where there may be one, and ``wake_again`` come back, on all ranks.
-        ValueError says why it cannot be.
-        """
+        """ValueError says why the change cannot be."""
         self._model = model
         self._optimizers = optimizers
         self._registered = registered
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._survey = rewire.survey(model) if is_sharded else None
-        self._after = after(self._survey)
-        self._rest = rest
-        self._wake_again = wake_again
+        self._target = target
+        self._after = target.after(self._survey)
         self._parameters = list(parameters_of(model, self._survey))
         managed = {id(each.tensor) for each in self._parameters}
         self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
@@ -228,7 +235,7 @@ class Change:
         if self._survey is not None:
             rewire.take_off(self._model)
         elif self.replaced:
-            self._rest()
+            self._target.rest()
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         return self._put_on(self._after.units, mesh) if isinstance(self._after, Sharded) else []
 
@@ -261,7 +268,7 @@ class Change:
             for each in self._parameters:
                 each.register()
             if self.replaced:
-                self._wake_again()
+                self._target.wake_again()
             return
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         slots = self._put_on(self._survey.units, None)

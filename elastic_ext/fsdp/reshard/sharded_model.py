@@ -118,6 +118,22 @@ def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> R
 _PLAIN = "no process group trains this model together; call torch.distributed.init_process_group() before that"
 
 
+class _ToPlan:
+    """The target of a change from one plan of a model to another."""
+
+    def __init__(self, spread: Spread, plan: ParallelPlan, before: ParallelPlan) -> None:
+        self._spread, self._plan, self._before = spread, plan, before
+
+    def after(self, survey: Survey | None) -> Sharded | Whole:
+        return self._spread.sharded_by(self._plan, survey)
+
+    def rest(self) -> None:
+        self._spread.rest()
+
+    def wake_again(self) -> None:
+        self._spread.wake(self._before.bucket_cap_mb)
+
+
 class Spread:
     """How one model is spread over all ranks."""
 
@@ -202,7 +218,7 @@ class Spread:
         else:
             make_sure_of_ddp()
             self._give_all_the_first()
-            self._wake(plan.bucket_cap_mb)
+            self.wake(plan.bucket_cap_mb)
         self._recompute(plan.ratio)
         self.plan = plan
 
@@ -254,9 +270,7 @@ class Spread:
             self.model,
             optimizers,
             registered,
-            after=lambda survey: self._after(plan, survey),
-            rest=self._rest,
-            wake_again=lambda: self._wake(before.bucket_cap_mb),
+            _ToPlan(self, plan, before),
             bucket_bytes=self._bucket_bytes,
         )
         if plan.is_replicated:
@@ -288,8 +302,8 @@ class Spread:
                 survey = rewire.survey(self.model)
                 rewire.set_prefetch(prefetching(survey.units, made.new.prefetch))
             elif step == "buckets":
-                self._rest()
-                self._wake(made.new.bucket_cap_mb)
+                self.rest()
+                self.wake(made.new.bucket_cap_mb)
             elif step == "recompute":
                 self._recompute(made.new.ratio)
         self.plan = made.new
@@ -318,7 +332,7 @@ class Spread:
         """Make DDP anew where others of its parameters are trained now; whether it was. All ranks call this."""
         if self._replica is None or self.plan is None or not self._replica.is_outdated:
             return False
-        self._rest()
+        self.rest()
         if self.num_ranks > 1:  # nothing is asked of the others here: a rank may come alone
             self._replica.wake(self.plan.bucket_cap_mb, finds_unused=self._finds_unused)
         return True
@@ -345,10 +359,10 @@ class Spread:
                     found.append(Tensor(name, tuple(value.shape), value.element_size(), dim))
         return found
 
-    def _after(self, plan: ParallelPlan, survey: Survey | None) -> Sharded | Whole:
+    def sharded_by(self, plan: ParallelPlan, survey: Survey | None) -> Sharded | Whole:
         """What a plan makes of parameters; ``survey`` is of what fully_shard has made so far."""
         if plan.is_replicated:
-            return Whole(lambda: self._wake(plan.bucket_cap_mb))
+            return Whole(lambda: self.wake(plan.bucket_cap_mb))
         degrees = plan.degrees(self.num_ranks, self._num_local)
         return Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))
 
@@ -387,7 +401,7 @@ class Spread:
             self._group = made
         return self._group
 
-    def _wake(self, bucket_cap_mb: float | None) -> None:
+    def wake(self, bucket_cap_mb: float | None) -> None:
         if self._replica is None:
             self._replica = Replica(self.model, None, {})
         if self.num_ranks > 1:
@@ -405,7 +419,7 @@ class Spread:
         if ratio and self._trial is None:
             self._trial = RecomputeTrial(self.model, self._blocks, raises=True)
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         assert self._replica is not None
         self._replica.rest()
 
