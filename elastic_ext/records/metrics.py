@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .json import JsonRecord
+from .measures import Measures
 
 __all__ = [
     "CAN_GO_ON",
@@ -16,7 +17,6 @@ __all__ = [
     "JobEvent",
     "JobFacts",
     "LearningFacts",
-    "Measures",
     "MemoryFacts",
     "ModelProfile",
     "NodeCalibration",
@@ -34,40 +34,6 @@ CAN_GO_ON = "can-go-on"
 """The kind of a JobEvent by which a rank that was told to end says from which step training can go on: its ``step``."""
 TOLD_TO_END = "told-to-end"
 """... and of one by which it says that nothing is saved to go on from."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measures:
-    """What was measured since the record before; None for what was not."""
-
-    steps_per_second: float | None = None
-    samples_per_second: float | None = None
-    """Of all ranks together."""
-    memory_bytes: int | None = None
-    """What this process holds of the machine's memory."""
-    accelerator_bytes: int | None = None
-    """What its tensors hold on its accelerator."""
-    accelerator_peak_bytes: int | None = None
-    """The most that they held at once, since torch's peak counters began anew."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    """Where the rank's time went of late, by phase; empty where that is not known."""
-    step_seconds: float | None = None
-    """What half of the last steps took no longer than, and nine tenths:"""
-    slow_step_seconds: float | None = None
-    tokens_per_second: float | None = None
-    """Of all ranks together."""
-    num_workers: int | None = None
-    """Of the rank's loader; 0 where it loads itself."""
-    num_micro_steps: int | None = None
-    """Of a step."""
-    num_replicas: int | None = None
-    """Of the model, each of which takes samples of its own."""
-    waits_in_passes: bool = False
-    """Whether passes wait for parameters of other ranks."""
-    num_not_finite: int | None = None
-    """Steps in which the rank has seen gradients or a loss that are not finite, since this run began,"""
-    num_skipped: int | None = None
-    """... and those of them that were left out for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ from .events import (
     spread_of,
     within,
 )
-from .record import MOST_BINS, Bins, RankRecord, Remark, RunRecord, rank_record
+from .record import MOST_BINS, ON_PAGE, Bins, RankRecord, Remark, RunRecord, rank_record
 
 __all__ = [
     "Broken",
@@ -50,7 +50,7 @@ __all__ = [
     "find_places",
     "gather",
     "known_of",
-    "not_finite_of",
+    "shown_metrics_of",
     "speeds_of",
     "windows_in",
 ]
@@ -277,13 +277,16 @@ def speeds_of(folder: Path, rank: int) -> Speeds | None:
     )
 
 
-def not_finite_of(folder: Path, rank: int) -> tuple[int, int] | None:
-    """Steps that were not finite since the rank's last process began, and those left out; None where nobody says."""
+def shown_metrics_of(folder: Path, rank: int) -> dict[str, float]:
+    """What a report shows of the rank's metrics, as its last process told them; without those of which nobody says."""
     metrics = _metrics_of(folder, rank)
-    if metrics is None or metrics.measures.num_not_finite is None:
-        return None
-    number = max(metrics.measures.num_not_finite, 0)
-    return number, min(max(metrics.measures.num_skipped or 0, 0), number)
+    measured = {} if metrics is None else metrics.measures.told()
+    found: dict[str, float] = {}
+    for name, parts in ON_PAGE.items():
+        if measured.get(name) is not None:
+            found[name] = max(measured[name], 0)
+            found |= {part: min(max(measured[part] or 0, 0), found[name]) for part in parts}
+    return found
 
 
 def _metrics_of(folder: Path, rank: int) -> RankMetrics | None:
@@ -420,7 +423,7 @@ class _Gathering:
         is_in_last = lives[-1].end >= self.chosen.last_life_begin
         slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
         speeds = self._speeds(rank)
-        self.ranks.append(rank_record(rank, lives, slices, speeds, self._not_finite(rank)))
+        self.ranks.append(rank_record(rank, lives, slices, speeds, self._metrics(rank)))
         self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
         self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
         for each in slices:
@@ -477,13 +480,13 @@ class _Gathering:
                 return found
         return Speeds()
 
-    def _not_finite(self, rank: int) -> tuple[int, int] | None:
-        """As the rank's last process told; None for a training before the last."""
+    def _metrics(self, rank: int) -> Mapping[str, float]:
+        """As the rank's last process told them; none of a training before the last."""
         assert self.chosen is not None
         if self.chosen.number < self.chosen.num_trainings:
-            return None
-        found = (not_finite_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
-        return next((each for each in found if each is not None), None)
+            return {}
+        found = (shown_metrics_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
+        return next(filter(None, found), {})
 
     def _lives(self, rank: int) -> list[Life]:
         paths = self.places.profiles[rank]

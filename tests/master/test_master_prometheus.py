@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from benchmarks.master_beats import made_workers
 from elastic_ext.master.metrics import MetricsServer, exposition
-from elastic_ext.master.wire import master_pb2
+from elastic_ext.master.wire import master_pb2, put_metrics
+from elastic_ext.records.measures import METRICS
 
 PINNED = Path(__file__).resolve().parents[1] / "saved" / "metrics.json"
 
@@ -143,6 +144,7 @@ def test_metrics_have_the_names_kinds_and_labels_that_they_had() -> None:
     for each in worker.DESCRIPTOR.fields:
         if each.has_presence and each.message_type is None and not worker.HasField(each.name):
             setattr(worker, each.name, 1)
+    put_metrics(worker, dict.fromkeys(METRICS, 1))
     counts = ("joins", "beats", "pushes", "generated", "unacknowledged", "events")
     found = parsed(exposition(status, dict.fromkeys(counts, 1), {"fenced": 1}))
     told = {

@@ -19,7 +19,11 @@ from elastic_ext.records.metrics import StepWindow
 ROOT = Path(__file__).resolve().parents[2]
 WIRE = Path("elastic_ext/master/wire")
 PINNED = Path(__file__).with_name("wire_v1.json")
-"""What is on the wire for good. Lines are added to it, and none of them is ever changed or taken out."""
+"""What is on the wire for good. Lines are added to it, and none of them is ever changed or taken out.
+
+Before anything was released two were: Worker.num_not_finite and num_skipped, now entries of Worker.metrics. Their
+numbers stay reserved.
+"""
 OLDEST_COMPILER = ("grpcio-tools==1.62.3", "setuptools<81")
 OLDEST = ("grpcio==1.62.3", "protobuf==4.25.0")
 

@@ -15,24 +15,40 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from elastic_ext.records.json import record_of
+from elastic_ext.records.measures import METRICS, MetricUnit
 from elastic_ext.records.metrics import StepWindow
 
 from . import master_pb2
 
-__all__ = ["as_dict", "filled", "window_message", "window_record"]
+__all__ = ["as_dict", "filled", "metrics_of", "put_metrics", "window_message", "window_record"]
 
 
 # --- messages as plain values, as JSON has them, and records of metrics.py as messages and back ----------------------
 
 _Filled = TypeVar("_Filled", bound=Message)
+_MAP = "metrics"
+"""The field for metrics that have none of their own."""
+_TOLD = {name: metric.unit for name, metric in METRICS.items() if metric.is_told and metric.unit is not None}
+_METRICS_OF: Mapping[str, Mapping[str, MetricUnit]] = {
+    "Worker": _TOLD,
+    "Progress": {name: unit for name, unit in _TOLD.items() if METRICS[name].over_ranks == "middle"},
+}
+"""By the message that tells of them."""
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent."""
+    """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent.
+
+    Metrics that have no field stand beside those that have one.
+    """
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if field.name == _MAP:
+            known = metrics_of(message)
+            for name in (*_METRICS_OF[message.DESCRIPTOR.name], *value):
+                found.setdefault(name, known.get(name))
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             found[field.name] = dict(value)
         elif _is_repeated(field):
             found[field.name] = [as_dict(each) if isinstance(each, Message) else each for each in value]
@@ -57,6 +73,32 @@ def filled(message: _Filled, record: object) -> _Filled:
         elif value is not None:
             setattr(message, field.name, value)
     return message
+
+
+def metrics_of(message: Message) -> dict[str, float]:
+    """The metrics that a Worker or a Progress tells of, by name, be they of a newer version that has more of them."""
+    found: dict[str, float] = dict(getattr(message, _MAP))
+    for name, unit in _METRICS_OF[message.DESCRIPTOR.name].items():
+        if name in message.DESCRIPTOR.fields_by_name:
+            if message.HasField(name):
+                found[name] = getattr(message, name)
+        elif not 0 <= found.get(name, 0.0) <= unit.most:
+            del found[name]
+        elif name in found and unit.is_whole:
+            found[name] = int(found[name])
+    return found
+
+
+def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
+    """Put those ``values`` of metrics into a Worker or a Progress that can be: into its field, or else into the map."""
+    for name, unit in _METRICS_OF[message.DESCRIPTOR.name].items():
+        value = values.get(name)
+        if value is None or not 0 <= value <= unit.most:
+            continue
+        if name in message.DESCRIPTOR.fields_by_name:
+            setattr(message, name, value)
+        else:
+            getattr(message, _MAP)[name] = value
 
 
 def window_message(window: StepWindow) -> master_pb2.StepWindow:

@@ -244,11 +244,11 @@ class FiniteGradients:
     def _note(self, finding: NotFinite) -> None:
         """Count the step, and say so once."""
         counts = self._counts
-        counts.num_not_finite += 1
+        counts.measured["num_not_finite"] += 1
         if not self._is_left_out:
             self._tell("warn", finding)
             return
-        counts.num_skipped += 1
+        counts.measured["num_skipped"] += 1
         committed, number = self._skipped
         number = number + 1 if committed == counts.global_step else 1
         self._skipped = counts.global_step, number
@@ -259,7 +259,7 @@ class FiniteGradients:
 
     def _stop(self) -> None:
         finding = self._finding()
-        self._counts.num_not_finite += 1
+        self._counts.measured["num_not_finite"] += 1
         text = _TEXTS["stop"].format(found=finding, step=self._after)
         self._report(text, self._after, self._details())
         raise StepError(text)
@@ -276,7 +276,7 @@ class FiniteGradients:
         self._report(text, self._after, self._details())
 
     def _details(self) -> Mapping[str, object]:
-        return {"num_not_finite": self._counts.num_not_finite, "num_skipped": self._counts.num_skipped}
+        return {name: self._counts.measured[name] for name in ("num_not_finite", "num_skipped")}
 
     def _note_left_out(self) -> None:
         """A scaler has kept an optimizer from the step under way; where it never ends it is no matter of its scale."""
