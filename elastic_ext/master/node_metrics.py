@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add, attrgetter
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.stragglers import Straggler
 from elastic_ext.records.measures import METRICS
-from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.metrics import SIZES, StepWindow
 from elastic_ext.records.text import on_one_line
 
-from .wire import master_pb2, metrics_of, put_metrics
+from .wire import master_pb2, metrics_of, put_metrics, window_record
 
 __all__ = [
     "METRICS_OF_A_JOB",
@@ -124,31 +125,9 @@ def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
     )
     if not fits:
         return None
-    peak = said.accelerator_peak_bytes
-    return StepWindow(
-        begin=said.begin,
-        end=said.end,
-        rank=rank,
-        world_size=said.world_size,
-        restart=said.restart,
-        step=said.step,
-        num_steps=said.num_steps,
-        config_version=said.config_version,
-        config_revision=said.config_revision,
-        seconds=dict(said.seconds),
-        processor_seconds=dict(said.processor_seconds),
-        typical=dict(said.typical),
-        step_seconds=tuple(said.step_seconds),
-        num_samples=said.num_samples,
-        num_tokens=said.num_tokens,
-        num_bytes=said.num_bytes,
-        num_detailed=said.num_detailed,
-        waiting_seconds=said.waiting_seconds if said.HasField("waiting_seconds") else None,
-        computing_seconds=said.computing_seconds if said.HasField("computing_seconds") else None,
-        is_settling=said.is_settling,
-        accelerator_bytes=said.accelerator_bytes if said.HasField("accelerator_bytes") else None,
-        accelerator_peak_bytes=peak if said.HasField("accelerator_peak_bytes") and peak <= _MOST_MEMORY_BYTES else None,
-    )
+    window = window_record(said)
+    too_large: dict[str, Any] = {name: None for name in SIZES if (getattr(window, name) or 0) > _MOST_MEMORY_BYTES}
+    return replace(window, **too_large) if too_large else window
 
 
 # --- the newest of what a node has told of its workers, in little memory and little time -----------------------------

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .json import JsonRecord
 from .measures import Measures
 
 __all__ = [
+    "ADDED_UP",
     "CAN_GO_ON",
     "FILE",
+    "SIZES",
     "TOLD_TO_END",
     "JobEvent",
     "JobFacts",
@@ -58,6 +60,11 @@ class RankMetrics(JsonRecord):
             raise ValueError("measures.shares holds what is no share")
 
 
+def _added_up(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
+    """A field of a StepWindow that is added up over windows in a way that has a name."""
+    return field(metadata={"added_up": how}, **given)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow(JsonRecord):
     """Where the time of one rank went, over some steps; those of a process follow each other without a gap."""
@@ -69,15 +76,15 @@ class StepWindow(JsonRecord):
     world_size: int
     restart: int
     """How often the launcher had restarted the job's processes."""
-    step: int
+    step: int = _added_up("most")
     """Steps that had committed since training began, at its end."""
-    num_steps: int
+    num_steps: int = _added_up("sum")
     """Steps that ended in it."""
     config_version: int
     config_revision: int
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float] = _added_up("by phase")
     """By phase, as profile/phases.py names them; they add up to the time from its beginning to its end."""
-    processor_seconds: Mapping[str, float] = field(default_factory=dict)
+    processor_seconds: Mapping[str, float] = _added_up("by phase", default_factory=dict)
     """What the training thread had of a processor, by phase."""
     typical: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step in the middle, by phase; empty where steps were not looked at one by one."""
@@ -88,20 +95,20 @@ class StepWindow(JsonRecord):
     processor in some. None where steps were not looked at one by one."""
     computing_seconds: float | None = None
     """What transfers, passes and the optimizer took of steps, a quarter of them no longer; None as above."""
-    is_settling: bool = False
+    is_settling: bool = _added_up("any", default=False)
     """Whether something that is to be there was still on its way then, such as workers: steps will be quicker."""
-    num_samples: int = 0
+    num_samples: int = _added_up("sum", default=0)
     """Of all ranks together."""
-    num_tokens: int = 0
-    num_bytes: int = 0
+    num_tokens: int = _added_up("sum", default=0)
+    num_bytes: int = _added_up("sum", default=0)
     """What this rank's model was given, in steps that were looked at one by one,"""
-    num_detailed: int = 0
+    num_detailed: int = _added_up("sum", default=0)
     """... and how many those were."""
     memory_bytes: int | None = None
     """What this process holds of the machine's memory, at the end,"""
     accelerator_bytes: int | None = None
     """... and of its accelerator's,"""
-    accelerator_peak_bytes: int | None = None
+    accelerator_peak_bytes: int | None = _added_up("most", default=None)
     """... and the most since torch's peak counters began anew."""
 
     @property
@@ -116,6 +123,14 @@ class StepWindow(JsonRecord):
                 "seconds, processor_seconds, typical, step_seconds, waiting_seconds or computing_seconds hold what is "
                 "no length of time"
             )
+
+
+ADDED_UP: Mapping[str, str] = {
+    each.name: each.metadata["added_up"] for each in fields(StepWindow) if "added_up" in each.metadata
+}
+"""By field of a StepWindow, how it is added up over windows; the last window's value counts for most others."""
+SIZES = tuple(each.name for each in fields(StepWindow) if each.type == "int | None")
+"""The fields of a StepWindow that are bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

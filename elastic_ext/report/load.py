@@ -7,7 +7,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from elastic_ext.profile.ledger import within as lives_within
 from elastic_ext.profile.reader import read_calibration, read_census, read_trace, view_of
 from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.files import open_regular, read_at_most
-from elastic_ext.records.metrics import JobEvent, RankMetrics, StepWindow
+from elastic_ext.records.metrics import SIZES, JobEvent, RankMetrics, StepWindow
 
 from .events import (
     Speeds,
@@ -68,9 +68,8 @@ _LEAST_TIME, _MOST_TIME = 1e8, 1e11
 _MOST_COUNT = 1 << 53
 _MOST_LENGTH = 1e10
 _NUM_QUANTILES = 64
-_COUNTS = ("rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision")
-_LATER_COUNTS = ("num_samples", "num_tokens", "num_bytes", "num_detailed")
-_SIZES = ("memory_bytes", "accelerator_bytes", "accelerator_peak_bytes")
+_COUNTS = tuple(each.name for each in fields(StepWindow) if each.type == "int" and each.default is MISSING)
+_LATER_COUNTS = tuple(each.name for each in fields(StepWindow) if each.type == "int" and each.default == 0)
 _PARTS = ("processor_seconds", "typical")
 
 
@@ -129,7 +128,7 @@ def _window_of(line: bytes, rank: int) -> StepWindow:
         raise ValueError("of another rank, or of no time")
     values: dict[str, Any] = {name: _count(found[name]) for name in _LATER_COUNTS if name in found}
     values |= {name: _lengths(found.get(name, {})) for name in _PARTS}
-    values |= {name: None if found.get(name) is None else _count(found[name]) for name in _SIZES}
+    values |= {name: None if found.get(name) is None else _count(found[name]) for name in SIZES}
     quantiles = tuple(map(_length, found.get("step_seconds", ())[:_NUM_QUANTILES]))
     seconds = _lengths(found["seconds"])
     return StepWindow(begin=begin, end=end, seconds=seconds, step_seconds=quantiles, **counts, **values)

@@ -8,13 +8,12 @@ Below, the messages as plain values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from elastic_ext.records.json import record_of
 from elastic_ext.records.measures import METRICS, MetricUnit
 from elastic_ext.records.metrics import StepWindow
 
@@ -28,12 +27,15 @@ __all__ = ["as_dict", "filled", "metrics_of", "put_metrics", "window_message", "
 _Filled = TypeVar("_Filled", bound=Message)
 _MAP = "metrics"
 """The field for metrics that have none of their own."""
-_TOLD = {name: metric.unit for name, metric in METRICS.items() if metric.is_told and metric.unit is not None}
-_METRICS_OF: Mapping[str, Mapping[str, MetricUnit]] = {
-    "Worker": _TOLD,
-    "Progress": {name: unit for name, unit in _TOLD.items() if METRICS[name].over_ranks == "middle"},
+_METRICS_OF: Mapping[str, Sequence[tuple[str, MetricUnit, bool]]] = {
+    message.name: [
+        (name, metric.unit, name in message.fields_by_name)
+        for name, metric in METRICS.items()
+        if metric.is_told and metric.unit is not None and (of_ranks or metric.over_ranks == "middle")
+    ]
+    for message, of_ranks in ((master_pb2.Worker.DESCRIPTOR, True), (master_pb2.Progress.DESCRIPTOR, False))
 }
-"""By the message that tells of them."""
+"""By the message that tells of them: their names, their units, and whether they have a field of their own there."""
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def as_dict(message: Message) -> dict[str, Any]:
         value = getattr(message, field.name)
         if field.name == _MAP:
             known = metrics_of(message)
-            for name in (*_METRICS_OF[message.DESCRIPTOR.name], *value):
+            for name in (*(name for name, _, _ in _METRICS_OF[message.DESCRIPTOR.name]), *value):
                 found.setdefault(name, known.get(name))
         elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             found[field.name] = dict(value)
@@ -78,8 +80,8 @@ def filled(message: _Filled, record: object) -> _Filled:
 def metrics_of(message: Message) -> dict[str, float]:
     """The metrics that a Worker or a Progress tells of, by name, be they of a newer version that has more of them."""
     found: dict[str, float] = dict(getattr(message, _MAP))
-    for name, unit in _METRICS_OF[message.DESCRIPTOR.name].items():
-        if name in message.DESCRIPTOR.fields_by_name:
+    for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
+        if has_field:
             if message.HasField(name):
                 found[name] = getattr(message, name)
         elif not 0 <= found.get(name, 0.0) <= unit.most:
@@ -91,11 +93,11 @@ def metrics_of(message: Message) -> dict[str, float]:
 
 def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
     """Put those ``values`` of metrics into a Worker or a Progress that can be: into its field, or else into the map."""
-    for name, unit in _METRICS_OF[message.DESCRIPTOR.name].items():
+    for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
         value = values.get(name)
         if value is None or not 0 <= value <= unit.most:
             continue
-        if name in message.DESCRIPTOR.fields_by_name:
+        if has_field:
             setattr(message, name, value)
         else:
             getattr(message, _MAP)[name] = value
@@ -107,13 +109,23 @@ def window_message(window: StepWindow) -> master_pb2.StepWindow:
 
 
 def window_record(message: master_pb2.StepWindow) -> StepWindow:
-    """The window in ``message``; ValueError where it holds what is none."""
-    window = record_of(StepWindow, as_dict(message))
-    window.check_read()
-    return window
+    """The window in ``message``, whatever its numbers are."""
+    found = {
+        name: getattr(message, name) if kind is None else kind(getattr(message, name))
+        for name, is_optional, kind in _OF_A_WINDOW
+        if not is_optional or message.HasField(name)
+    }
+    return StepWindow(**found)
 
 
 def _is_repeated(field: Any) -> bool:
     """Newer runtimes tell so in one way, older ones in another."""
     found = getattr(field, "is_repeated", None)
     return bool(found() if callable(found) else found) if found is not None else field.label == field.LABEL_REPEATED
+
+
+_OF_A_WINDOW: Sequence[tuple[Any, bool, Callable[[Any], Any] | None]] = [
+    (field.name, field.has_presence, None if not _is_repeated(field) else dict if field.message_type else tuple)
+    for field in master_pb2.StepWindow.DESCRIPTOR.fields
+]
+"""The fields of a window's message, whether one may be absent, and what a record has for a map and for a list."""
