@@ -57,7 +57,7 @@ _MOST_OF: Mapping[str, float] = {
     "config_revision": _MOST_COUNT,
     "activity_seconds": _MOST_SECONDS,
 }
-"""Of numbers of a worker that are no metrics of the table."""
+"""The most of each number of a worker that is no metric of the table."""
 
 
 def amount(value: float, most: float) -> float | None:
@@ -146,10 +146,11 @@ _FORWARD, _BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
 _COMMUNICATION, _AGREEMENT, _STEP = int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP)
 _MOST_SUM = 1.1  # of all shares of a worker
 METRICS_OF_A_JOB = tuple(name for name, metric in METRICS.items() if metric.over_ranks == "middle")
+"""The metrics of which the value in the middle of all ranks is that of the job."""
 
 
 def _in_worker(name: str) -> Callable[[master_pb2.Worker], float]:
-    """What gives a metric of a worker; 0 where it is absent."""
+    """A function that reads the metric ``name`` of a worker, and gives 0 where it is absent."""
     if name in master_pb2.Worker.DESCRIPTOR.fields_by_name:
         return attrgetter(name)
     return lambda worker: worker.metrics.get(name, 0.0)
@@ -174,7 +175,7 @@ class NodeReport:
     """The furthest; -1 where none is known."""
     step_seconds: float
     middles: tuple[float, ...]
-    """Of each of METRICS_OF_A_JOB what the worker in the middle tells; NaN where none does."""
+    """The value of the worker in the middle for each of METRICS_OF_A_JOB; NaN where no worker tells one."""
     config_version: int
     """The newest in force."""
     shares: tuple[float, ...]

@@ -1,8 +1,8 @@
-"""What a rank measures of itself: the table of metrics, a row for each, and Measures, their values at one moment.
+"""The table of metrics, and Measures, the values that a rank has measured.
 
-A row says what a metric is, how it is added up over steps and over ranks, and who is told of it in which words. What
-writes, sends, shows and documents metrics goes by the rows. Another metric is one more row, whoever measures it, and a
-test: the field of ``Measures`` that holds it has the row, and ``Counts.measured`` of a training takes what is measured.
+A metric is one row: what it is, how it is added up over steps and over ranks, who is told of it, and in which words.
+All code that writes, sends, shows or documents metrics goes by the rows. To add a metric, give ``Measures`` a field
+with a row, and have the code that measures it put the value into ``Counts.measured`` of its training.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 OverSteps = Literal["last", "total"]
-"""``last``: what was measured last counts. ``total``: it is added up from 0 on, since the run began."""
+"""``last``: the newest value of a metric counts. ``total``: a metric is added up from 0 on, since the run began."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricUnit:
-    """What metrics are counted in, and how a number of it reads."""
+    """The unit that metrics are counted in, and how a number of it reads."""
 
     name: str
     most: float
-    """A master takes a larger number for broken."""
+    """A larger number is taken for broken, and left out."""
     in_words: Callable[[float], str]
     is_whole: bool = False
 
@@ -56,44 +56,46 @@ class Metric:
 
     meaning: str
     unit: MetricUnit | None = None
-    """None for what is no number, which nothing shows by this row."""
+    """None where the value is no number: no reader shows such a metric by its row alone."""
     over_steps: OverSteps = "last"
     over_ranks: Literal["apart", "most", "middle"] = "apart"
-    """Each rank is told of apart; so it is with ``most``, and of a whole job the report page tells what the rank has
-    that has the most; with ``middle`` a master tells of the whole job what the rank in the middle has."""
+    """``apart``: every rank has its own value. ``most``: so it is, and the value of a job is that of the rank that has
+    the most. ``middle``: the value of a job is that of the rank in the middle, and Prometheus has this one alone."""
     is_told: bool = True
-    """Whether a node's status and the master hear of it; else it stays in the rank's file."""
+    """Whether a node's status and the master hear of the metric; else it stays in the rank's file."""
     prometheus: str = ""
-    """Its name there without ``elastic_ext_``, ``rank_`` and ``_total``; empty where Prometheus is not told of it."""
+    """The name in Prometheus without ``elastic_ext_``, ``rank_`` and ``_total``, and the name in a report's JSON; empty
+    where neither has the metric."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What tells it from metrics of the same name there."""
+    """Labels in Prometheus that tell the metric from others of the same name."""
     help: str = ""
     """The sentence for Prometheus, where it is another one than ``meaning``."""
     words: str = ""
-    """What is said behind a number and its unit."""
+    """The words that follow a number and its unit."""
     in_status: bool = False
-    """Whether the row of a rank in ``elastic-ext status`` shows it,"""
+    """Whether ``elastic-ext status`` shows the metric in the row of each rank."""
     on_page: bool = False
-    """... and the report page. There, as in its JSON, it is known by its name in Prometheus."""
+    """Whether the report page shows the metric, where it is not 0."""
     part_of: str = ""
-    """The name of the metric of which it counts a part, and in whose words it is told."""
+    """The name of another metric, if this one counts a part of that: it is shown in the words of that one."""
     trouble: str = ""
-    """What follows if a rank has more of it than its parts are: status calls that a trouble."""
+    """What is wrong where a rank has more of the metric than its parts are; empty where that is no trouble."""
 
     @property
     def full_name(self) -> str:
-        """Its name in Prometheus behind ``elastic_ext_``."""
+        """The name in Prometheus that follows ``elastic_ext_``."""
         whose = "" if self.over_ranks == "middle" else "rank_"
         return f"{whose}{self.prometheus}{'_total' if self.over_steps == 'total' else ''}"
 
 
 def _row(metric: Metric, default: object = None) -> Any:
+    """A field of Measures with its row."""
     return field(default=default, metadata={"metric": metric})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """What a rank has measured since the record before, each field with its row; None for what is not known."""
+    """The values that a rank has measured since its record before; None for one that is not known."""
 
     steps_per_second: float | None = _row(
         Metric(
@@ -107,7 +109,7 @@ class Measures:
     )
     samples_per_second: float | None = _row(
         Metric(
-            meaning="Of all ranks together; null where the loader does not say how many it gives.",
+            meaning="Samples of all ranks together; null where the loader does not say how many it gives.",
             unit=_rate("samples/s", 1e12),
             over_ranks="middle",
             prometheus="samples_per_second",
@@ -133,7 +135,7 @@ class Measures:
     )
     accelerator_peak_bytes: int | None = _row(
         Metric(
-            meaning="The most that they held at once, since torch's peak counters began anew.",
+            meaning="The most that its tensors held there at once, since torch's peak counters began anew.",
             unit=_BYTES,
             is_told=False,
         )
@@ -161,7 +163,7 @@ class Measures:
     )
     tokens_per_second: float | None = _row(
         Metric(
-            meaning="Of all ranks together; null where the model is given none.",
+            meaning="Tokens of all ranks together; null where the model is given none.",
             unit=_rate("tokens/s", 1e15),
             over_ranks="middle",
             prometheus="tokens_per_second",
@@ -169,7 +171,7 @@ class Measures:
         )
     )
     num_workers: int | None = _row(
-        Metric(meaning="Of the rank's loader; 0 where it loads itself.", unit=_NUMBER, is_told=False)
+        Metric(meaning="Workers of the rank's loader; 0 where it loads itself.", unit=_NUMBER, is_told=False)
     )
     num_micro_steps: int | None = _row(Metric(meaning="Micro-steps of a step.", unit=_NUMBER, is_told=False))
     num_replicas: int | None = _row(
@@ -193,11 +195,12 @@ class Measures:
     )
     num_skipped: int | None = _row(
         Metric(
-            meaning="Those of them that were left out.",
+            meaning="Steps that were left out since they were not finite.",
             unit=_STEPS,
             over_steps="total",
             over_ranks="most",
             prometheus="steps_skipped",
+            help="Those of them that were left out.",
             words="left out",
             on_page=True,
             part_of="num_not_finite",
@@ -205,12 +208,12 @@ class Measures:
     )
 
     def told(self) -> dict[str, Any]:
-        """What a node's status and the master hear of, by name."""
+        """The values that a node's status and the master hear of, by name."""
         return {name: getattr(self, name) for name, metric in METRICS.items() if metric.is_told}
 
 
 METRICS: Mapping[str, Metric] = {each.name: each.metadata["metric"] for each in fields(Measures)}
-"""The rows, by the name that a metric has in files, on the wire and in JSON."""
+"""The rows of all metrics, by the name that a metric has in files, on the wire and in JSON."""
 
 
 def parts_of(name: str) -> list[str]:
@@ -229,7 +232,7 @@ def words_of(name: str, values: Mapping[str, Any]) -> str:
 
 
 def shown_in_words(values: Mapping[str, Any], over_steps: OverSteps) -> list[str]:
-    """The cells of a rank's row in a status, of the metrics that are added up so over steps."""
+    """The cells of a rank's row in a status, for the metrics that are added up so over steps."""
     return [
         words_of(name, values)
         for name, metric in METRICS.items()

@@ -128,9 +128,9 @@ class StepWindow(JsonRecord):
 ADDED_UP: Mapping[str, str] = {
     each.name: each.metadata["added_up"] for each in fields(StepWindow) if "added_up" in each.metadata
 }
-"""By field of a StepWindow, how it is added up over windows; the last window's value counts for most others."""
+"""How fields of a StepWindow are added up over windows, by the field's name; of most others the last value counts."""
 SIZES = tuple(each.name for each in fields(StepWindow) if each.type == "int | None")
-"""The fields of a StepWindow that are bytes of memory."""
+"""The fields of a StepWindow that hold bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -277,7 +277,7 @@ def speeds_of(folder: Path, rank: int) -> Speeds | None:
 
 
 def shown_metrics_of(folder: Path, rank: int) -> dict[str, float]:
-    """What a report shows of the rank's metrics, as its last process told them; without those of which nobody says."""
+    """The metrics that a report shows, as the rank's last process wrote them; without those that it did not write."""
     metrics = _metrics_of(folder, rank)
     measured = {} if metrics is None else metrics.measures.told()
     found: dict[str, float] = {}
@@ -480,7 +480,7 @@ class _Gathering:
         return Speeds()
 
     def _metrics(self, rank: int) -> Mapping[str, float]:
-        """As the rank's last process told them; none of a training before the last."""
+        """The metrics that the rank's last process has written; none for a training before the last."""
         assert self.chosen is not None
         if self.chosen.number < self.chosen.num_trainings:
             return {}

@@ -93,7 +93,7 @@ def _of_metrics(record: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 
 def _shown_metrics(record: RunRecord) -> list[tuple[str, Metric]]:
-    """The metrics that the page shows; nothing of those that are 0."""
+    """The metrics that the page shows, without those that are 0."""
     return [(name, METRICS[name]) for name in ON_PAGE if record.metrics[name]]
 
 

@@ -107,7 +107,7 @@ ON_PAGE: Mapping[str, Sequence[str]] = {
     for name, metric in METRICS.items()
     if metric.on_page and not metric.part_of
 }
-"""The metrics that a report shows, each with those that count a part of it."""
+"""The metrics that a report shows, each with the metrics that count a part of it."""
 
 
 class RankSums(NamedTuple):
@@ -161,7 +161,7 @@ class RankRecord:
     most_host_bytes: int | None
     most_accelerator_bytes: int | None
     metrics: Mapping[str, float]
-    """What its last process has told of itself, as the page shows it; without what it has not told."""
+    """The metrics that the page shows, as the rank's last process has written them; without those that it has not."""
     bins: Bins
     """Of ``RankSums``."""
 
@@ -208,7 +208,7 @@ class RunRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the page shows of metrics, of the rank that has the most; 0 where no rank has told."""
+        """The metrics that the page shows, each of the rank that has the most of it; 0 where no rank has told."""
         found: dict[str, float] = {}
         for name, parts in ON_PAGE.items():
             told = [[each.metrics[one] for one in (name, *parts)] for each in self.ranks if name in each.metrics]

@@ -137,8 +137,7 @@ class Counts:
     num_samples: int = 0
     """Of those steps, over all ranks, as far as they are known."""
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0))
-    """Metrics of this rank, by name, that its metrics file takes from here: those that are added up are there from the
-    beginning, and count what this rank has seen since this run began."""
+    """Values of metrics for this rank's next record, by name. Those that are added up over steps begin with 0."""
 
     @property
     def epoch_to_resume(self) -> int:

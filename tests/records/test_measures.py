@@ -88,17 +88,35 @@ def test_a_number_that_has_a_row_comes_to_the_report_and_the_documents(told: Map
         assert row in told["table"]
 
 
-def test_a_metric_is_named_by_its_row_and_by_what_measures_it_alone() -> None:
-    naming = {
+NAMING: Mapping[str, Mapping[str, str]] = {
+    "num_skipped": {
         "elastic_ext/records/measures.py": "its row",
         "elastic_ext/training/gradients/finite.py": "what measures it",
         "elastic_ext/data/sources.py": "batches that a loader passes over, which are called so too",
         "docs/trainer.md": "what to do about it",
-    }
+    },
+    "accelerator_peak_bytes": {
+        "elastic_ext/records/measures.py": "its row",
+        "elastic_ext/records/metrics.py": "the field of a window, with how it is added up",
+        "elastic_ext/profile/windows.py": "what measures it",
+        "elastic_ext/profile/summary.py": "StepProfile, which is public",
+        "elastic_ext/profile/output.py": "the curve in TensorBoard",
+        "elastic_ext/report/record.py": "the curve on the report page",
+        "elastic_ext/master/observations.py": "the tuner, which decides by it",
+        "elastic_ext/master/wire/master.proto": "the tuner's wire",
+        "elastic_ext/master/wire/master_pb2.pyi": "made from that",
+        "docs/profile.md": "the fields of a window",
+    },
+}
+"""The files that name a metric, and why: its row, what measures it, and besides those alone that use its meaning."""
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_a_metric_is_named_by_its_row_and_by_what_measures_or_means_it_alone(name: str) -> None:
     files = [path for folder in ("elastic_ext", "docs") for path in (ROOT / folder).rglob("*") if path.is_file()]
     texts = {path: path.read_bytes() for path in files if "__pycache__" not in path.parts}
-    found = {str(path.relative_to(ROOT)) for path, text in texts.items() if re.search(rb"\bnum_skipped\b", text)}
-    assert found == naming.keys()
+    word = re.compile(rb"(?<![\w\\])%s\b" % name.encode())
+    assert {str(path.relative_to(ROOT)) for path, text in texts.items() if word.search(text)} == NAMING[name].keys()
 
 
 # ---- the rows ----

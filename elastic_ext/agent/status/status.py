@@ -135,10 +135,10 @@ class RankStatus:
     activity_seconds: float | None
     trouble: str | None
     measures: Measures
-    """What the rank tells of itself; above is what its agent sees, and else that."""
+    """The values that the rank has written; of those with a field above, the agent's view comes first."""
 
     def to_dict(self) -> dict[str, Any]:
-        """It as JSON has it: what the rank tells of itself stands beside the rest."""
+        """The status of a rank as JSON has it, its metrics beside the other values."""
         found = asdict(self)
         del found["measures"]
         return {**found, **{name: value for name, value in self.measures.told().items() if name not in found}}
@@ -387,8 +387,7 @@ def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_s
 
 
 def _metric_words(ranks: Sequence[RankStatus]) -> Iterator[tuple[bool, str]]:
-    """What is to be said of metrics that may be a trouble, of the rank that has the most: whether it is one, and the
-    words."""
+    """For each metric that may be a trouble, whether the rank with the most of it has that trouble, and the words."""
     for name, trouble in ((name, metric.trouble) for name, metric in METRICS.items() if metric.trouble):
         told = [(each.rank, each.measures.told()) for each in ranks]
         rank, worst = max(told, key=lambda each: each[1][name] or 0, default=(0, {}))

@@ -26,7 +26,7 @@ __all__ = ["as_dict", "filled", "metrics_of", "put_metrics", "window_message", "
 
 _Filled = TypeVar("_Filled", bound=Message)
 _MAP = "metrics"
-"""The field for metrics that have none of their own."""
+"""The field of a message for metrics that have no field of their own."""
 _METRICS_OF: Mapping[str, Sequence[tuple[str, MetricUnit, bool]]] = {
     message.name: [
         (name, metric.unit, name in message.fields_by_name)
@@ -35,7 +35,7 @@ _METRICS_OF: Mapping[str, Sequence[tuple[str, MetricUnit, bool]]] = {
     ]
     for message, of_ranks in ((master_pb2.Worker.DESCRIPTOR, True), (master_pb2.Progress.DESCRIPTOR, False))
 }
-"""By the message that tells of them: their names, their units, and whether they have a field of their own there."""
+"""The metrics of each message: name, unit, and whether the message has a field for it."""
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def filled(message: _Filled, record: object) -> _Filled:
 
 
 def metrics_of(message: Message) -> dict[str, float]:
-    """The metrics that a Worker or a Progress tells of, by name, be they of a newer version that has more of them."""
+    """The metrics of a Worker or a Progress, by name; those that only a newer version knows are among them."""
     found: dict[str, float] = dict(getattr(message, _MAP))
     for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
         if has_field:
@@ -92,7 +92,8 @@ def metrics_of(message: Message) -> dict[str, float]:
 
 
 def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
-    """Put those ``values`` of metrics into a Worker or a Progress that can be: into its field, or else into the map."""
+    """Put ``values`` of metrics into a Worker or a Progress, each into its field or else into the map; a value that
+    cannot be is left out."""
     for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
         value = values.get(name)
         if value is None or not 0 <= value <= unit.most:
@@ -109,7 +110,7 @@ def window_message(window: StepWindow) -> master_pb2.StepWindow:
 
 
 def window_record(message: master_pb2.StepWindow) -> StepWindow:
-    """The window in ``message``, whatever its numbers are."""
+    """The record of the window in ``message``; its numbers are not checked."""
     found = {
         name: getattr(message, name) if kind is None else kind(getattr(message, name))
         for name, is_optional, kind in _OF_A_WINDOW
@@ -128,4 +129,4 @@ _OF_A_WINDOW: Sequence[tuple[Any, bool, Callable[[Any], Any] | None]] = [
     (field.name, field.has_presence, None if not _is_repeated(field) else dict if field.message_type else tuple)
     for field in master_pb2.StepWindow.DESCRIPTOR.fields
 ]
-"""The fields of a window's message, whether one may be absent, and what a record has for a map and for a list."""
+"""The fields of a window's message: name, whether it may be absent, and what a record has for a map or a list."""
