@@ -50,7 +50,7 @@ _SECONDS = MetricUnit(name="seconds", most=1e9, in_words=lambda value: f"{value:
 _NUMBER = MetricUnit(name="number", most=2**53, in_words=lambda value: f"{value:g}", is_whole=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A row of the table of metrics; Prometheus and the documentation print its sentence."""
 
@@ -99,8 +99,8 @@ class Measures:
 
     steps_per_second: float | None = _row(
         Metric(
-            meaning="Boundaries that training has passed, per second since the record before.",
-            unit=_rate("steps/s", 1e9),
+            "Boundaries that training has passed, per second since the record before.",
+            _rate("steps/s", 1e9),
             over_ranks="middle",
             prometheus="steps_per_second",
             help="Steps of all ranks together, of late.",
@@ -109,25 +109,20 @@ class Measures:
     )
     samples_per_second: float | None = _row(
         Metric(
-            meaning="Samples of all ranks together; null where the loader does not say how many it gives.",
-            unit=_rate("samples/s", 1e12),
+            "Samples of all ranks together; null where the loader does not say how many it gives.",
+            _rate("samples/s", 1e12),
             over_ranks="middle",
             prometheus="samples_per_second",
             help="Samples of all ranks together, of late.",
         )
     )
     memory_bytes: int | None = _row(
-        Metric(
-            meaning="What its process holds of the machine's memory.",
-            unit=_BYTES,
-            prometheus="memory_bytes",
-            in_status=True,
-        )
+        Metric("What its process holds of the machine's memory.", _BYTES, prometheus="memory_bytes", in_status=True)
     )
     accelerator_bytes: int | None = _row(
         Metric(
-            meaning="What its tensors hold on its accelerator.",
-            unit=_BYTES,
+            "What its tensors hold on its accelerator.",
+            _BYTES,
             prometheus="accelerator_memory_bytes",
             words="on its accelerator",
             in_status=True,
@@ -135,19 +130,19 @@ class Measures:
     )
     accelerator_peak_bytes: int | None = _row(
         Metric(
-            meaning="The most that its tensors held there at once, since torch's peak counters began anew.",
-            unit=_BYTES,
+            "The most that its tensors held there at once, since torch's peak counters began anew.",
+            _BYTES,
             is_told=False,
         )
     )
     shares: Mapping[str, float] = field(
         default_factory=dict,
-        metadata={"metric": Metric(meaning="Where the rank's time went of late, by phase; empty where not known.")},
+        metadata={"metric": Metric("Where the rank's time went of late, by phase; empty where not known.")},
     )
     step_seconds: float | None = _row(
         Metric(
-            meaning="What half of the last steps took no longer than.",
-            unit=_SECONDS,
+            "What half of the last steps took no longer than.",
+            _SECONDS,
             prometheus="step_duration_seconds",
             labels={"quantile": "0.5"},
             help="What the last steps took, half of them and nine tenths no longer.",
@@ -155,35 +150,35 @@ class Measures:
     )
     slow_step_seconds: float | None = _row(
         Metric(
-            meaning="What nine tenths of the last steps took no longer than.",
-            unit=_SECONDS,
+            "What nine tenths of the last steps took no longer than.",
+            _SECONDS,
             prometheus="step_duration_seconds",
             labels={"quantile": "0.9"},
         )
     )
     tokens_per_second: float | None = _row(
         Metric(
-            meaning="Tokens of all ranks together; null where the model is given none.",
-            unit=_rate("tokens/s", 1e15),
+            "Tokens of all ranks together; null where the model is given none.",
+            _rate("tokens/s", 1e15),
             over_ranks="middle",
             prometheus="tokens_per_second",
             help="Tokens of all ranks together, of late.",
         )
     )
     num_workers: int | None = _row(
-        Metric(meaning="Workers of the rank's loader; 0 where it loads itself.", unit=_NUMBER, is_told=False)
+        Metric("Workers of the rank's loader; 0 where it loads itself.", _NUMBER, is_told=False)
     )
-    num_micro_steps: int | None = _row(Metric(meaning="Micro-steps of a step.", unit=_NUMBER, is_told=False))
+    num_micro_steps: int | None = _row(Metric("Micro-steps of a step.", _NUMBER, is_told=False))
     num_replicas: int | None = _row(
-        Metric(meaning="Replicas of the model, each of which takes samples of its own.", unit=_NUMBER, is_told=False)
+        Metric("Replicas of the model, each of which takes samples of its own.", _NUMBER, is_told=False)
     )
     waits_in_passes: bool = _row(
-        Metric(meaning="Whether passes wait for parameters of other ranks.", is_told=False), default=False
+        Metric("Whether passes wait for parameters of other ranks.", is_told=False), default=False
     )
     num_not_finite: int | None = _row(
         Metric(
-            meaning="Steps with gradients or a loss that were not finite.",
-            unit=_STEPS,
+            "Steps with gradients or a loss that were not finite.",
+            _STEPS,
             over_steps="total",
             over_ranks="most",
             prometheus="steps_not_finite",
@@ -195,8 +190,8 @@ class Measures:
     )
     num_skipped: int | None = _row(
         Metric(
-            meaning="Steps that were left out since they were not finite.",
-            unit=_STEPS,
+            "Steps that were left out since they were not finite.",
+            _STEPS,
             over_steps="total",
             over_ranks="most",
             prometheus="steps_skipped",

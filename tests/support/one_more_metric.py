@@ -31,8 +31,8 @@ __all__ = ["ROWS"]
 ROWS = """
     num_odd: int | None = _row(
         Metric(
-            meaning="Steps with an odd number.",
-            unit=_STEPS,
+            "Steps with an odd number.",
+            _STEPS,
             over_steps="total",
             over_ranks="most",
             prometheus="steps_odd",
@@ -44,8 +44,8 @@ ROWS = """
     )
     things_per_second: float | None = _row(
         Metric(
-            meaning="Things of all ranks together, of late.",
-            unit=_rate("things/s", 1e6),
+            "Things of all ranks together, of late.",
+            _rate("things/s", 1e6),
             over_ranks="middle",
             prometheus="things_per_second",
             in_status=True,
