@@ -115,6 +115,8 @@ def test_a_status_is_told_in_base_units_with_a_type_and_a_sentence_for_each_metr
         "elastic_ext_master_beats_total",
         "elastic_ext_master_pushes_total",
         "elastic_ext_master_refusals_total",
+        "elastic_ext_rank_steps_not_finite_total",
+        "elastic_ext_rank_steps_skipped_total",
     }
     assert all(name.endswith("_total") == (metric.kind == "counter") for name, metric in found.items())
     assert found["elastic_ext_master_refusals_total"].series == {(("reason", "fenced"),): 1, (("reason", "rate"),): 3}
