@@ -102,6 +102,7 @@ def made_worker(
         shares={name: seconds / length for name, seconds in typical.items()},
         step_seconds=length,
         slow_step_seconds=1.1 * length,
+        metrics={"num_not_finite": 0.0, "num_skipped": 0.0},
         windows=[
             made_window(
                 rank,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import re
+from importlib import import_module, metadata
+from typing import Any
 
 project = "elastic_ext"
 author = "the authors of elastic_ext"
@@ -41,3 +43,18 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.training.trainer._Result"),
     ("py:obj", "elastic_ext.data.loader._Sample"),
 ]
+
+_TABLE = re.compile(r"<!-- table: ([\w.]+)\.(\w+) -->")
+
+
+def with_tables(page: str) -> str:
+    """``page`` with the tables that the library prints in place of their marks, each of which names a function."""
+    return _TABLE.sub(lambda mark: str(getattr(import_module(mark[1]), mark[2])()), page)
+
+
+def _read(app: Any, name: str, source: list[str]) -> None:
+    source[0] = with_tables(source[0])
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _read)

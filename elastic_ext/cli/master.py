@@ -14,10 +14,11 @@ from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefu
 from elastic_ext.master.address import MasterPlace
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.tuning import changes_in_words, rates_of
-from elastic_ext.master.wire import as_dict
+from elastic_ext.master.wire import as_dict, metrics_of
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.ranks.deadlines import Backoff
-from elastic_ext.records.text import age_in_words, counted, not_finite_in_words, on_one_line, size_in_words
+from elastic_ext.records.measures import shown_in_words
+from elastic_ext.records.text import age_in_words, counted, on_one_line
 
 from .ckpt import Terminal
 
@@ -156,14 +157,8 @@ def _worker(worker: wire.Worker) -> str:
         parts.append(f"exit code {worker.exit_code}")
     if worker.HasField("step"):
         parts.append(f"step {worker.step}")
-    if worker.HasField("steps_per_second"):
-        parts.append(f"{worker.steps_per_second:.3g} steps/s")
-    if worker.HasField("memory_bytes"):
-        parts.append(size_in_words(worker.memory_bytes))
-    if worker.HasField("accelerator_bytes"):
-        parts.append(f"{size_in_words(worker.accelerator_bytes)} on its accelerator")
-    if worker.num_not_finite:
-        parts.append(not_finite_in_words(worker.num_not_finite, worker.num_skipped))
+    metrics = metrics_of(worker)
+    parts += [*filter(None, (*shown_in_words(metrics, "last"), *shown_in_words(metrics, "total")))]
     if worker.HasField("config_version"):
         parts.append(f"config {worker.config_version}")
     if worker.activity:

@@ -31,10 +31,10 @@ from elastic_ext.ranks.board import Trouble
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Pulse, begin_pulse
 from elastic_ext.records.json import shown
+from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import (
     JobEvent,
     JobFacts,
-    Measures,
     ModelProfile,
     NodeCalibration,
     RankMetrics,

@@ -309,8 +309,8 @@ class Streams:
             slot.passed,
             mark,
             is_raw,
-            is_whole=self._settings.drop_last
-            or self._plan is not None,  # a plan's batch has what is left of several streams
+            # A plan's batch has what is left of several streams.
+            is_whole=self._settings.drop_last or self._plan is not None,
             is_marked=self.wants_states or self._plan is not None,
             seed=self.seed,
         )

@@ -16,10 +16,11 @@ from elastic_ext.profile.reader import present_windows, view_of
 from elastic_ext.profile.stragglers import ChangeDetector, Straggler
 from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.json import object_of, record_of
-from elastic_ext.records.metrics import Measures, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import StepWindow
 
-from .node_metrics import MOST_WORKERS, NodeReport, SlowRanks, report_of, window_in
-from .wire import filled, master_pb2
+from .node_metrics import METRICS_OF_A_JOB, MOST_WORKERS, NodeReport, SlowRanks, report_of, window_in
+from .wire import filled, master_pb2, put_metrics
 
 __all__ = ["FINEST_SECONDS", "Collector", "History", "MeanPoint", "mean_of"]
 
@@ -282,7 +283,9 @@ class Collector:
 
     def progress(self, now: float) -> master_pb2.Progress:
         """How far the job is and how fast, by what is fresh."""
-        return filled(master_pb2.Progress(), self._point(now, 0.0))
+        progress = filled(master_pb2.Progress(), self._point(now, 0.0))
+        put_metrics(progress, _middles_of([report for _, report in self._fresh(now)]))
+        return progress
 
     def versions_in_force(self, now: float) -> list[int]:
         """Of the config, on nodes of which something fresh is known: the newest on each."""
@@ -346,6 +349,7 @@ class Collector:
     def _point(self, now: float, seconds: float) -> MeanPoint:
         """The job as it is now."""
         fresh = [report for _, report in self._fresh(now)]
+        middles = _middles_of(fresh)
         num_shared = sum(each.num_shared for each in fresh)
         sums = [sum(column) for column in zip(*(each.shares for each in fresh if each.num_shared), strict=True)]
         shares = zip(_LABELS, sums, strict=False)
@@ -355,9 +359,9 @@ class Collector:
             seconds=seconds,
             step=step if step >= 0 else None,
             step_seconds=_middle(each.step_seconds for each in fresh),
-            steps_per_second=_middle(each.steps_per_second for each in fresh),
-            samples_per_second=_middle(each.samples_per_second for each in fresh),
-            tokens_per_second=_middle(each.tokens_per_second for each in fresh),
+            steps_per_second=middles["steps_per_second"],
+            samples_per_second=middles["samples_per_second"],
+            tokens_per_second=middles["tokens_per_second"],
             num_nodes=sum(each.num_running > 0 for each in fresh),
             num_workers=sum(each.num_running for each in fresh),
             config_version=max((each.config_version for each in fresh), default=0),
@@ -391,6 +395,11 @@ def _newest(kept: tuple[bytes, ...], windows: Sequence[master_pb2.StepWindow]) -
             found.append(data)
             num_steps += window.num_steps
     return (*found, *kept)[: _MOST_WINDOWS if num_steps < _LEAST_STEPS else _MOST_WINDOWS - 1]
+
+
+def _middles_of(reports: Sequence[NodeReport]) -> dict[str, float | None]:
+    """The metrics of a job, each as the node in the middle tells it."""
+    return {name: _middle(each.middles[place] for each in reports) for place, name in enumerate(METRICS_OF_A_JOB)}
 
 
 def _middle(values: Iterable[float]) -> float | None:

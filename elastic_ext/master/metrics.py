@@ -14,9 +14,10 @@ from typing import Literal
 from google.protobuf.message import Message
 
 from elastic_ext.profile.phases import Phase
+from elastic_ext.records.measures import METRICS, Metric
 from elastic_ext.records.text import on_one_line
 
-from .wire import master_pb2
+from .wire import master_pb2, metrics_of
 
 __all__ = ["CONTENT_TYPE", "MOST_RANKS", "MetricsServer", "exposition"]
 
@@ -123,10 +124,8 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
     yield _one("membership_nodes", "Nodes in it.", len(status.membership.nodes))
     yield _one("troubles", "What there is to complain of.", len(status.troubles))
     yield _one("recommendations", "What a person should do.", len(status.recommendations))
-    rates = ("steps_per_second", "samples_per_second", "tokens_per_second")
     yield _optional("step", "Steps that have committed since training began.", progress, "step")
-    for name in rates:
-        yield _optional(name, f"{name.partition('_')[0].capitalize()} of all ranks together, of late.", progress, name)
+    yield from _of_measured([({}, metrics_of(progress))], of_job=True)
     shares = [({"phase": phase}, progress.shares[phase]) for phase in _PHASES if phase in progress.shares]
     yield _Family(name="phase_ratio", kind="gauge", help="Where the time of ranks goes, of late.", samples=shares)
     if status.verdict.kind:
@@ -181,36 +180,37 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
             if (value := _known(worker, amount)) is not None
         ]
         yield _Family(name=f"rank_{name}", kind="gauge", help=text, samples=values)
-    for name, text, amount in _RANK_COUNTERS:
-        counted = [
-            (label, value)
-            for label, worker in zip(labels, workers, strict=True)
-            if (value := _known(worker, amount)) is not None
-        ]
-        yield _Family(name=f"rank_{name}_total", kind="counter", help=text, samples=counted)
-    durations = [
-        ({**label, "quantile": quantile}, value)
-        for label, worker in zip(labels, workers, strict=True)
-        for quantile, amount in (("0.5", "step_seconds"), ("0.9", "slow_step_seconds"))
-        if (value := _known(worker, amount)) is not None
-    ]
-    text = "What the last steps took, half of them and nine tenths no longer."
-    yield _Family(name="rank_step_duration_seconds", kind="gauge", help=text, samples=durations)
+    yield from _of_measured(list(zip(labels, map(metrics_of, workers), strict=True)), of_job=False)
+
+
+def _of_measured(told: Sequence[tuple[Labels, Mapping[str, float]]], *, of_job: bool) -> Iterator[_Family]:
+    """The metrics of the table that are told of the job, or else of each rank, by what was ``told`` under labels."""
+    families: dict[str, list[tuple[str, Metric]]] = {}
+    for name, metric in METRICS.items():
+        if metric.prometheus and (metric.over_ranks == "middle") == of_job:
+            families.setdefault(metric.full_name, []).append((name, metric))
+    for full_name, rows in families.items():
+        first = rows[0][1]
+        yield _Family(
+            name=full_name,
+            kind="counter" if first.over_steps == "total" else "gauge",
+            help=first.help or first.meaning,
+            samples=[
+                ({**labels, **metric.labels}, values[name])
+                for labels, values in told
+                for name, metric in rows
+                if name in values
+            ],
+        )
 
 
 _RANK_GAUGES: tuple[tuple[str, str, str, float], ...] = (
     ("step", "Steps that have committed.", "step", 1),
-    ("memory_bytes", "What its process holds of the machine's memory.", "memory_bytes", 1),
-    ("accelerator_memory_bytes", "What its tensors hold on its accelerator.", "accelerator_bytes", 1),
     ("cpu_ratio", "Processors that it keeps busy.", "cpu_percent", 0.01),
     ("accelerator_busy_ratio", "How busy its accelerator is.", "gpu_percent", 0.01),
     ("config_version", "Which version is in force.", "config_version", 1),
 )
-
-_RANK_COUNTERS: tuple[tuple[str, str, str], ...] = (
-    ("steps_not_finite", "Steps with gradients or a loss that were not finite.", "num_not_finite"),
-    ("steps_skipped", "Those of them that were left out.", "num_skipped"),
-)
+"""What a node tells of a rank that is no metric of the table."""
 
 
 # ---- as text ----

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import add
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import add, attrgetter
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.stragglers import Straggler
-from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.measures import METRICS
+from elastic_ext.records.metrics import SIZES, StepWindow
 from elastic_ext.records.text import on_one_line
 
-from .wire import master_pb2
+from .wire import master_pb2, metrics_of, put_metrics, window_record
 
 __all__ = [
+    "METRICS_OF_A_JOB",
     "MOST_SHARE",
     "MOST_WORDS",
     "MOST_WORKERS",
@@ -48,21 +51,13 @@ _MOST_COUNT = 2**53
 _MOST_MEMORY_BYTES = 2**60
 _MOST_OF: Mapping[str, float] = {
     "step": _MOST_COUNT,
-    "steps_per_second": 1e9,
-    "samples_per_second": 1e12,
-    "tokens_per_second": 1e15,
-    "memory_bytes": _MOST_MEMORY_BYTES,
-    "accelerator_bytes": _MOST_MEMORY_BYTES,
     "cpu_percent": 1e6,
     "gpu_percent": 100.0,
     "config_version": _MOST_COUNT,
     "config_revision": _MOST_COUNT,
     "activity_seconds": _MOST_SECONDS,
-    "step_seconds": _MOST_SECONDS,
-    "slow_step_seconds": _MOST_SECONDS,
-    "num_not_finite": _MOST_COUNT,
-    "num_skipped": _MOST_COUNT,
 }
+"""The most of each number of a worker that is no metric of the table."""
 
 
 def amount(value: float, most: float) -> float | None:
@@ -95,6 +90,7 @@ def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
         trouble=words(worker.trouble),
         shares=fitting_table(worker.shares, MOST_SHARE),
     )
+    put_metrics(found, metrics_of(worker))
     if worker.HasField("exit_code"):
         found.exit_code = worker.exit_code
     for name, most in _MOST_OF.items():
@@ -129,31 +125,9 @@ def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
     )
     if not fits:
         return None
-    peak = said.accelerator_peak_bytes
-    return StepWindow(
-        begin=said.begin,
-        end=said.end,
-        rank=rank,
-        world_size=said.world_size,
-        restart=said.restart,
-        step=said.step,
-        num_steps=said.num_steps,
-        config_version=said.config_version,
-        config_revision=said.config_revision,
-        seconds=dict(said.seconds),
-        processor_seconds=dict(said.processor_seconds),
-        typical=dict(said.typical),
-        step_seconds=tuple(said.step_seconds),
-        num_samples=said.num_samples,
-        num_tokens=said.num_tokens,
-        num_bytes=said.num_bytes,
-        num_detailed=said.num_detailed,
-        waiting_seconds=said.waiting_seconds if said.HasField("waiting_seconds") else None,
-        computing_seconds=said.computing_seconds if said.HasField("computing_seconds") else None,
-        is_settling=said.is_settling,
-        accelerator_bytes=said.accelerator_bytes if said.HasField("accelerator_bytes") else None,
-        accelerator_peak_bytes=peak if said.HasField("accelerator_peak_bytes") and peak <= _MOST_MEMORY_BYTES else None,
-    )
+    window = window_record(said)
+    too_large: dict[str, Any] = {name: None for name in SIZES if (getattr(window, name) or 0) > _MOST_MEMORY_BYTES}
+    return replace(window, **too_large) if too_large else window
 
 
 # --- the newest of what a node has told of its workers, in little memory and little time -----------------------------
@@ -171,11 +145,23 @@ _NUM_IN_STEPS = len(IN_STEPS)  # which come first
 _FORWARD, _BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
 _COMMUNICATION, _AGREEMENT, _STEP = int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP)
 _MOST_SUM = 1.1  # of all shares of a worker
+METRICS_OF_A_JOB = tuple(name for name, metric in METRICS.items() if metric.over_ranks == "middle")
+"""The metrics of which the value in the middle of all ranks is that of the job."""
+
+
+def _in_worker(name: str) -> Callable[[master_pb2.Worker], float]:
+    """A function that reads the metric ``name`` of a worker, and gives 0 where it is absent."""
+    if name in master_pb2.Worker.DESCRIPTOR.fields_by_name:
+        return attrgetter(name)
+    return lambda worker: worker.metrics.get(name, 0.0)
+
+
+_MIDDLES = tuple(map(_in_worker, METRICS_OF_A_JOB))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeReport:
-    """What a node's workers do, as of ``time``, in seconds since 1970. Rates that are not known are NaN."""
+    """What a node's workers do, as of ``time``, in seconds since 1970."""
 
     time: float
     host: str
@@ -188,9 +174,8 @@ class NodeReport:
     step: int
     """The furthest; -1 where none is known."""
     step_seconds: float
-    steps_per_second: float
-    samples_per_second: float
-    tokens_per_second: float
+    middles: tuple[float, ...]
+    """The value of the worker in the middle for each of METRICS_OF_A_JOB; NaN where no worker tells one."""
     config_version: int
     """The newest in force."""
     shares: tuple[float, ...]
@@ -215,9 +200,6 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
     ranks: list[int] = []
     local: list[float] = []
     lengths: list[float] = []
-    steps: list[float] = []
-    samples: list[float] = []
-    tokens: list[float] = []
     shares = list(_NOTHING)
     step, num_running, config_version, num_shared = -1, 0, 0, 0
     for worker in workers:
@@ -239,9 +221,6 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
             step = worker.step
         if config_version < worker.config_version <= _MOST_COUNT:
             config_version = worker.config_version
-        steps.append(worker.steps_per_second)
-        samples.append(worker.samples_per_second)
-        tokens.append(worker.tokens_per_second)
     return NodeReport(
         time=time,
         host=host,
@@ -251,9 +230,7 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
         num_running=num_running,
         step=step,
         step_seconds=_middle(lengths),
-        steps_per_second=_middle(steps),
-        samples_per_second=_middle(samples),
-        tokens_per_second=_middle(tokens),
+        middles=tuple([_middle(list(map(told, workers))) for told in _MIDDLES]),
         config_version=config_version,
         shares=tuple(shares),
         num_shared=num_shared,

@@ -14,7 +14,8 @@ from statistics import median
 from elastic_ext.profile.breakdown import Weighed, weigh
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.reader import view_of
-from elastic_ext.records.metrics import Measures, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import StepWindow
 from elastic_ext.records.text import counted
 from elastic_ext.tuner.measurements import MeasuredSteps
 

@@ -7,10 +7,11 @@ once, so that most steps wait for none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
+from elastic_ext.records.metrics import ADDED_UP, NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 
@@ -133,25 +134,15 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         )
     ordered = sorted(windows, key=lambda each: (each.begin, each.end))
     last = ordered[-1]
-    peaks = [each.accelerator_peak_bytes for each in ordered if each.accelerator_peak_bytes is not None]
     quantiles = [each.step_seconds for each in ordered if each.step_seconds]
     return replace(
         last,
         begin=ordered[0].begin,
-        step=max(each.step for each in ordered),
-        num_steps=sum(each.num_steps for each in ordered),
-        seconds=_added([each.seconds for each in ordered]),
-        processor_seconds=_added([each.processor_seconds for each in ordered]),
         typical=_mean_typical(ordered),
         step_seconds=tuple(max(each) for each in zip(*quantiles, strict=False)),
-        num_samples=sum(each.num_samples for each in ordered),
-        num_tokens=sum(each.num_tokens for each in ordered),
-        num_bytes=sum(each.num_bytes for each in ordered),
-        num_detailed=sum(each.num_detailed for each in ordered),
-        accelerator_peak_bytes=max(peaks, default=None),
-        is_settling=any(each.is_settling for each in ordered),
         waiting_seconds=_mean_low([(each.num_detailed, each.waiting_seconds) for each in ordered]),
         computing_seconds=_mean_low([(each.num_detailed, each.computing_seconds) for each in ordered]),
+        **{name: _ADDING[how]([getattr(each, name) for each in ordered]) for name, how in ADDED_UP.items()},
     )
 
 
@@ -233,6 +224,15 @@ def _is_amount(value: object) -> bool:
 def _added(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for table in tables for name in table)
     return {name: sum(table.get(name, 0.0) for table in tables) for name in names}
+
+
+_ADDING: Mapping[str, Callable[[list[Any]], Any]] = {
+    "sum": sum,
+    "by phase": _added,
+    "most": lambda values: max((each for each in values if each is not None), default=None),
+    "any": any,
+}
+"""By the words of ADDED_UP."""
 
 
 def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:

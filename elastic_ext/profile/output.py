@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.records.metrics import Measures, NodeCalibration, StepCensus, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 from .breakdown import merged
 from .phases import Phase
@@ -185,13 +186,7 @@ class Showing:
     def measured(self, measures: Measures) -> Measures:
         """With what is known of where the time went since the metrics before."""
         known = self._know()
-        measures = replace(
-            measures,
-            num_workers=known.num_workers,
-            num_micro_steps=known.num_micro_steps,
-            num_replicas=known.num_replicas,
-            waits_in_passes=known.waits_in_passes,
-        )
+        measures = replace(measures, **asdict(known))
         last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
         if last is None:
             return measures

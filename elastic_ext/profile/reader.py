@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_ext.records.files import open_regular, read_at_most
-from elastic_ext.records.metrics import Measures, NodeCalibration, StepCensus, StepTrace, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .breakdown import RankView, merged, replicas_of
 from .phases import Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -14,7 +14,7 @@ from elastic_ext.records.metrics import StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase, Spent, Timeline
 
-__all__ = ["HeldMemory", "MemoryInUse", "TrainingProgress", "Windows", "memory_held", "window_seconds"]
+__all__ = ["MemoryInUse", "TrainingProgress", "Windows", "memory_held", "window_seconds"]
 
 
 # --- the steps of a rank summed up over a second or more, for files that people and programs read --------------------
@@ -41,17 +41,6 @@ class TrainingProgress(NamedTuple):
     """Whether all is there that is to be there, such as a loader's workers."""
 
 
-class HeldMemory(Protocol):
-    """The memory that a process and its accelerator hold."""
-
-    @property
-    def process(self) -> int | None: ...
-    @property
-    def accelerator(self) -> int | None: ...
-    @property
-    def accelerator_peak(self) -> int | None: ...
-
-
 class Windows:
     """One rank's. ``keep`` is called with each window that has ended."""
 
@@ -63,7 +52,7 @@ class Windows:
         world_size: int,
         restart: int,
         begin: float,
-        memory: Callable[[], HeldMemory],
+        memory: Callable[[], MemoryInUse],
         keep: Callable[[StepWindow], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,9 +130,9 @@ class Windows:
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
             num_detailed=self._num_detailed,
-            memory_bytes=memory.process,
-            accelerator_bytes=memory.accelerator,
-            accelerator_peak_bytes=memory.accelerator_peak,
+            memory_bytes=memory.memory_bytes,
+            accelerator_bytes=memory.accelerator_bytes,
+            accelerator_peak_bytes=memory.accelerator_peak_bytes,
         )
         self._begin, self._num_samples, self._is_settled = end, standing.num_samples, standing.is_settled
         self._config = standing.config_version, standing.config_revision
@@ -209,14 +198,12 @@ def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInUse:
-    """In bytes; None for an accelerator where there is none in use."""
+    """What this process holds of memory, by the names of metrics; None of an accelerator where none is in use."""
 
-    process: int | None
+    memory_bytes: int | None
     """None where the system does not say, as where this process may open no more files."""
-    accelerator: int | None = None
-    """What tensors hold,"""
-    accelerator_peak: int | None = None
-    """... and the most that they held at once, since torch's peak counters began anew."""
+    accelerator_bytes: int | None = None
+    accelerator_peak_bytes: int | None = None
 
 
 def memory_held() -> MemoryInUse:
@@ -227,8 +214,8 @@ def memory_held() -> MemoryInUse:
         held = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return MemoryInUse(
-            process=held,
-            accelerator=torch.cuda.memory_allocated(),
-            accelerator_peak=torch.cuda.max_memory_allocated(),
+            memory_bytes=held,
+            accelerator_bytes=torch.cuda.memory_allocated(),
+            accelerator_peak_bytes=torch.cuda.max_memory_allocated(),
         )
-    return MemoryInUse(process=held)
+    return MemoryInUse(memory_bytes=held)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .json import JsonRecord
+from .measures import Measures
 
 __all__ = [
+    "ADDED_UP",
     "CAN_GO_ON",
     "FILE",
+    "SIZES",
     "TOLD_TO_END",
     "JobEvent",
     "JobFacts",
     "LearningFacts",
-    "Measures",
     "MemoryFacts",
     "ModelProfile",
     "NodeCalibration",
@@ -34,40 +36,6 @@ CAN_GO_ON = "can-go-on"
 """The kind of a JobEvent by which a rank that was told to end says from which step training can go on: its ``step``."""
 TOLD_TO_END = "told-to-end"
 """... and of one by which it says that nothing is saved to go on from."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measures:
-    """What was measured since the record before; None for what was not."""
-
-    steps_per_second: float | None = None
-    samples_per_second: float | None = None
-    """Of all ranks together."""
-    memory_bytes: int | None = None
-    """What this process holds of the machine's memory."""
-    accelerator_bytes: int | None = None
-    """What its tensors hold on its accelerator."""
-    accelerator_peak_bytes: int | None = None
-    """The most that they held at once, since torch's peak counters began anew."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    """Where the rank's time went of late, by phase; empty where that is not known."""
-    step_seconds: float | None = None
-    """What half of the last steps took no longer than, and nine tenths:"""
-    slow_step_seconds: float | None = None
-    tokens_per_second: float | None = None
-    """Of all ranks together."""
-    num_workers: int | None = None
-    """Of the rank's loader; 0 where it loads itself."""
-    num_micro_steps: int | None = None
-    """Of a step."""
-    num_replicas: int | None = None
-    """Of the model, each of which takes samples of its own."""
-    waits_in_passes: bool = False
-    """Whether passes wait for parameters of other ranks."""
-    num_not_finite: int | None = None
-    """Steps in which the rank has seen gradients or a loss that are not finite, since this run began,"""
-    num_skipped: int | None = None
-    """... and those of them that were left out for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +60,11 @@ class RankMetrics(JsonRecord):
             raise ValueError("measures.shares holds what is no share")
 
 
+def _added_up(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
+    """A field of a StepWindow that is added up over windows in a way that has a name."""
+    return field(metadata={"added_up": how}, **given)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow(JsonRecord):
     """Where the time of one rank went, over some steps; those of a process follow each other without a gap."""
@@ -103,15 +76,15 @@ class StepWindow(JsonRecord):
     world_size: int
     restart: int
     """How often the launcher had restarted the job's processes."""
-    step: int
+    step: int = _added_up("most")
     """Steps that had committed since training began, at its end."""
-    num_steps: int
+    num_steps: int = _added_up("sum")
     """Steps that ended in it."""
     config_version: int
     config_revision: int
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float] = _added_up("by phase")
     """By phase, as profile/phases.py names them; they add up to the time from its beginning to its end."""
-    processor_seconds: Mapping[str, float] = field(default_factory=dict)
+    processor_seconds: Mapping[str, float] = _added_up("by phase", default_factory=dict)
     """What the training thread had of a processor, by phase."""
     typical: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step in the middle, by phase; empty where steps were not looked at one by one."""
@@ -122,20 +95,20 @@ class StepWindow(JsonRecord):
     processor in some. None where steps were not looked at one by one."""
     computing_seconds: float | None = None
     """What transfers, passes and the optimizer took of steps, a quarter of them no longer; None as above."""
-    is_settling: bool = False
+    is_settling: bool = _added_up("any", default=False)
     """Whether something that is to be there was still on its way then, such as workers: steps will be quicker."""
-    num_samples: int = 0
+    num_samples: int = _added_up("sum", default=0)
     """Of all ranks together."""
-    num_tokens: int = 0
-    num_bytes: int = 0
+    num_tokens: int = _added_up("sum", default=0)
+    num_bytes: int = _added_up("sum", default=0)
     """What this rank's model was given, in steps that were looked at one by one,"""
-    num_detailed: int = 0
+    num_detailed: int = _added_up("sum", default=0)
     """... and how many those were."""
     memory_bytes: int | None = None
     """What this process holds of the machine's memory, at the end,"""
     accelerator_bytes: int | None = None
     """... and of its accelerator's,"""
-    accelerator_peak_bytes: int | None = None
+    accelerator_peak_bytes: int | None = _added_up("most", default=None)
     """... and the most since torch's peak counters began anew."""
 
     @property
@@ -150,6 +123,14 @@ class StepWindow(JsonRecord):
                 "seconds, processor_seconds, typical, step_seconds, waiting_seconds or computing_seconds hold what is "
                 "no length of time"
             )
+
+
+ADDED_UP: Mapping[str, str] = {
+    each.name: each.metadata["added_up"] for each in fields(StepWindow) if "added_up" in each.metadata
+}
+"""How fields of a StepWindow are added up over windows, by the field's name; of most others the last value counts."""
+SIZES = tuple(each.name for each in fields(StepWindow) if each.type == "int | None")
+"""The fields of a StepWindow that hold bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

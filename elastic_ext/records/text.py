@@ -15,7 +15,6 @@ __all__ = [
     "counted",
     "expanded",
     "names_given",
-    "not_finite_in_words",
     "on_one_line",
     "path_given",
     "size_in_words",
@@ -51,12 +50,6 @@ def age_in_words(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """How many of what, such as ``1 node`` and ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def not_finite_in_words(number: int, num_skipped: int) -> str:
-    """Steps whose gradients or losses were not finite, and how many of them were left out."""
-    left_out = f", {num_skipped} left out" if num_skipped else ""
-    return f"{counted(number, 'step')} not finite{left_out}"
 
 
 def on_one_line(text: str) -> str:

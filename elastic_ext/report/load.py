@@ -7,7 +7,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from elastic_ext.profile.ledger import within as lives_within
 from elastic_ext.profile.reader import read_calibration, read_census, read_trace, view_of
 from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.files import open_regular, read_at_most
-from elastic_ext.records.metrics import JobEvent, RankMetrics, StepWindow
+from elastic_ext.records.metrics import SIZES, JobEvent, RankMetrics, StepWindow
 
 from .events import (
     Speeds,
@@ -40,7 +40,7 @@ from .events import (
     spread_of,
     within,
 )
-from .record import MOST_BINS, Bins, RankRecord, Remark, RunRecord, rank_record
+from .record import MOST_BINS, ON_PAGE, Bins, RankRecord, Remark, RunRecord, rank_record
 
 __all__ = [
     "Broken",
@@ -50,7 +50,7 @@ __all__ = [
     "find_places",
     "gather",
     "known_of",
-    "not_finite_of",
+    "shown_metrics_of",
     "speeds_of",
     "windows_in",
 ]
@@ -68,9 +68,8 @@ _LEAST_TIME, _MOST_TIME = 1e8, 1e11
 _MOST_COUNT = 1 << 53
 _MOST_LENGTH = 1e10
 _NUM_QUANTILES = 64
-_COUNTS = ("rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision")
-_LATER_COUNTS = ("num_samples", "num_tokens", "num_bytes", "num_detailed")
-_SIZES = ("memory_bytes", "accelerator_bytes", "accelerator_peak_bytes")
+_COUNTS = tuple(each.name for each in fields(StepWindow) if each.type == "int" and each.default is MISSING)
+_LATER_COUNTS = tuple(each.name for each in fields(StepWindow) if each.type == "int" and each.default == 0)
 _PARTS = ("processor_seconds", "typical")
 
 
@@ -129,7 +128,7 @@ def _window_of(line: bytes, rank: int) -> StepWindow:
         raise ValueError("of another rank, or of no time")
     values: dict[str, Any] = {name: _count(found[name]) for name in _LATER_COUNTS if name in found}
     values |= {name: _lengths(found.get(name, {})) for name in _PARTS}
-    values |= {name: None if found.get(name) is None else _count(found[name]) for name in _SIZES}
+    values |= {name: None if found.get(name) is None else _count(found[name]) for name in SIZES}
     quantiles = tuple(map(_length, found.get("step_seconds", ())[:_NUM_QUANTILES]))
     seconds = _lengths(found["seconds"])
     return StepWindow(begin=begin, end=end, seconds=seconds, step_seconds=quantiles, **counts, **values)
@@ -277,13 +276,16 @@ def speeds_of(folder: Path, rank: int) -> Speeds | None:
     )
 
 
-def not_finite_of(folder: Path, rank: int) -> tuple[int, int] | None:
-    """Steps that were not finite since the rank's last process began, and those left out; None where nobody says."""
+def shown_metrics_of(folder: Path, rank: int) -> dict[str, float]:
+    """The metrics that a report shows, as the rank's last process wrote them; without those that it did not write."""
     metrics = _metrics_of(folder, rank)
-    if metrics is None or metrics.measures.num_not_finite is None:
-        return None
-    number = max(metrics.measures.num_not_finite, 0)
-    return number, min(max(metrics.measures.num_skipped or 0, 0), number)
+    measured = {} if metrics is None else metrics.measures.told()
+    found: dict[str, float] = {}
+    for name, parts in ON_PAGE.items():
+        if measured.get(name) is not None:
+            found[name] = max(measured[name], 0)
+            found |= {part: min(max(measured[part] or 0, 0), found[name]) for part in parts}
+    return found
 
 
 def _metrics_of(folder: Path, rank: int) -> RankMetrics | None:
@@ -420,7 +422,7 @@ class _Gathering:
         is_in_last = lives[-1].end >= self.chosen.last_life_begin
         slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
         speeds = self._speeds(rank)
-        self.ranks.append(rank_record(rank, lives, slices, speeds, self._not_finite(rank)))
+        self.ranks.append(rank_record(rank, lives, slices, speeds, self._metrics(rank)))
         self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
         self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
         for each in slices:
@@ -477,13 +479,13 @@ class _Gathering:
                 return found
         return Speeds()
 
-    def _not_finite(self, rank: int) -> tuple[int, int] | None:
-        """As the rank's last process told; None for a training before the last."""
+    def _metrics(self, rank: int) -> Mapping[str, float]:
+        """The metrics that the rank's last process has written; none for a training before the last."""
         assert self.chosen is not None
         if self.chosen.number < self.chosen.num_trainings:
-            return None
-        found = (not_finite_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
-        return next((each for each in found if each is not None), None)
+            return {}
+        found = (shown_metrics_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
+        return next(filter(None, found), {})
 
     def _lives(self, rank: int) -> list[Life]:
         paths = self.places.profiles[rank]

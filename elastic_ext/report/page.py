@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from elastic_ext.profile.ledger import USEFUL, TimeUse
 from elastic_ext.profile.summary import number_in_words
-from elastic_ext.records.text import counted, not_finite_in_words, size_in_words
+from elastic_ext.records.measures import METRICS, Metric, words_of
+from elastic_ext.records.text import counted, size_in_words
 
 from .axes import GROUP_NAMES, LEFT, RIGHT, TimeColumns, TimeScale, columns_of, event_key, lanes
 from .charts import (
@@ -24,7 +25,7 @@ from .charts import (
 )
 from .events import Quartiles
 from .markup import LABELS, MEANINGS, ORDER, amount, elapsed_in_words, moment, percent, seconds_in_words, tag, text
-from .record import RankRecord, RunRecord
+from .record import ON_PAGE, RankRecord, RunRecord
 from .style import script, style
 
 __all__ = ["MARK", "config_table", "event_table", "ledger_table", "notes", "page", "rank_table", "summary", "tiles"]
@@ -58,7 +59,7 @@ def tiles(record: RunRecord) -> str:
         *_of_arithmetic(record),
         ("Step time", seconds_in_words(step.middle) if step else "?", spread),
         ("Restarts", str(record.num_restarts), failures),
-        *_of_numbers(record),
+        *_of_metrics(record),
     )
     return tag(
         "dl",
@@ -82,10 +83,18 @@ def _of_tokens(record: RunRecord) -> Iterator[tuple[str, str, str]]:
         yield "Tokens/s", number_in_words(tokens.middle), small
 
 
-def _of_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
-    number, num_skipped = record.not_finite
-    if number:
-        yield "Not finite", counted(number, "step"), f"{num_skipped:,} left out, since the last start"
+def _of_metrics(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    metrics = record.metrics
+    for name, row in _shown_metrics(record):
+        assert row.unit is not None
+        small = [f"{metrics[part]:,} {METRICS[part].words}" for part in ON_PAGE[name]]
+        small.append("since the last start" if row.over_steps == "total" else "when it was told last")
+        yield row.words.capitalize(), row.unit.in_words(metrics[name]), ", ".join(small)
+
+
+def _shown_metrics(record: RunRecord) -> list[tuple[str, Metric]]:
+    """The metrics that the page shows, without those that are 0."""
+    return [(name, METRICS[name]) for name in ON_PAGE if record.metrics[name]]
 
 
 def _of_arithmetic(record: RunRecord) -> Iterator[tuple[str, str, str]]:
@@ -194,8 +203,8 @@ def rank_table(record: RunRecord) -> str:
     ordered = sorted(
         record.ranks, key=lambda each: each.busy_seconds.middle if each.busy_seconds else 0.0, reverse=True
     )
-    has_not_finite = record.not_finite[0] > 0
-    rows = [_rank_row(each, has_not_finite=has_not_finite) for each in ordered[:_MOST_RANKS]]
+    metrics = _shown_metrics(record)
+    rows = [_rank_row(each, [name for name, _ in metrics]) for each in ordered[:_MOST_RANKS]]
     head = (
         "rank",
         "busy for a step",
@@ -205,7 +214,7 @@ def rank_table(record: RunRecord) -> str:
         "waiting for data",
         "exposed communication",
         "processes",
-        *(("not finite",) if has_not_finite else ()),
+        *(metric.words for _, metric in metrics),
         "memory",
         "on the accelerator",
     )
@@ -243,8 +252,7 @@ def _sum_row(name: str, spent: float, record: RunRecord) -> str:
     )
 
 
-def _rank_row(rank: RankRecord, *, has_not_finite: bool) -> str:
-    number, num_skipped = rank.not_finite or (0, 0)
+def _rank_row(rank: RankRecord, metrics: Sequence[str]) -> str:
     return _row(
         str(rank.rank),
         _spread(rank.busy_seconds, seconds_in_words),
@@ -254,7 +262,7 @@ def _rank_row(rank: RankRecord, *, has_not_finite: bool) -> str:
         percent(_share_of(rank, TimeUse.DATA)),
         percent(_share_of(rank, TimeUse.COMMUNICATION)),
         str(rank.num_processes),
-        *((not_finite_in_words(number, num_skipped) if number else "",) if has_not_finite else ()),
+        *(words_of(name, rank.metrics) for name in metrics),
         "" if rank.most_host_bytes is None else size_in_words(rank.most_host_bytes),
         "" if rank.most_accelerator_bytes is None else size_in_words(rank.most_accelerator_bytes),
     )

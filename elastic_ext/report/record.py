@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import NamedTuple
@@ -11,11 +11,22 @@ from typing import NamedTuple
 from elastic_ext.profile.ledger import Ledger, Life, Slice, ledger_of_slices
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.summary import training_seconds
+from elastic_ext.records.measures import METRICS, parts_of
 from elastic_ext.records.metrics import StepWindow
 
 from .events import Happening, Period, Quartiles, Speeds, in_step_seconds, spread_of
 
-__all__ = ["MOST_BINS", "Bins", "RankRecord", "RankSums", "Remark", "RunRecord", "busy_seconds", "rank_record"]
+__all__ = [
+    "MOST_BINS",
+    "ON_PAGE",
+    "Bins",
+    "RankRecord",
+    "RankSums",
+    "Remark",
+    "RunRecord",
+    "busy_seconds",
+    "rank_record",
+]
 
 
 # --- sums over equal intervals, which grow longer as the time does, so that they are never too many ------------------
@@ -91,6 +102,13 @@ class Bins:
 
 # --- all that a report shows of one training -------------------------------------------------------------------------
 
+ON_PAGE: Mapping[str, Sequence[str]] = {
+    name: [part for part in parts_of(name) if METRICS[part].on_page]
+    for name, metric in METRICS.items()
+    if metric.on_page and not metric.part_of
+}
+"""The metrics that a report shows, each with the metrics that count a part of it."""
+
 
 class RankSums(NamedTuple):
     """What is summed up of a rank in each interval of its bins, in this order."""
@@ -142,8 +160,8 @@ class RankRecord:
     """The part that the model did of what its device could have done at best; of its windows."""
     most_host_bytes: int | None
     most_accelerator_bytes: int | None
-    not_finite: tuple[int, int] | None
-    """Steps that were not finite since its last process began, and those of them that were left out."""
+    metrics: Mapping[str, float]
+    """The metrics that the page shows, as the rank's last process has written them; without those that it has not."""
     bins: Bins
     """Of ``RankSums``."""
 
@@ -189,9 +207,13 @@ class RunRecord:
         return known[(len(known) - 1) // 2] if known else None
 
     @property
-    def not_finite(self) -> tuple[int, int]:
-        """Those of the rank that has seen the most."""
-        return max((each.not_finite for each in self.ranks if each.not_finite is not None), default=(0, 0))
+    def metrics(self) -> dict[str, float]:
+        """The metrics that the page shows, each of the rank that has the most of it; 0 where no rank has told."""
+        found: dict[str, float] = {}
+        for name, parts in ON_PAGE.items():
+            told = [[each.metrics[one] for one in (name, *parts)] for each in self.ranks if name in each.metrics]
+            found.update(zip((name, *parts), max(told, default=[0] * (1 + len(parts))), strict=True))
+        return found
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -214,8 +236,7 @@ class RunRecord:
             "step_seconds": self.step_seconds and self.step_seconds.to_dict(),
             "restarts": self.num_restarts,
             "failures": self.num_failures,
-            "steps_not_finite": self.not_finite[0],
-            "steps_skipped": self.not_finite[1],
+            **_named(self.metrics),
             "ledger": self.ledger.to_dict(),
             "ranks": [_of_rank(each) for each in self.ranks],
             "config": [
@@ -226,6 +247,12 @@ class RunRecord:
             "verdicts": [each._asdict() for each in self.remarks],
             "notes": list(self.notes),
         }
+
+
+def _named(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics by the names that they have in the JSON of a report; None for what is not known."""
+    names = (one for name, parts in ON_PAGE.items() for one in (name, *parts))
+    return {METRICS[name].prometheus: metrics.get(name) for name in names}
 
 
 def _of_rank(rank: RankRecord) -> dict[str, object]:
@@ -240,8 +267,7 @@ def _of_rank(rank: RankRecord) -> dict[str, object]:
         "mfu": rank.mfu and rank.mfu.to_dict(),
         "most_host_bytes": rank.most_host_bytes,
         "most_accelerator_bytes": rank.most_accelerator_bytes,
-        "steps_not_finite": None if rank.not_finite is None else rank.not_finite[0],
-        "steps_skipped": None if rank.not_finite is None else rank.not_finite[1],
+        **_named(rank.metrics),
         "ledger": rank.ledger.to_dict(),
     }
 
@@ -265,9 +291,9 @@ def rank_record(
     lives: Sequence[Life],
     slices: Sequence[Slice],
     speeds: Speeds,
-    not_finite: tuple[int, int] | None = None,
+    metrics: Mapping[str, float],
 ) -> RankRecord:
-    """What is shown of a rank, whose time ``slices`` are, and whose last process told of steps ``not_finite``."""
+    """What is shown of a rank, whose time ``slices`` are, and whose last process told these metrics."""
     windows = [each.piece.window for each in slices if each.piece is not None]
     bins = Bins(len(RankSums._fields), MOST_BINS)
     steps: list[float] = []
@@ -293,7 +319,7 @@ def rank_record(
         mfu=spread_of(map(speeds.mfu, windows)),
         most_host_bytes=_most(each.memory_bytes for each in windows),
         most_accelerator_bytes=_most(each.accelerator_peak_bytes or each.accelerator_bytes for each in windows),
-        not_finite=not_finite,
+        metrics=metrics,
         bins=bins,
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from elastic_ext.records.measures import METRICS
+
 __all__ = ["Counts", "NoiseScale"]
 
 
@@ -111,6 +113,8 @@ class NoiseScale:
 
 # --- how far training has come; the words are explained in trainer.py ------------------------------------------------
 
+_TOTALS = tuple(name for name, metric in METRICS.items() if metric.over_steps == "total")
+
 
 @dataclass(slots=True)
 class Counts:
@@ -132,10 +136,8 @@ class Counts:
     """Steps that ended since this run began, whether they committed or not."""
     num_samples: int = 0
     """Of those steps, over all ranks, as far as they are known."""
-    num_not_finite: int = 0
-    """Steps in which this rank has seen gradients or a loss that are not finite, since this run began,"""
-    num_skipped: int = 0
-    """... and those of them that were left out for it."""
+    measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0))
+    """Values of metrics for this rank's next record, by name. Those that are added up over steps begin with 0."""
 
     @property
     def epoch_to_resume(self) -> int:

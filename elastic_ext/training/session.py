@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, Ste
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity
-from elastic_ext.records.metrics import Measures
+from elastic_ext.records.measures import Measures
 from elastic_ext.records.text import Progress
 
 from .batches import Batches
@@ -200,15 +201,11 @@ class Speed:
         seconds = now - self._since
         num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
         self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
-        held = memory_held()
+        measured: dict[str, Any] = {**asdict(memory_held()), **counts.measured}
         return Measures(
             steps_per_second=num_steps / seconds if num_steps else None,
             samples_per_second=num_samples / seconds if num_samples else None,
-            memory_bytes=held.process,
-            accelerator_bytes=held.accelerator,
-            accelerator_peak_bytes=held.accelerator_peak,
-            num_not_finite=counts.num_not_finite,
-            num_skipped=counts.num_skipped,
+            **measured,
         )
 
 

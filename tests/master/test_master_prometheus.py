@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from benchmarks.master_beats import made_workers
 from elastic_ext.master.metrics import MetricsServer, exposition
-from elastic_ext.master.wire import master_pb2
+from elastic_ext.master.wire import master_pb2, put_metrics
+from elastic_ext.records.measures import METRICS
 
 PINNED = Path(__file__).resolve().parents[1] / "saved" / "metrics.json"
 
@@ -114,6 +115,8 @@ def test_a_status_is_told_in_base_units_with_a_type_and_a_sentence_for_each_metr
         "elastic_ext_master_beats_total",
         "elastic_ext_master_pushes_total",
         "elastic_ext_master_refusals_total",
+        "elastic_ext_rank_steps_not_finite_total",
+        "elastic_ext_rank_steps_skipped_total",
     }
     assert all(name.endswith("_total") == (metric.kind == "counter") for name, metric in found.items())
     assert found["elastic_ext_master_refusals_total"].series == {(("reason", "fenced"),): 1, (("reason", "rate"),): 3}
@@ -143,6 +146,7 @@ def test_metrics_have_the_names_kinds_and_labels_that_they_had() -> None:
     for each in worker.DESCRIPTOR.fields:
         if each.has_presence and each.message_type is None and not worker.HasField(each.name):
             setattr(worker, each.name, 1)
+    put_metrics(worker, dict.fromkeys(METRICS, 1))
     counts = ("joins", "beats", "pushes", "generated", "unacknowledged", "events")
     found = parsed(exposition(status, dict.fromkeys(counts, 1), {"fenced": 1}))
     told = {

@@ -277,7 +277,10 @@ def test_what_ranks_tell_of_their_steps_comes_through() -> None:
     said = reported(3, **told).windows[0]
     window = fitting_window(said, 3)
     assert window is not None and {name: getattr(window, name) for name in told} == told
-    assert window.to_json() == replace(window_record(said), memory_bytes=None).to_json()
+    assert window.to_json() == window_record(said).to_json()
+    said.accelerator_peak_bytes = 1 << 62
+    large = fitting_window(said, 3)
+    assert large is not None and large == replace(window, accelerator_peak_bytes=None), "no size of a memory"
     for broken in (float("nan"), -1.0, 1e300):
         said.waiting_seconds = broken
         assert fitting_window(said, 3) is None

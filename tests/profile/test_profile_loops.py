@@ -170,8 +170,8 @@ def no_more_files() -> Iterator[None]:
 def test_where_no_file_can_be_opened_memory_is_not_known_and_nothing_stops() -> None:
     with no_more_files():
         held, started_at = memory_held(), _started_at(7.0)
-    assert held.process is None and started_at == 7.0
-    assert (memory_held().process or 0) > 1 << 20
+    assert held.memory_bytes is None and started_at == 7.0
+    assert (memory_held().memory_bytes or 0) > 1 << 20
 
 
 def test_a_machine_that_cannot_be_measured_is_left_so() -> None:

@@ -29,7 +29,8 @@ from elastic_ext.profile.summary import (
     shares_in_words,
     summary_of,
 )
-from elastic_ext.records.metrics import Measures, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import StepWindow
 from elastic_ext.records.run_dir import RunDirectory
 from tests.support.profiles import calibration, census, made_window
 

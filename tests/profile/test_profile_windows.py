@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_ext.profile import phases as timeline_room
 from elastic_ext.profile.phases import IN_STEPS, Phase, Timeline
 from elastic_ext.profile.probe import ProbePace, steps_between
-from elastic_ext.profile.windows import TrainingProgress, Windows, window_seconds
+from elastic_ext.profile.windows import MemoryInUse, TrainingProgress, Windows, window_seconds
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 
@@ -41,13 +41,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @dataclass
-class Held:
-    process: int = 1000
-    accelerator: int | None = None
-    accelerator_peak: int | None = None
-
-
-@dataclass
 class Profile:
     """A rank's windows under a clock."""
 
@@ -64,7 +57,7 @@ class Profile:
             world_size=2,
             restart=3,
             begin=100.0,
-            memory=Held,
+            memory=lambda: MemoryInUse(memory_bytes=1000),
             keep=self.kept.append,
             clock=self.clock,
         )

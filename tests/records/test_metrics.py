@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from elastic_ext.records.metrics import JobEvent, Measures, RankMetrics
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import JobEvent, RankMetrics
 
 METRICS = RankMetrics(
     time=1.5,

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from elastic_ext.cli import main
 from elastic_ext.profile.ledger import ENTRIES, TimeUse
-from elastic_ext.records.metrics import Measures, RankMetrics
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import RankMetrics
 from elastic_ext.records.run_dir import RunDirectory
 from elastic_ext.report.axes import AmountScale, TimeScale, nice_top
 from elastic_ext.report.events import Period, Quartiles

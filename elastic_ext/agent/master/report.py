@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_ext.master.wire import filled, window_message
+from elastic_ext.master.wire import filled, put_metrics, window_message
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.profile.reader import tails_of
 from elastic_ext.ranks.processes import process_of
@@ -218,7 +218,8 @@ def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Se
     message = pb.Worker()
     try:
         if metrics is not None:
-            filled(message, metrics.measures)
+            put_metrics(message, metrics.measures.told())
+            message.shares.update(metrics.measures.shares)
             message.step, message.config_version = metrics.step, metrics.config_version
             message.config_revision = metrics.config_revision
         filled(message, worker)

@@ -17,8 +17,9 @@ from elastic_ext.profile.stragglers import Straggler, Stragglers, local_times
 from elastic_ext.profile.summary import flops_share
 from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.agent import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
-from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, Measures, ModelProfile, RankMetrics
-from elastic_ext.records.text import age_in_words, not_finite_in_words
+from elastic_ext.records.measures import METRICS, Measures, parts_of, words_of
+from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, ModelProfile, RankMetrics
+from elastic_ext.records.text import age_in_words
 
 from .files import EventSeen, RunFiles
 
@@ -133,17 +134,14 @@ class RankStatus:
     activity: str | None
     activity_seconds: float | None
     trouble: str | None
-    shares: Mapping[str, float]
-    """Where its time went of late, by phase; empty where that is not known."""
-    step_seconds: float | None
-    """What half of its last steps took no longer than, and nine tenths:"""
-    slow_step_seconds: float | None
-    tokens_per_second: float | None
-    """Of all ranks together."""
-    num_not_finite: int | None
-    """Steps with gradients or a loss that were not finite, since its process began to train,"""
-    num_skipped: int | None
-    """... and those of them that were left out."""
+    measures: Measures
+    """The values that the rank has written; of those with a field above, the agent's view comes first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The status of a rank as JSON has it, its metrics beside the other values."""
+        found = asdict(self)
+        del found["measures"]
+        return {**found, **{name: value for name, value in self.measures.told().items() if name not in found}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +184,7 @@ class NodeStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """It as JSON has it, with ``healthy``, which is whether there is no trouble."""
-        return {**asdict(self), "healthy": not self.troubles}
+        return {**asdict(self), "ranks": [each.to_dict() for each in self.ranks], "healthy": not self.troubles}
 
 
 def status_of(files: RunFiles) -> NodeStatus:
@@ -209,7 +207,7 @@ def status_of(files: RunFiles) -> NodeStatus:
     troubles += _agent_troubles(files)
     for each in ranks:
         troubles += _rank_troubles(each, files, is_running=is_running, has_saved=goes_on_from is not None)
-    for is_trouble, words in _not_finite_words(ranks):
+    for is_trouble, words in _metric_words(ranks):
         (troubles if is_trouble else notes).append(words)
     if is_running:
         for is_trouble, words in _config_words(files, config, step=newest.step if newest else 0):
@@ -316,12 +314,7 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         activity=worker.activity,
         activity_seconds=worker.activity_seconds,
         trouble=worker.trouble,
-        shares=measures.shares,
-        step_seconds=measures.step_seconds,
-        slow_step_seconds=measures.slow_step_seconds,
-        tokens_per_second=measures.tokens_per_second,
-        num_not_finite=measures.num_not_finite,
-        num_skipped=measures.num_skipped,
+        measures=measures,
     )
 
 
@@ -348,12 +341,7 @@ def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
         activity=None,
         activity_seconds=None,
         trouble=None,
-        shares=measures.shares,
-        step_seconds=measures.step_seconds,
-        slow_step_seconds=measures.slow_step_seconds,
-        tokens_per_second=measures.tokens_per_second,
-        num_not_finite=measures.num_not_finite,
-        num_skipped=measures.num_skipped,
+        measures=measures,
     )
 
 
@@ -398,15 +386,14 @@ def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_s
         yield f"{name} has said nothing for {age_in_words(rank.seen_seconds)}; it was at step {rank.step}"
 
 
-def _not_finite_words(ranks: Sequence[RankStatus]) -> Iterator[tuple[bool, str]]:
-    """What is to be said of steps that were not finite: whether it is a trouble, as they committed, and the words."""
-    worst = max(ranks, key=lambda each: each.num_not_finite or 0, default=None)
-    if worst is None or not worst.num_not_finite:
-        return
-    num_skipped = worst.num_skipped or 0
-    is_trouble = worst.num_not_finite > num_skipped
-    words = f"rank {worst.rank}: {not_finite_in_words(worst.num_not_finite, num_skipped)}"
-    yield is_trouble, words + ("; parameters may not be finite any more: look at its events" if is_trouble else "")
+def _metric_words(ranks: Sequence[RankStatus]) -> Iterator[tuple[bool, str]]:
+    """For each metric that may be a trouble, whether the rank with the most of it has that trouble, and the words."""
+    for name, trouble in ((name, metric.trouble) for name, metric in METRICS.items() if metric.trouble):
+        told = [(each.rank, each.measures.told()) for each in ranks]
+        rank, worst = max(told, key=lambda each: each[1][name] or 0, default=(0, {}))
+        if worst.get(name):
+            is_trouble = worst[name] > sum(worst[part] or 0 for part in parts_of(name))
+            yield is_trouble, f"rank {rank}: {words_of(name, worst)}" + (f"; {trouble}" if is_trouble else "")
 
 
 def _patience_with(steps_per_second: float | None) -> float:

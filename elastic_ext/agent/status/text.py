@@ -7,8 +7,9 @@ from datetime import datetime
 
 from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.agent import AgentRecord, MembershipPlan
+from elastic_ext.records.measures import shown_in_words
 from elastic_ext.records.metrics import ModelProfile
-from elastic_ext.records.text import age_in_words, not_finite_in_words, on_one_line, size_in_words
+from elastic_ext.records.text import age_in_words, on_one_line, size_in_words
 
 from .status import ConfigStatus, NodeStatus, RankStatus
 
@@ -87,7 +88,8 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
 
 
 def _speed_in_words(status: NodeStatus, samples_per_second: float) -> str:
-    tokens = next((each.tokens_per_second for each in status.ranks if each.tokens_per_second is not None), None)
+    known = (each.measures.tokens_per_second for each in status.ranks)
+    tokens = next((each for each in known if each is not None), None)
     words = f"{samples_per_second:.4g} samples/s"
     words += "" if tokens is None else f", {number_in_words(tokens)} tokens/s"
     mfu = None if status.profile is None else status.profile.mfu
@@ -136,19 +138,18 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
     if rank.activity and rank.activity_seconds is not None:
         doing = f"{rank.activity} for {age_in_words(rank.activity_seconds)}"
     version = "" if rank.config_version is None else f"config {rank.config_version}"
+    values = rank.to_dict()
     return (
         str(rank.rank),
         f"pid {rank.pid}",
         rank.state,
         "" if rank.step is None else f"step {rank.step}",
-        "" if rank.steps_per_second is None else f"{rank.steps_per_second:.3g} steps/s",
-        "" if rank.memory_bytes is None else size_in_words(rank.memory_bytes),
-        "" if rank.accelerator_bytes is None else f"{size_in_words(rank.accelerator_bytes)} on its accelerator",
+        *shown_in_words(values, "last"),
         "" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f}% of a core",
-        not_finite_in_words(rank.num_not_finite, rank.num_skipped or 0) if rank.num_not_finite else "",
+        *shown_in_words(values, "total"),
         version + (f", revision {rank.config_revision}" if version and rank.config_revision else ""),
         doing,
-        _largest_in_words(rank.shares),
+        _largest_in_words(rank.measures.shares),
         f"seen {age_in_words(rank.seen_seconds)} ago",
     )
 

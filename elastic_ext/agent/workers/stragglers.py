@@ -17,7 +17,8 @@ from elastic_ext.profile.breakdown import RankView
 from elastic_ext.profile.reader import present_windows, read_trace, tails_of, view_of
 from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, local_times
 from elastic_ext.records.json import record_of
-from elastic_ext.records.metrics import Measures, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import StepWindow
 
 __all__ = ["Board", "SlowNews", "SlowWorker", "SlowWorkers", "StragglerRounds"]
 

@@ -8,31 +8,49 @@ Below, the messages as plain values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from elastic_ext.records.json import record_of
+from elastic_ext.records.measures import METRICS, MetricUnit
 from elastic_ext.records.metrics import StepWindow
 
 from . import master_pb2
 
-__all__ = ["as_dict", "filled", "window_message", "window_record"]
+__all__ = ["as_dict", "filled", "metrics_of", "put_metrics", "window_message", "window_record"]
 
 
 # --- messages as plain values, as JSON has them, and records of metrics.py as messages and back ----------------------
 
 _Filled = TypeVar("_Filled", bound=Message)
+_MAP = "metrics"
+"""The field of a message for metrics that have no field of their own."""
+_METRICS_OF: Mapping[str, Sequence[tuple[str, MetricUnit, bool]]] = {
+    message.name: [
+        (name, metric.unit, name in message.fields_by_name)
+        for name, metric in METRICS.items()
+        if metric.is_told and metric.unit is not None and (of_ranks or metric.over_ranks == "middle")
+    ]
+    for message, of_ranks in ((master_pb2.Worker.DESCRIPTOR, True), (master_pb2.Progress.DESCRIPTOR, False))
+}
+"""The metrics of each message: name, unit, and whether the message has a field for it."""
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent."""
+    """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent.
+
+    Metrics that have no field stand beside those that have one.
+    """
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if field.name == _MAP:
+            known = metrics_of(message)
+            for name in (*(name for name, _, _ in _METRICS_OF[message.DESCRIPTOR.name]), *value):
+                found.setdefault(name, known.get(name))
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             found[field.name] = dict(value)
         elif _is_repeated(field):
             found[field.name] = [as_dict(each) if isinstance(each, Message) else each for each in value]
@@ -59,19 +77,56 @@ def filled(message: _Filled, record: object) -> _Filled:
     return message
 
 
+def metrics_of(message: Message) -> dict[str, float]:
+    """The metrics of a Worker or a Progress, by name; those that only a newer version knows are among them."""
+    found: dict[str, float] = dict(getattr(message, _MAP))
+    for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
+        if has_field:
+            if message.HasField(name):
+                found[name] = getattr(message, name)
+        elif not 0 <= found.get(name, 0.0) <= unit.most:
+            del found[name]
+        elif name in found and unit.is_whole:
+            found[name] = int(found[name])
+    return found
+
+
+def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
+    """Put ``values`` of metrics into a Worker or a Progress, each into its field or else into the map; a value that
+    cannot be is left out."""
+    for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
+        value = values.get(name)
+        if value is None or not 0 <= value <= unit.most:
+            continue
+        if has_field:
+            setattr(message, name, value)
+        else:
+            getattr(message, _MAP)[name] = value
+
+
 def window_message(window: StepWindow) -> master_pb2.StepWindow:
     """``window`` for the wire."""
     return filled(master_pb2.StepWindow(), window)
 
 
 def window_record(message: master_pb2.StepWindow) -> StepWindow:
-    """The window in ``message``; ValueError where it holds what is none."""
-    window = record_of(StepWindow, as_dict(message))
-    window.check_read()
-    return window
+    """The record of the window in ``message``; its numbers are not checked."""
+    found = {
+        name: getattr(message, name) if kind is None else kind(getattr(message, name))
+        for name, is_optional, kind in _OF_A_WINDOW
+        if not is_optional or message.HasField(name)
+    }
+    return StepWindow(**found)
 
 
 def _is_repeated(field: Any) -> bool:
     """Newer runtimes tell so in one way, older ones in another."""
     found = getattr(field, "is_repeated", None)
     return bool(found() if callable(found) else found) if found is not None else field.label == field.LABEL_REPEATED
+
+
+_OF_A_WINDOW: Sequence[tuple[Any, bool, Callable[[Any], Any] | None]] = [
+    (field.name, field.has_presence, None if not _is_repeated(field) else dict if field.message_type else tuple)
+    for field in master_pb2.StepWindow.DESCRIPTOR.fields
+]
+"""The fields of a window's message: name, whether it may be absent, and what a record has for a map or a list."""

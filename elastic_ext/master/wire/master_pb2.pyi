@@ -126,8 +126,15 @@ class NodeShare(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., first_rank: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "local_rank", "pid", "state", "exit_code", "step", "steps_per_second", "samples_per_second", "tokens_per_second", "memory_bytes", "accelerator_bytes", "cpu_percent", "gpu_percent", "config_version", "config_revision", "activity", "activity_seconds", "trouble", "shares", "step_seconds", "slow_step_seconds", "windows", "num_not_finite", "num_skipped")
+    __slots__ = ("rank", "local_rank", "pid", "state", "exit_code", "step", "steps_per_second", "samples_per_second", "tokens_per_second", "memory_bytes", "accelerator_bytes", "cpu_percent", "gpu_percent", "config_version", "config_revision", "activity", "activity_seconds", "trouble", "shares", "step_seconds", "slow_step_seconds", "windows", "metrics")
     class SharesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -156,8 +163,7 @@ class Worker(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SLOW_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
-    NUM_NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     local_rank: int
     pid: int
@@ -180,9 +186,8 @@ class Worker(_message.Message):
     step_seconds: float
     slow_step_seconds: float
     windows: _containers.RepeatedCompositeFieldContainer[StepWindow]
-    num_not_finite: int
-    num_skipped: int
-    def __init__(self, rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., exit_code: _Optional[int] = ..., step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., accelerator_bytes: _Optional[int] = ..., cpu_percent: _Optional[float] = ..., gpu_percent: _Optional[float] = ..., config_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., activity: _Optional[str] = ..., activity_seconds: _Optional[float] = ..., trouble: _Optional[str] = ..., shares: _Optional[_Mapping[str, float]] = ..., step_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[StepWindow, _Mapping]]] = ..., num_not_finite: _Optional[int] = ..., num_skipped: _Optional[int] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., exit_code: _Optional[int] = ..., step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., accelerator_bytes: _Optional[int] = ..., cpu_percent: _Optional[float] = ..., gpu_percent: _Optional[float] = ..., config_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., activity: _Optional[str] = ..., activity_seconds: _Optional[float] = ..., trouble: _Optional[str] = ..., shares: _Optional[_Mapping[str, float]] = ..., step_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[StepWindow, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StepWindow(_message.Message):
     __slots__ = ("begin", "end", "rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision", "seconds", "processor_seconds", "typical", "step_seconds", "num_samples", "num_tokens", "num_bytes", "num_detailed", "memory_bytes", "accelerator_bytes", "accelerator_peak_bytes", "waiting_seconds", "computing_seconds", "is_settling")
@@ -398,8 +403,15 @@ class ConfigStatus(_message.Message):
     def __init__(self, version: _Optional[int] = ..., text: _Optional[str] = ..., reason: _Optional[str] = ..., author: _Optional[str] = ..., time: _Optional[float] = ..., num_holding: _Optional[int] = ..., num_nodes: _Optional[int] = ..., in_force: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "steps_per_second", "samples_per_second", "tokens_per_second", "shares")
+    __slots__ = ("step", "steps_per_second", "samples_per_second", "tokens_per_second", "shares", "metrics")
     class SharesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -411,12 +423,14 @@ class Progress(_message.Message):
     SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     step: int
     steps_per_second: float
     samples_per_second: float
     tokens_per_second: float
     shares: _containers.ScalarMap[str, float]
-    def __init__(self, step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., shares: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("kind", "text", "share")

@@ -226,11 +226,11 @@ class FiniteGradients:
     def _note(self, finding: NotFinite) -> None:
         """Count the step, and say so once."""
         counts = self._counts
-        counts.num_not_finite += 1
+        counts.measured["num_not_finite"] += 1
         if not self._is_left_out:
             self._tell("warn", finding)
             return
-        counts.num_skipped += 1
+        counts.measured["num_skipped"] += 1
         committed, number = self._skipped
         number = number + 1 if committed == counts.global_step else 1
         self._skipped = counts.global_step, number
@@ -241,7 +241,7 @@ class FiniteGradients:
 
     def _stop(self) -> None:
         finding = self._finding()
-        self._counts.num_not_finite += 1
+        self._counts.measured["num_not_finite"] += 1
         text = _TEXTS["stop"].format(found=finding, step=self._after)
         self._report(text)
         raise StepError(text)
@@ -258,7 +258,7 @@ class FiniteGradients:
         self._report(text)
 
     def _report(self, text: str) -> None:
-        details = {"num_not_finite": self._counts.num_not_finite, "num_skipped": self._counts.num_skipped}
+        details = {name: self._counts.measured[name] for name in ("num_not_finite", "num_skipped")}
         self._reports.tell("not-finite", step=self._after, text=text, details=details)
 
     def _note_left_out(self) -> None:

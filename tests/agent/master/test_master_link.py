@@ -40,7 +40,8 @@ from elastic_ext.records.agent import (
     WorkerSeen,
     WorkersRecord,
 )
-from elastic_ext.records.metrics import JobEvent, Measures, RankMetrics, StepWindow
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import JobEvent, RankMetrics, StepWindow
 from tests.support.linked import LinkedNode, config, in_file, linked
 from tests.support.nodes import until
 from tests.support.ports import free_port

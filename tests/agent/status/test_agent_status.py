@@ -37,7 +37,8 @@ from elastic_ext.records.agent import (
     WorkerSeen,
     WorkersRecord,
 )
-from elastic_ext.records.metrics import JobEvent, Measures, RankMetrics
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import JobEvent, RankMetrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 END_SECONDS = 240.0

@@ -21,7 +21,8 @@ from elastic_ext.agent.status.text import words
 from elastic_ext.cli import main
 from elastic_ext.profile.phases import Phase
 from elastic_ext.ranks.processes import this_process
-from elastic_ext.records.metrics import Measures, RankMetrics
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import RankMetrics
 from elastic_ext.records.run_dir import RunDirectory
 from tests.support.nodes import TORCHRUN, Node, nodes, until
 from tests.support.profiles import calibration, census, made_window

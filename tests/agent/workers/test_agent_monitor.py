@@ -19,7 +19,8 @@ from elastic_ext.agent.workers.monitor import GpuUse, Monitor, NvidiaGpus, Proce
 from elastic_ext.ranks.heartbeat import pulse_file
 from elastic_ext.ranks.processes import ProcessIdentity, process_of
 from elastic_ext.records.agent import WorkersRecord
-from elastic_ext.records.metrics import Measures, RankMetrics
+from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import RankMetrics
 from tests.support.beating import reading_of, state_of, until, worker
 
 

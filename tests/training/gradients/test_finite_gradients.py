@@ -156,9 +156,9 @@ class Run:
         return self
 
     @property
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[float, float]:
         counts = self.trainer._counts
-        return counts.num_not_finite, counts.num_skipped
+        return counts.measured["num_not_finite"], counts.measured["num_skipped"]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -408,7 +408,7 @@ def test_what_only_the_second_optimizer_would_use_keeps_the_first_from_its_step(
             assert (bits_of(model) == before) is (number == 1)
             if number == 2:
                 break
-        assert trainer.global_step == 2 and trainer._counts.num_skipped == 1
+        assert trainer.global_step == 2 and trainer._counts.measured["num_skipped"] == 1
 
 
 @pytest.mark.parametrize("when", ["skip", "stop"])
@@ -437,7 +437,7 @@ def test_gradients_that_come_after_another_optimizer_has_stepped_keep_their_own_
     else:
         train()
     assert bits_of(model[2]) == before and trainer.global_step == 0
-    assert trainer._counts.num_not_finite == 1
+    assert trainer._counts.measured["num_not_finite"] == 1
     trainer.close()
 
 
@@ -526,14 +526,14 @@ def test_infinities_that_a_scaler_leaves_out_are_its_business(
 ) -> None:
     trainer, scales = scaled(tmp_path, when, 12, at(*range(1, 9), value=INF))
     assert trainer.global_step == 4 and scales[-1] == 2.0**8
-    assert trainer._counts.num_not_finite == 0 and said_in(caplog) == []
+    assert trainer._counts.measured["num_not_finite"] == 0 and said_in(caplog) == []
 
 
 def test_what_no_scale_makes_finite_is_told_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _ = scaled(tmp_path, "warn", 40, lambda number, loss: loss * NAN if number > 1 else loss)
     (said,) = said_in(caplog)
     assert "the scaler has left out 33 steps in a row" in said
-    assert trainer.global_step == 2 and trainer._counts.num_not_finite == 38 - 32
+    assert trainer.global_step == 2 and trainer._counts.measured["num_not_finite"] == 38 - 32
 
 
 def test_what_no_scale_makes_finite_stops_training_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -585,7 +585,7 @@ def on_a_rank(
     counts = trainer._counts
     events = (Path(folder) / str(rank) / f"events-{rank}.jsonl").read_text().splitlines()
     told = [event["text"] for event in map(json.loads, events) if event["kind"] == "not-finite"]
-    numbers = counts.num_not_finite, counts.num_skipped
+    numbers = counts.measured["num_not_finite"], counts.measured["num_skipped"]
     return counts.global_step, numbers, lines, is_same, told, error, bits_of(values_of(model))
 
 
@@ -687,7 +687,11 @@ def guarded(rank: int, folder: str) -> tuple[int, tuple[int, int], list[Any]]:
             if number == 3:
                 break
     counts = trainer._counts
-    return counts.global_step, (counts.num_not_finite, counts.num_skipped), bits_of(values_of(model))
+    return (
+        counts.global_step,
+        (counts.measured["num_not_finite"], counts.measured["num_skipped"]),
+        bits_of(values_of(model)),
+    )
 
 
 def test_steps_that_are_functions_and_guarded_are_left_out_alike(ranks: RankPool, tmp_path: Path) -> None:
