@@ -592,7 +592,7 @@ def test_a_damaged_one_is_passed_over_unless_it_is_asked_for(
     run = Run(tmp_path, "run")
     with run.trainer, run.trainer.epoch():
         run.train(SPIKE)
-        run.trainer._prepared.checkpoints.end()
+        run.trainer._training.checkpoints.end()
         damage(run, 8, file)
         before = run.bits
         with pytest.raises(CheckpointDamaged, match=f"step_8.{file}"):
@@ -615,7 +615,7 @@ def test_a_strict_run_passes_over_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, "run", resume="strict")
     with run.trainer, run.trainer.epoch():
         run.train(5)
-        run.trainer._prepared.checkpoints.end()
+        run.trainer._training.checkpoints.end()
         damage(run, 4, "trainer_state")
         with pytest.raises(CheckpointDamaged):
             run.trainer.rewind()
