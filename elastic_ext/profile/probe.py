@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from threading import get_ident
@@ -54,7 +54,10 @@ class PassWatcher(Protocol):
 class Probe:
     """Marks on one model and its optimizers, in micro-steps that it is told of."""
 
-    def __init__(self, mark: Mark, *, is_on_accelerator: bool) -> None:
+    def __init__(
+        self, mark: Mark, model: nn.Module, optimizers: Sequence[Optimizer], *, is_on_accelerator: bool
+    ) -> None:
+        """``model`` is what the loop calls."""
         self.num_tokens = self.num_bytes = 0
         """What the model was given in forward passes: whole numbers in tables of two dimensions or more, and bytes."""
         self.num_rows = 0
@@ -66,7 +69,8 @@ class Probe:
         self._mark = self._own_mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
-        self._model: nn.Module | None = None
+        self._hooks: tuple[Callable[..., None], ...] = ()  # of the model, and of each optimizer
+        self._model, self._optimizers = model, tuple(optimizers)
         self._num_compiled = num_graphs_compiled()
         self._is_inside = False  # a micro-step that is looked at
         self._is_passed = False  # inside of one that is not
@@ -77,25 +81,26 @@ class Probe:
         self._besides = self._between = Phase.OTHER.value  # passes, and steps
         self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
 
-    def attach(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """See the passes of ``model``, which is what the loop calls, and the steps of ``optimizers``, from here on."""
+    def attach(self) -> None:
+        """See the passes of the model and the steps of the optimizers, from here on."""
         if self._handles:
             return
-        self._model = model
+        model = self._model
+        if not self._hooks:
+            acts = self._before_forward, self._after_forward, self._before_optimizer, self._after_optimizer
+            self._hooks = tuple([self._unless_compiled(act) for act in acts])
+        before_forward, after_forward, before_step, after_step = self._hooks
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
-            before, after = self._unless_compiled(self._before_forward), self._unless_compiled(self._after_forward)
             # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two marks.
-            self._handles.append(model.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
-            self._handles.append(model.register_forward_hook(Hook(after), prepend=True))
-        before, after = self._unless_compiled(self._before_optimizer), self._unless_compiled(self._after_optimizer)
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(before))
-            self._handles.append(optimizer.register_step_post_hook(after))
+            self._handles.append(model.register_forward_pre_hook(Hook(before_forward), prepend=True, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(Hook(after_forward), prepend=True))
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(before_step))
+            self._handles.append(optimizer.register_step_post_hook(after_step))
 
     def may_rest(self) -> bool:
         """Whether hooks can be taken off and put on again, and no compiler makes a graph anew for that."""
-        modules = () if self._model is None else self._model.modules()
-        return num_graphs_compiled() == self._num_compiled and not any(map(is_compiled, modules))
+        return num_graphs_compiled() == self._num_compiled and not any(map(is_compiled, self._model.modules()))
 
     def detach(self) -> None:
         """See nothing, until ``attach`` is called again."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
-from torch import nn
-from torch.optim import Optimizer
-
 from elastic_ext.ranks.heartbeat import Activity, Pulse
+from elastic_ext.records.metrics import StepWindow
 
 from .memory.analyzer import Analyzer
-from .phases import Phase, TimedSource, Timeline
+from .phases import Phase, TimedSource
 from .probe import Probe, ProbePace
 from .sampled_steps import Surveyor
 from .windows import TrainingProgress, Windows
@@ -46,27 +44,26 @@ class Recorder(Pulse):
     def __init__(
         self,
         pulse: Pulse,
-        timeline: Timeline,
         probe: Probe,
         windows: Windows,
-        pace: ProbePace,
         *,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
         stand: Callable[[], TrainingProgress],
+        keep: Callable[[StepWindow], None],
         loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:
-        """``stand`` says how far training is; ``loader`` gives the batches, and is None where the trainer has it."""
+        """``stand`` says how far training is, ``keep`` is given each window as it ends.
+
+        ``loader`` gives the batches, and is None where the trainer has it.
+        """
         self.analyzer: Analyzer | None = None
         """Whoever knows what steps take of memory."""
         self._pulse = pulse
-        self._timeline = timeline
+        self._timeline = timeline = windows.timeline
         self._probe = probe
         self._windows = windows
-        self._pace = pace
-        self._model, self._optimizers = model, tuple(optimizers)
-        self._stand = stand
+        self._pace = ProbePace()
+        self._stand, self._keep = stand, keep
         self._loader = loader if isinstance(loader, TimedSource) else None
         if self._loader is not None:
             self._loader.timeline = timeline  # it tells when the loop waits for it
@@ -208,7 +205,7 @@ class Recorder(Pulse):
         self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
         self._stepped_at = time.perf_counter_ns()
         self._close()
-        self._probe.attach(self._model, self._optimizers)
+        self._probe.attach()
 
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
@@ -246,7 +243,7 @@ class Recorder(Pulse):
         if self._num_to_pass or self._num_passed:
             self._num_to_pass = 0
             self._is_detailed = False  # the step that may be under way
-            self._probe.attach(self._model, self._optimizers)
+            self._probe.attach()
             self._tell_passed()
 
     def _tell_passed(self) -> None:
@@ -261,4 +258,4 @@ class Recorder(Pulse):
     def _close(self) -> None:
         self._is_changed = False
         self._windows.count(*self._probe.take_counts())
-        self._windows.close(self._stand())
+        self._keep(self._windows.close(self._stand()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_ext.ranks.board import PeerName
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace
 
 from .memory.analyzer import Analyzer
@@ -42,8 +43,7 @@ class Surveyor:
         timeline: Timeline,
         probe: Probe,
         *,
-        rank: int,
-        host: str,
+        name: PeerName,
         device: torch.device,
         found: SampleListeners,
         why_no_census: Callable[[], str | None],
@@ -56,7 +56,7 @@ class Surveyor:
         """
         self._timeline = timeline
         self._probe = probe
-        self._rank, self._host, self._device = rank, host, device
+        self._name, self._device = name, device
         self._found = found
         self._why_no_census = why_no_census
         self._is_traced = is_traced
@@ -108,7 +108,7 @@ class Surveyor:
 
     def _measure_machine(self, found: Callable[[NodeCalibration], None]) -> None:
         try:
-            found(calibrate(self._device, host=self._host))
+            found(calibrate(self._device, host=self._name.host))
         except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
             _logger.debug("what this machine does at best is not measured: %s", error)
 
@@ -122,7 +122,7 @@ class Surveyor:
         elif self._trace is None and time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if self._is_traced() and can_trace():
-                self._trace = Trace(self._rank)
+                self._trace = Trace(self._name.rank)
                 self._trace.begin()
 
     def _pause(self) -> None:
@@ -137,7 +137,7 @@ class Surveyor:
         if num_rows > 0:  # else no pass was seen
             self._found.census(
                 census.record(
-                    rank=self._rank,
+                    rank=self._name.rank,
                     num_samples=num_rows,
                     num_micro_steps=self._num_micro_steps,
                     device=str(self._device),

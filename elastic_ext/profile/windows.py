@@ -53,15 +53,13 @@ class Windows:
         restart: int,
         begin: float,
         memory: Callable[[], MemoryInUse],
-        keep: Callable[[StepWindow], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``begin`` is when the time that ``timeline`` holds already began, in seconds since 1970."""
-        self._timeline = timeline
+        self.timeline = timeline
         self._rank, self._world_size, self._restart = rank, world_size, restart
         self._begin = begin
         self._memory = memory
-        self._keep = keep
         self._clock = clock
         self._first = self._young_since = self._opened = clock()
         self._due = self._opened + _LEAST_SECONDS
@@ -81,7 +79,7 @@ class Windows:
     def end_step(self, *, is_detailed: bool) -> bool:
         """A step has ended; whether it is time to end the window."""
         self._num_steps += 1
-        ends = self._timeline.end_step()
+        ends = self.timeline.end_step()
         if is_detailed:
             for each in ends:
                 if self._num_detailed % self._stride == 0:
@@ -103,7 +101,7 @@ class Windows:
 
     def close(self, standing: TrainingProgress) -> StepWindow:
         """End the window that is open, and begin the next."""
-        spent = self._timeline.spent()
+        spent = self.timeline.spent()
         memory = self._memory()
         typical, step_seconds, waiting, computing = _of_steps(self._steps)
         in_all = _between(self._at_open, spent)
@@ -141,7 +139,6 @@ class Windows:
         self._num_detailed, self._stride = 0, 1
         now = self._opened = self._clock()
         self._due = now + window_seconds(now - self._first, now - self._young_since)
-        self._keep(window)
         return window
 
     def expect_change(self) -> None:

@@ -21,7 +21,7 @@ from elastic_ext.profile.device_timeline import DeviceTimeline
 from elastic_ext.profile.memory.analyzer import Analyzer
 from elastic_ext.profile.output import Showing, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
-from elastic_ext.profile.probe import Probe, ProbePace
+from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
 from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
@@ -82,11 +82,10 @@ def record(
         is_settled = bool(getattr(loader, "is_settled", True))
         return TrainingProgress(step, num_samples, config.version, config.revision, is_settled)
 
-    probe = Probe(timeline.enter, is_on_accelerator=device.type != "cpu")
+    probe = Probe(timeline.enter, model, optimizers, is_on_accelerator=device.type != "cpu")
     analyzer = None if analyze is None else analyze(probe)
     recorder = Recorder(
         follower.pulse,
-        timeline,
         probe,
         Windows(
             timeline,
@@ -95,12 +94,9 @@ def record(
             restart=follower.settings.restart,
             begin=begin,
             memory=memory_held,
-            keep=reports.add_window,
         ),
-        ProbePace(),
-        model=model,
-        optimizers=optimizers,
         stand=stand,
+        keep=reports.add_window,
         loader=loader,
         surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
     )
@@ -140,8 +136,7 @@ def _surveyor(
     return Surveyor(
         timeline,
         probe,
-        rank=ranks.rank,
-        host=ranks.host,
+        name=ranks.names[ranks.rank],
         device=device,
         found=SampleListeners(
             census=reports.write_census,

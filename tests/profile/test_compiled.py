@@ -218,9 +218,9 @@ def assert_same_graphs(compiled: Compile) -> None:
         graphs, model = Graphs(), TwoBlocks()
         optimizer = SGD(model.parameters(), lr=0.125)
         step = compiled(model, graphs)
-        probe = Probe(Marks(marks), is_on_accelerator=False)
+        probe = Probe(Marks(marks), model, [optimizer], is_on_accelerator=False)
         if is_attached:
-            probe.attach(model, [optimizer])
+            probe.attach()
         for number in range(2 * looks):
             if number % 2 == 1:
                 probe.enter_micro_step()

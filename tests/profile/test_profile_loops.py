@@ -28,6 +28,7 @@ from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
 from elastic_ext.profile.windows import memory_held
+from elastic_ext.ranks.board import PeerName
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.training.prepare import _started_at
 from tests.profile.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of
@@ -176,13 +177,12 @@ def test_where_no_file_can_be_opened_memory_is_not_known_and_nothing_stops() -> 
 
 def test_a_machine_that_cannot_be_measured_is_left_so() -> None:
     timeline = Timeline(Phase.OTHER)
-    probe = Probe(timeline.enter, is_on_accelerator=False)
+    probe = Probe(timeline.enter, nn.Identity(), [], is_on_accelerator=False)
     seen: list[object] = []
     surveyor = Surveyor(
         timeline,
         probe,
-        rank=0,
-        host="node",
+        name=PeerName(rank=0, host="node", pid=1),
         device=torch.device("meta"),  # which nobody waits for
         found=SampleListeners(census=seen.append, trace=seen.append, calibration=seen.append),
         why_no_census=lambda: None,

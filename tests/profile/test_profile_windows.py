@@ -58,9 +58,12 @@ class Profile:
             restart=3,
             begin=100.0,
             memory=lambda: MemoryInUse(memory_bytes=1000),
-            keep=self.kept.append,
             clock=self.clock,
         )
+
+    def close(self, standing: TrainingProgress) -> StepWindow:
+        self.kept.append(self.windows.close(standing))
+        return self.kept[-1]
 
     def step(self, seconds: dict[Phase, float], *, is_detailed: bool = True) -> bool:
         for phase, length in seconds.items():
@@ -139,12 +142,12 @@ def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, 
 def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) -> None:
     profile = Profile(clock)
     clock.go(5.0)
-    assert profile.windows.close(TrainingProgress(0, 0, 1, 0)).seconds == {"startup": 5.0}
+    assert profile.close(TrainingProgress(0, 0, 1, 0)).seconds == {"startup": 5.0}
     for factor in (1.0, 2.0, 1.0, 1.0, 9.0):
         profile.step({phase: seconds * factor for phase, seconds in STEP.items()})
     profile.windows.count(7, 8)
     clock.go(0.25)
-    window = profile.windows.close(TrainingProgress(5, 80, 2, 0))
+    window = profile.close(TrainingProgress(5, 80, 2, 0))
     assert window.begin == 105.0 and window.end == 105.0 + sum(window.seconds.values())
     assert window.seconds == {"data": 7.0, "forward": 3.5, "backward": 7.0, "optimizer": 1.75, "other": 0.25}
     assert window.processor_seconds["data"] == 3.5
@@ -154,7 +157,7 @@ def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) ->
     assert (window.num_tokens, window.num_bytes, window.memory_bytes) == (7, 8, 1000)
     assert (window.rank, window.world_size, window.restart) == (1, 2, 3)
     assert window.config_version == 1, "the one that was in force while it went on"
-    assert profile.windows.close(TrainingProgress(5, 80, 2, 0)).config_version == 2
+    assert profile.close(TrainingProgress(5, 80, 2, 0)).config_version == 2
     assert profile.kept[1] is window and StepWindow.from_json(window.to_json()) == window
 
 
@@ -162,19 +165,19 @@ def test_a_window_says_what_all_steps_but_a_few_wait_for_others(clock: Clock) ->
     profile = Profile(clock)
     for waiting in (8.0, 1.0, 6.0, 4.0, 2.0, 7.0, 5.0, 3.0):
         profile.step({Phase.FORWARD: 1.0, Phase.COMMUNICATION: waiting, Phase.AGREEMENT: 0.5})
-    window = profile.windows.close(TrainingProgress(8, 0, 0, 0))
+    window = profile.close(TrainingProgress(8, 0, 0, 0))
     assert window.waiting_seconds == 3.5 and window.typical["communication"] == 5.0
     assert window.computing_seconds == 1.0
     assert StepWindow.from_json(window.to_json()) == window
     profile.step({Phase.STEP: 2.0}, is_detailed=False)
-    assert profile.windows.close(TrainingProgress(9, 0, 0, 0)).waiting_seconds is None
+    assert profile.close(TrainingProgress(9, 0, 0, 0)).waiting_seconds is None
 
 
 def test_a_window_says_whether_something_was_still_on_its_way_then(clock: Clock) -> None:
     profile = Profile(clock)
     for is_settled in (True, False, False, True, True):
         profile.step(STEP)
-        profile.windows.close(TrainingProgress(1, 0, 0, 0, is_settled))
+        profile.close(TrainingProgress(1, 0, 0, 0, is_settled))
     assert [each.is_settling for each in profile.kept] == [False, True, True, True, False]
 
 
@@ -183,7 +186,7 @@ def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Cloc
     for _ in range(3):
         profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_detailed=False)
     profile.step(STEP)
-    window = profile.windows.close(TrainingProgress(4, 0, 0, 0))
+    window = profile.close(TrainingProgress(4, 0, 0, 0))
     assert window.seconds["step"] == 6.0 and window.seconds["data"] == 3.5
     assert (window.num_steps, window.num_detailed) == (4, 1)
     assert window.typical["data"] == 0.5
@@ -193,7 +196,7 @@ def test_quantiles_of_very_many_steps_are_those_of_steps_from_all_over(clock: Cl
     profile = Profile(clock)
     for number in range(5000):
         profile.step({Phase.FORWARD: 1.0 + number})
-    window = profile.windows.close(TrainingProgress(5000, 0, 0, 0))
+    window = profile.close(TrainingProgress(5000, 0, 0, 0))
     assert window.num_detailed == 5000 and sum(window.seconds.values()) == pytest.approx(5000 * 5001 / 2)
     tenth, middle, most, longest = window.step_seconds
     assert tenth == pytest.approx(500, rel=0.05) and middle == pytest.approx(2500, rel=0.05)
@@ -213,7 +216,7 @@ def test_a_window_is_due_after_a_second_and_later_ones_take_longer(clock: Clock)
 def test_after_a_change_the_window_that_is_open_is_short_too(clock: Clock) -> None:
     profile = Profile(clock)
     clock.go(50_000.0)
-    profile.windows.close(TrainingProgress(0, 0, 0, 0))
+    profile.close(TrainingProgress(0, 0, 0, 0))
     assert not profile.step({Phase.FORWARD: 30.0})
     profile.windows.expect_change()
     assert profile.step({Phase.FORWARD: 0.01})

@@ -146,7 +146,7 @@ def test_larger_micro_batches_are_measured_when_they_come(tmp_path: Path) -> Non
                         optimizer.step()
                         optimizer.zero_grad()
                     sizes = {size for size, _ in analyzer._measured}
-                    if analyzer._training.micro_batch() in sizes:
+                    if analyzer._training.micro_batch in sizes:
                         trainer.try_grow()
         facts = analyzer.facts()
     assert sizes == {2, 4, 8}
