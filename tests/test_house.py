@@ -541,6 +541,40 @@ def _is_broad(caught: ast.expr | None) -> bool:
     return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
 
 
+MOST_ARGUMENTS, MOST_CALLABLES = 8, 2
+LARGE_CONSTRUCTORS: Mapping[str, str] = {
+    # "module:Class": the reason why it takes more than 8 arguments, or more than 2 functions
+    "agent.elastic_agent:ElasticAgent": "what torch's agent takes, and what belongs to it here",
+    "agent.master.session:ConfigWatch": "a stream's thread, beside the link that it wakes",
+    "agent.workers.workers:Workers": "what torch's agent starts workers with",
+    "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
+    "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
+    "fsdp.checkpoint.saving.background:BackgroundSave": "one save's thread, and what its stages are done by",
+    "master.tuning:StrategyQueue": "a strategy beside a job that records what it decides",
+    "training.checkpoints.signals:Leaving": "a thread that asks training and its checkpoints what there is to save",
+    "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
+}
+
+
+def constructor_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
+    """Constructors that take more than a reader keeps in mind, and reasons for such that are none any more."""
+    faults, large = [], set()
+    for module, source in sorted(sources.items()):
+        for node in (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)):
+            for made in (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"):
+                given = [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs][1:]
+                functions = [each for each in given if each.annotation and "Callable" in ast.unparse(each.annotation)]
+                if len(given) <= MOST_ARGUMENTS and len(functions) <= MOST_CALLABLES:
+                    continue
+                large.add(place := f"{module}:{node.name}")
+                if place not in allowed:
+                    faults.append(
+                        f"{place} takes {len(given)} arguments, {len(functions)} of them functions; allowed: "
+                        f"{MOST_ARGUMENTS} and {MOST_CALLABLES}: hand on the object that has them"
+                    )
+    return [*faults, *(f"{place} is no large constructor any more" for place in sorted(set(allowed) - large))]
+
+
 def class_name_faults(sources: Mapping[str, str]) -> list[str]:
     """Class names that several classes of the package have, with the modules that define them."""
     modules_of: dict[str, list[str]] = {}
@@ -654,6 +688,10 @@ def test_list_of_broad_excepts_is_not_stale() -> None:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     _no_faults(class_name_faults(SOURCES))
+
+
+def test_a_constructor_takes_few_arguments_and_fewer_functions() -> None:
+    _no_faults(constructor_faults(SOURCES, LARGE_CONSTRUCTORS))
 
 
 # --- the checks can fail --------------------------------------------------------------------------------------------
@@ -840,3 +878,13 @@ def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:
 def test_class_name_that_stands_for_two_things_is_found() -> None:
     sources = {"data.order": "class Place: ...", "config.rounds": "if True:\n    class Place: ...\nclass Other: ..."}
     assert class_name_faults(sources) == ["Place is a class of config.rounds and of data.order: give each its own name"]
+
+
+def test_constructor_with_many_arguments_or_functions_is_found_and_a_stale_reason_too() -> None:
+    many = "class A:\n    def __init__(self, a, b, c, d, e, f, g, h, i): ..."
+    functions = (
+        "class B:\n    def __init__(self, a: Callable[[], int], b: Callable[[], int], c: Callable[[], int]): ..."
+    )
+    few = "class C:\n    def __init__(self, a, *, b: Callable[[], int]): ..."
+    faults = constructor_faults({"m": f"{many}\n{functions}\n{few}"}, {"m:C": "why"})
+    assert [fault.partition(" ")[0] for fault in faults] == ["m:A", "m:B", "m:C"]
