@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pynvml
@@ -32,7 +31,6 @@ from elastic_ext.doctor.hardware import (
 )
 from elastic_ext.doctor.mounts import Mount, is_memory, is_network, mount_of, parse_mounts, storage_of
 from elastic_ext.doctor.records import NodeHardware
-from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 from tests.support.machines import ANSWERS, GIB, PlantedDriver, gpu, gpus, machine
 
 V2_MOUNTS = """\
@@ -268,22 +266,6 @@ def test_links_are_followed_to_where_files_lie(tmp_path: Path) -> None:
     mounts = [Mount(point="/", file_system="ext4"), Mount(point=str(tmp_path / "far"), file_system="nfs")]
     seen = storage_of(tmp_path / "link" / "new", "asked for", mounts, patience_seconds=60)
     assert (seen.file_system, seen.is_network, seen.is_there) == ("nfs", True, False)
-
-
-def test_a_question_that_is_not_answered_ends() -> None:
-    hung, asked = threading.Event(), threading.Event()
-
-    def ask() -> None:
-        asked.set()
-        hung.wait(60)
-
-    with pytest.raises(NoAnswer):
-        answer_within(0.05, ask)
-    assert asked.wait(60)
-    hung.set()
-    assert answer_within(60, lambda: 3) == 3
-    with pytest.raises(KeyError):
-        answer_within(60, lambda: os.environ["NO_SUCH_VARIABLE"])
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elastic_ext.errors import CheckpointError
+from elastic_ext.ranks.deadlines import NoAnswer, within
 from elastic_ext.ranks.group import Ranks
 
 from .coordination import gather_or_raise
@@ -44,26 +45,18 @@ class Storage:
     def within(self, act: Callable[[], _Result], doing: str) -> _Result:
         """What ``act`` gives; CheckpointError where it takes longer than there is time."""
         self.refuse_if(False, doing)
-        results: list[_Result] = []
-        raised: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                results.append(act())
-            except BaseException as error:  # raised again by the one who waits
-                raised.append(error)
+        def asked() -> _Result:
+            self._late = threading.current_thread()  # which an interrupt leaves behind as well
+            return act()
 
-        self._late = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
-        self._late.start()
-        self._late.join(max(self._deadline - time.monotonic(), 0.0))
-        if raised:
-            raise raised[0]
-        if not results:
+        try:
+            return within(max(self._deadline - time.monotonic(), 0.0), asked, name=THREAD_NAME)
+        except NoAnswer:
             raise CheckpointError(
                 f"the storage took longer than {self.seconds:g} seconds while {doing}; look after it, or allow it "
                 "more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
-            )
-        return results[0]
+            ) from None
 
     def refuse_if(self, is_late: bool, doing: str) -> None:
         """CheckpointError where something ``is_late``, or has been asked for before, and has no answer yet."""

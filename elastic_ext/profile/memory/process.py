@@ -17,6 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
+
+from elastic_ext.ranks.deadlines import OwnedThread
 
 from .questions import MemoryAnswer, Question
 
@@ -49,9 +52,8 @@ class AnalysisRequest:
         self._command = [*command, json.dumps(_path())]
         self._answers: list[MemoryAnswer] = []  # only ever appended to, on the thread
         self._is_over = threading.Event()
-        self._closing, self._close_here = os.pipe()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._closing, close_here = os.pipe()
+        self._thread = OwnedThread(self._run, name=THREAD_NAME, wake=partial(os.close, close_here))
 
     def start(self) -> None:
         """Ask; comes back at once."""
@@ -73,13 +75,7 @@ class AnalysisRequest:
 
     def close(self) -> None:
         """End the process, whatever it is at. Twice is allowed."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        os.close(self._close_here)
-        if self._thread.ident is not None:
-            self._thread.join(_END_SECONDS)
-        if not self._thread.is_alive():
+        if not self._thread.stopping.is_set() and self._thread.close(_END_SECONDS):
             os.close(self._closing)
 
     def _run(self) -> None:

@@ -23,6 +23,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.ranks.processes import do_in_forked_processes
 from elastic_ext.records.files import (
     FILE_MODE,
@@ -289,22 +290,17 @@ class Reading:
     def __init__(self, folder: Path, *, touch_seconds: float = _TOUCH_SECONDS) -> None:
         self._path = folder / f".reading-{secrets.token_hex(8)}.json"
         self._touch_seconds = touch_seconds
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = OwnedThread(self._keep, name="elastic_ext reading")
         try:
             self._put()
         except OSError as error:
             _logger.info("that %s is being read cannot be marked there: %s", folder, error)
             return
-        self._thread = threading.Thread(target=self._keep, name="elastic_ext reading", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Take the mark away. Twice is allowed."""
-        thread, self._thread = self._thread, None
-        self._is_over.set()
-        if thread is not None:
-            thread.join(_CLOSE_SECONDS)  # which storage that does not answer may outlast; the mark lapses then
+        self._thread.close(_CLOSE_SECONDS)  # which storage that does not answer may outlast; the mark lapses then
 
     def __enter__(self) -> Reading:
         return self
@@ -328,7 +324,7 @@ class Reading:
             os.close(file)
 
     def _keep(self) -> None:
-        while not self._is_over.wait(self._touch_seconds):
+        while not self._thread.stopping.wait(self._touch_seconds):
             with contextlib.suppress(OSError):  # storage that does not answer now may do so the next time
                 self._touch()
         with contextlib.suppress(OSError):
