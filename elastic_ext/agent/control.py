@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.ranks.deadlines import OwnedThread
-from elastic_ext.records.json import shown
+from elastic_ext.records.json import object_of, shown
 
 __all__ = [
     "MOST_ANSWER_BYTES",
@@ -134,13 +134,10 @@ def _answer_of(data: bytes, path: Path) -> dict[str, Any]:
     try:
         if not data.endswith(b"\n"):
             raise ValueError("it has no end")
-        answer = json.loads(data)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+        return object_of(data.decode())
+    except ValueError:
         heard = shown(data[:40].decode(errors="replace"))
-        raise AgentSilent(f"what answers at {path} is no agent of this library, or was cut short: {heard}")
-    return answer
+        raise AgentSilent(f"what answers at {path} is no agent of this library, or was cut short: {heard}") from None
 
 
 @contextlib.contextmanager
@@ -388,12 +385,9 @@ def _request_of(line: bytes) -> dict[str, Any]:
     if len(line) > MOST_REQUEST_BYTES:
         raise ValueError(f"the request is too long; allowed: at most {MOST_REQUEST_BYTES} bytes")
     try:
-        request = json.loads(line)
-    except (ValueError, RecursionError):
-        request = None
-    if not isinstance(request, dict):
-        raise ValueError("the request is not a JSON object; allowed: one on a single line")
-    return request
+        return object_of(line.decode())
+    except ValueError:
+        raise ValueError("the request is not a JSON object; allowed: one on a single line") from None
 
 
 def _name_in(request: Mapping[str, Any], handlers: Mapping[str, Handler]) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 
 from elastic_ext.ranks.deadlines import OwnedThread
 
-from .questions import MemoryAnswer, Question
+from .questions import AnalysisRequest, MemoryAnswer, Question
 
 __all__ = ["THREAD_NAME", "AnalysisRequest"]
 
@@ -38,7 +38,7 @@ _END_SECONDS = 5.0
 
 
 class AnalysisRequest:
-    """One question to the process that analyzes a model's memory; ``close`` it when training ends."""
+    """One question; ``close`` it when training ends."""
 
     def __init__(
         self,
@@ -111,13 +111,9 @@ class AnalysisRequest:
         return problem if problem is not None or status == 0 else f"the process that works it out {_ending(status)}"
 
     def _asked(self) -> bytes:
-        asked = {
-            "path": _path(),
-            "argv": list(map(str, sys.argv)),
-            "folder": os.getcwd(),
-            "question": json.loads(self._question.to_json()),
-        }
-        return json.dumps(asked).encode() + b"\n"
+        argv = tuple(map(str, sys.argv))
+        request = AnalysisRequest(path=tuple(_path()), argv=argv, folder=os.getcwd(), question=self._question)
+        return request.to_json().encode() + b"\n"
 
     def _converse(self, asked: int, source: int, until: float) -> str | None:
         """Ask, and take answers until the end of them; why that did not come, or None.

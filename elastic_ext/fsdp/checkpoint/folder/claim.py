@@ -35,6 +35,7 @@ from elastic_ext.records.files import (
     try_lock,
     write_whole,
 )
+from elastic_ext.records.json import JsonRecord
 
 from .commit import check_id
 
@@ -80,7 +81,7 @@ _HOLDER = "RUN.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
+class Holder(JsonRecord):
     """The run that came last to a job's folder, as RUN.json tells of it."""
 
     id: str
@@ -92,9 +93,12 @@ class Holder:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
+    def check_read(self) -> None:
+        check_id("id", self.id)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Visitor:
+class Visitor(JsonRecord):
     """Who had the lock of a job's folder last to tidy it, as RUN.lock tells of it until a run has the lock."""
 
     host: str
@@ -116,8 +120,8 @@ def sign(lock: int) -> None:
 def read_visitor(folder: Path) -> Visitor | None:
     """Who has signed in ``folder``; None where nobody has since a run had it, or where that cannot be read."""
     try:
-        return Visitor(**json.loads(read_at_most(folder / LOCK, _MOST_CLAIM_BYTES)))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return Visitor.from_json(read_at_most(folder / LOCK, _MOST_CLAIM_BYTES).decode())
+    except (OSError, ValueError):
         return None
 
 
@@ -125,14 +129,11 @@ def read_holder(folder: Path) -> Holder | None:
     """Who has claimed ``folder`` last, None where nobody has; CheckpointDamaged where that cannot be read."""
     path = folder / _HOLDER
     try:
-        record = json.loads(read_at_most(path, _MOST_CLAIM_BYTES))
-        holder = Holder(**record)
-        check_id("id", holder.id)
+        return Holder.from_json(read_at_most(path, _MOST_CLAIM_BYTES).decode())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointDamaged(f"{path} does not say whose the folder is ({error}); start the job again") from None
-    return holder
 
 
 class Claim:
@@ -268,7 +269,7 @@ _MARK = re.compile(r"\.reading-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
+class Reader(JsonRecord):
     """Who reads, as a mark tells of it."""
 
     host: str
@@ -379,10 +380,10 @@ def _reader_at(mark: Path, now_ns: int) -> Reader | None:
     try:
         if has_lapsed(os.stat(mark).st_mtime_ns, now_ns):
             return None
-        return Reader(**json.loads(read_at_most(mark, _MOST_MARK_BYTES)))
+        return Reader.from_json(read_at_most(mark, _MOST_MARK_BYTES).decode())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, RecursionError):  # not all of it is there yet
+    except ValueError:  # not all of it is there yet
         return Reader(host="a host that has not said its name", pid=0, since="of late")
 
 
