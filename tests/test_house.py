@@ -218,7 +218,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "config.apply:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
     "config.apply:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "fsdp.blocks:_why_not_alike": "a block is the user's code: what it raises the second time is told as a refusal",
-    "ranks.deadlines:within.run": "the top of a thread: kept for the one who waits, who raises it",
+    "ranks.deadlines:Call._keep": "the top of a thread: kept for the one who waits, who raises it",
     "data.prefetch:Ahead.__next__": "what cannot be made is passed before it is raised again",
     "data.prefetch:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
     "data.prefetch:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
@@ -268,7 +268,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
 }
 OWN_THREADS: Mapping[str, str] = {
     # "module:Class.function": why its thread is no OwnedThread
-    "agent.launcher:_Node._check_machine": "nobody waits for it: storage that hangs would hold up the agent's end",
+    "agent.launcher:_Launch._check_machine": "nobody waits for it: storage that hangs would hold up the agent's end",
     "data.workers.worker_process:Line._write": "feeds a pipe until the worker process ends",
     "data.workers.worker_process:Line.put": "sends what a worker process makes, until that ends",
     "data.workers.worker_process:end_with_parent": "waits for the end of the parent, and ends its process",
@@ -525,7 +525,7 @@ def _writing_fault(node: ast.AST, module: str, place: str) -> str | None:
         if called == "suppress" and any(_is_broad(one) for one in node.args):
             return "suppresses everything; name what is suppressed"
         if ast.unparse(node.func) == "threading.Thread" and f"{module}:{place}" not in OWN_THREADS:
-            return "makes a Thread; use OwnedThread, or within() for a call with a limit of time"
+            return f"makes a Thread; use OwnedThread, or add '{module}:{place}' with a reason to OWN_THREADS"
     if (
         isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "environb")
@@ -658,6 +658,13 @@ def test_list_of_broad_excepts_is_not_stale() -> None:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     _no_faults(class_name_faults(SOURCES))
+
+
+def test_list_of_threads_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict(OWN_THREADS)
+    monkeypatch.setattr(f"{__name__}.OWN_THREADS", {})
+    faults = [fault for module, source in SOURCES.items() for fault in writing_faults(module, source)]
+    assert [place for place in places if not any(f"'{place}'" in fault for fault in faults)] == []
 
 
 # --- the checks can fail --------------------------------------------------------------------------------------------

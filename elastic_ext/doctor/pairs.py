@@ -216,7 +216,7 @@ def check_pairs(
     in the report, which then has what this node alone knows.
     """
     with meet(rendezvous, silence_seconds=silence_seconds) as meeting:
-        notes = _Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
+        notes = Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
         say(f"node {meeting.index} of {meeting.num_nodes}")
         trouble = None
         try:
@@ -233,7 +233,7 @@ def check_pairs(
         return notes.report(trouble), meeting.index
 
 
-def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], patience_seconds: float) -> None:
+def _run_rounds(meeting: Meeting, notes: Notes, say: Callable[[str], None], patience_seconds: float) -> None:
     rounds = matching(meeting.num_nodes)
     for number, pairs in enumerate(rounds):
         for first, second in pairs:
@@ -250,7 +250,7 @@ def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], pat
 
 
 def _pair(
-    store: Any, number: int, first: int, second: int, is_second: bool, notes: _Notes, seconds: float
+    store: Any, number: int, first: int, second: int, is_second: bool, notes: Notes, seconds: float
 ) -> CheckedPair:
     backend = notes.backend_of(first, second)
     latency: tuple[float, ...] = ()
@@ -283,7 +283,7 @@ class Hello(JsonRecord):
     """What its machine has: NodeHardware, as JSON."""
 
 
-class _Notes:
+class Notes:
     """What this node knows of all of them."""
 
     def __init__(self, meeting: Meeting, hardware: NodeHardware, rendezvous: Rendezvous, *, with_nccl: bool) -> None:

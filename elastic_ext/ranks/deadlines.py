@@ -7,9 +7,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["Backoff", "NoAnswer", "OwnedThread", "within"]
+__all__ = ["Backoff", "Call", "NoAnswer", "OwnedThread", "within"]
 
 
 # --- a thread that its owner ends ------------------------------------------------------------------------------------
@@ -70,28 +70,37 @@ class NoAnswer(Exception):
     """A call took too long."""
 
 
-def within(seconds: float, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> _Result:
-    """What ``act`` gives or raises; NoAnswer if it takes longer: then its thread stays, as nothing can end it.
+class Call(OwnedThread, Generic[_Result]):
+    """A call that may never come back, on a thread of its own, which nothing can end then."""
 
-    The thread is called ``name``.
-    """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
+    def __init__(self, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> None:
+        super().__init__(self._keep, name=name)
+        self._act = act
+        self._results: list[_Result] = []
+        self._errors: list[BaseException] = []
 
-    def run() -> None:
+    def within(self, seconds: float) -> _Result:
+        """Make the call: what it gives or raises; NoAnswer if it takes longer."""
+        self.start()
+        self.wait(seconds)
+        if self._errors:
+            raise self._errors.pop()
+        if not self._results:
+            raise NoAnswer(f"no answer within {seconds:g} s")
+        return self._results.pop()
+
+    def _keep(self) -> None:
         try:
-            results.append(act())
+            self._results.append(self._act())
         except BaseException as error:
-            errors.append(error)
+            self._errors.append(error)
+        finally:
+            del self._act  # through which it would keep what it has worked on
 
-    thread = OwnedThread(run, name=name)
-    thread.start()
-    thread.wait(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise NoAnswer(f"no answer within {seconds:g} s")
-    return results[0]
+
+def within(seconds: float, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> _Result:
+    """What ``act`` gives or raises, called on a thread of that ``name``; NoAnswer if it takes longer."""
+    return Call(act, name=name).within(seconds)
 
 
 # --- how long to wait before the next try, so that many who have lost the same thing do not come back at once --------

@@ -7,13 +7,12 @@ harm to what comes later.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.ranks.deadlines import NoAnswer, within
+from elastic_ext.ranks.deadlines import Call, NoAnswer
 from elastic_ext.ranks.group import Ranks
 
 from .coordination import gather_or_raise
@@ -32,7 +31,7 @@ class Storage:
         self.seconds = timeout_seconds
         """How long it may take to answer."""
         self._deadline = time.monotonic() + timeout_seconds
-        self._late: threading.Thread | None = None
+        self._late: Call[Any] | None = None
 
     def together(self, act: Callable[[], object], doing: str, *, is_patient: bool = True) -> list[Any]:
         """What ``act`` gives on each rank, as ``gather_or_raise``; all that it has ``within`` do shares one limit.
@@ -45,13 +44,10 @@ class Storage:
     def within(self, act: Callable[[], _Result], doing: str) -> _Result:
         """What ``act`` gives; CheckpointError where it takes longer than there is time."""
         self.refuse_if(False, doing)
-
-        def asked() -> _Result:
-            self._late = threading.current_thread()  # which an interrupt leaves behind as well
-            return act()
-
+        call = Call(act, name=THREAD_NAME)
+        self._late = call  # before it is made: an interrupt may leave it behind as well
         try:
-            return within(max(self._deadline - time.monotonic(), 0.0), asked, name=THREAD_NAME)
+            return call.within(max(self._deadline - time.monotonic(), 0.0))
         except NoAnswer:
             raise CheckpointError(
                 f"the storage took longer than {self.seconds:g} seconds while {doing}; look after it, or allow it "
