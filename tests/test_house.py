@@ -214,7 +214,6 @@ BROAD_EXCEPT: Mapping[str, str] = {
         "whatever cannot be written, the exception is printed"
     ),
     "agent.launcher:_Launch._run": "torch's event log hears of it, and raises again",
-    "agent.rendezvous:_make_handler": "the top of a thread: kept for the one who waits, who raises it",
     "agent.workers.workers:Workers._start": "ends what it has started, and raises again",
     "agent.control:Control.start": "closes what it has opened, and raises again",
     "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
@@ -224,7 +223,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "config.apply:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
     "config.apply:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "fsdp.blocks:_why_not_alike": "a block is the user's code: what it raises the second time is told as a refusal",
-    "ranks.deadlines:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",
+    "ranks.deadlines:Call._keep": "the top of a thread: kept for the one who waits, who raises it",
     "data.prefetch:Ahead.__next__": "what cannot be made is passed before it is raised again",
     "data.prefetch:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
     "data.prefetch:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
@@ -257,7 +256,6 @@ BROAD_EXCEPT: Mapping[str, str] = {
     ),
     "fsdp.checkpoint.saving.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
     "fsdp.checkpoint.coordination:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
-    "fsdp.checkpoint.storage:Storage.within.run": "the top of a thread: kept for the one who waits, who raises it",
     "master.tuning:StrategyQueue._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
     "fsdp.reshard.change:Change.run": "whatever it is, what was there has to come back; raised on all ranks",
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
@@ -272,6 +270,15 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "training.session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
     "config.watcher:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
     "config.watcher:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
+}
+OWN_THREADS: Mapping[str, str] = {
+    # "module:Class.function": why its thread is no OwnedThread
+    "agent.launcher:_Launch._check_machine": "nobody waits for it: storage that hangs would hold up the agent's end",
+    "data.workers.worker_process:Line._write": "feeds a pipe until the worker process ends",
+    "data.workers.worker_process:Line.put": "sends what a worker process makes, until that ends",
+    "data.workers.worker_process:end_with_parent": "waits for the end of the parent, and ends its process",
+    "profile.memory.analysis_process:main": "waits for the end of the parent, and ends its process",
+    "training.checkpoints.signals:spare_loader_workers.in_worker": "waits for a signal, and ends its process",
 }
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 
@@ -522,6 +529,8 @@ def _writing_fault(node: ast.AST, module: str, place: str) -> str | None:
             return "sets up logging, which belongs to the program that uses the library"
         if called == "suppress" and any(_is_broad(one) for one in node.args):
             return "suppresses everything; name what is suppressed"
+        if ast.unparse(node.func) == "threading.Thread" and f"{module}:{place}" not in OWN_THREADS:
+            return f"makes a Thread; use OwnedThread, or add '{module}:{place}' with a reason to OWN_THREADS"
     if (
         isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "environb")
@@ -694,6 +703,13 @@ def test_a_constructor_takes_few_arguments_and_fewer_functions() -> None:
     _no_faults(constructor_faults(SOURCES, LARGE_CONSTRUCTORS))
 
 
+def test_list_of_threads_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict(OWN_THREADS)
+    monkeypatch.setattr(f"{__name__}.OWN_THREADS", {})
+    faults = [fault for module, source in SOURCES.items() for fault in writing_faults(module, source)]
+    assert [place for place in places if not any(f"'{place}'" in fault for fault in faults)] == []
+
+
 # --- the checks can fail --------------------------------------------------------------------------------------------
 
 
@@ -850,6 +866,7 @@ def test_loading_a_heavy_module_or_failing_to_load_is_reported(tmp_path: Path) -
         ("import contextlib\nwith contextlib.suppress(Exception):\n    pass", "suppresses everything"),
         ("def f() -> None:\n    import pickle", "nothing is pickled"),
         ("from marshal import loads", "nothing is pickled"),
+        ("import threading\nthreading.Thread(target=print).start()", "makes a Thread"),
     ],
 )
 def test_forbidden_writing_is_found(source: str, words: str) -> None:

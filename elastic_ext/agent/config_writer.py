@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.ranks.processes import ProcessIdentity, is_alive
 from elastic_ext.records.agent import AGENT_FILE, MOST_BYTES, AgentRecord
 from elastic_ext.records.files import FileStamp, read_at_most, stamp_of, write_whole
-from elastic_ext.records.json import MAX_BYTES
+from elastic_ext.records.json import MAX_BYTES, record_of
 from elastic_ext.records.text import on_one_line
 
 from .control import AgentAbsent, AgentFailed, AgentRefused, AgentSilent, ask
@@ -308,18 +308,26 @@ class ConfigTuner:
             _logger.warning("%s", words)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigEdit:
+    """What a request for the next version of a config asks for."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Values by dotted key."""
+    remove: tuple[str, ...] = ()
+    """Dotted keys."""
+    reason: str = ""
+    at_step: int | None = None
+
+
 def config_requests(tuner: ConfigTuner) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
     """What others may ask of the tuner, by name; each gives the config that it has written. ValueError where it is
     refused."""
 
     def config_set(request: Mapping[str, Any]) -> dict[str, Any]:
-        changes, remove = request.get("changes", {}), request.get("remove", [])
-        reason, at_step = request.get("reason", ""), request.get("at_step")
-        if not isinstance(changes, dict) or not isinstance(remove, list) or not all(type(key) is str for key in remove):
-            raise ValueError("config-set needs changes, an object of dotted keys, and remove, a list of such keys")
-        if not isinstance(reason, str) or type(at_step) not in (int, type(None)):
-            raise ValueError("config-set takes a reason, which is text, and at_step, an integer")
-        return {"config": tuner.set(changes, remove=remove, reason=reason, at_step=at_step).to_dict()}
+        edit = record_of(ConfigEdit, request, place="config-set.")
+        new = tuner.set(edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
+        return {"config": new.to_dict()}
 
     def config_undo(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"config": tuner.undo().to_dict()}
@@ -352,8 +360,8 @@ class AgentsConfig:
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
         """Have the next version written."""
-        request = {"changes": dict(changes), "remove": list(remove), "reason": reason, "at_step": at_step}
-        return self._written({"do": "config-set", **request})
+        edit = ConfigEdit(changes=dict(changes), remove=tuple(remove), reason=reason, at_step=at_step)
+        return self._written({"do": "config-set", **asdict(edit)})
 
     def undo(self) -> ElasticConfig:
         """Have the content before the present one written as a new version."""

@@ -11,7 +11,6 @@ import selectors
 import socket
 import stat
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.records.json import shown
+from elastic_ext.ranks.deadlines import OwnedThread
+from elastic_ext.records.json import object_of, shown
 
 __all__ = [
     "MOST_ANSWER_BYTES",
@@ -134,13 +134,10 @@ def _answer_of(data: bytes, path: Path) -> dict[str, Any]:
     try:
         if not data.endswith(b"\n"):
             raise ValueError("it has no end")
-        answer = json.loads(data)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+        return object_of(data.decode())
+    except ValueError:
         heard = shown(data[:40].decode(errors="replace"))
-        raise AgentSilent(f"what answers at {path} is no agent of this library, or was cut short: {heard}")
-    return answer
+        raise AgentSilent(f"what answers at {path} is no agent of this library, or was cut short: {heard}") from None
 
 
 @contextlib.contextmanager
@@ -198,8 +195,7 @@ class Control:
         self._patience_seconds = patience_seconds
         self._most_connections = most_connections
         self._uid = os.getuid() if uid is None else uid
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = OwnedThread(self._run, name="elastic_ext control", wake=self._wake)
         self._connections: set[_Connection] = set()  # this and what follows is the thread's
         self._pause_until: float | None = None
         self._is_short = False  # of what it takes to let somebody in; said once
@@ -223,25 +219,17 @@ class Control:
         except BaseException:
             self._release()
             raise
-        self._thread = threading.Thread(target=self._run, name="elastic_ext control", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether it listens."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Stop listening, and remove the socket. Connections end without an answer. Closing twice is allowed."""
-        if self._thread is None:
-            return
-        self._stop.set()
-        with contextlib.suppress(OSError):  # it was closed before
-            self._waker.send(b"x")
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=_JOIN_SECONDS)
-            if self._thread.is_alive():
-                _logger.warning("what an agent was asked for has not ended; its thread is left behind")
+        if self._thread.is_started and not self._thread.close(_JOIN_SECONDS):
+            _logger.warning("what an agent was asked for has not ended; its thread is left behind")
 
     def __enter__(self) -> Control:
         self.start()
@@ -252,12 +240,16 @@ class Control:
     ) -> None:
         self.close()
 
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed before
+            self._waker.send(b"x")
+
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while not self._thread.stopping.is_set():
                 self._tidy()
                 for key, _ in self._selector.select(self._seconds_to_wait()):
-                    if self._stop.is_set():
+                    if self._thread.stopping.is_set():
                         break
                     if key.fileobj is self._listener:
                         self._accept()
@@ -393,12 +385,9 @@ def _request_of(line: bytes) -> dict[str, Any]:
     if len(line) > MOST_REQUEST_BYTES:
         raise ValueError(f"the request is too long; allowed: at most {MOST_REQUEST_BYTES} bytes")
     try:
-        request = json.loads(line)
-    except (ValueError, RecursionError):
-        request = None
-    if not isinstance(request, dict):
-        raise ValueError("the request is not a JSON object; allowed: one on a single line")
-    return request
+        return object_of(line.decode())
+    except ValueError:
+        raise ValueError("the request is not a JSON object; allowed: one on a single line") from None
 
 
 def _name_in(request: Mapping[str, Any], handlers: Mapping[str, Handler]) -> str:

@@ -283,7 +283,7 @@ class _Launch:
         """Why workers are not to be started on this machine, where that was asked for; what it has is written down."""
         look = partial(look_at_machine, [self._config_file.parent], run_dir=self._folders.run_dir)
         if not self._is_checked:
-            threading.Thread(
+            threading.Thread(  # nobody waits for it: a file system that does not answer would hold up the agent's end
                 target=lambda: self._write_hardware(look()), daemon=True, name="elastic_ext hardware"
             ).start()
             return None

@@ -5,19 +5,17 @@ steps and seconds.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from elastic_ext.ranks.board import ended_file
 from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkersRecord
 from elastic_ext.records.files import write_whole
-from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
+from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, JobEvent
 from elastic_ext.records.text import counted
 
 from .config_writer import ConfigTuner
@@ -36,7 +34,6 @@ __all__ = ["Begun", "Duties", "LastProgress", "begun_in", "cost_in_words", "left
 # What a restart has cost: steps that are taken again, and time; pure, but for reading what workers have written.
 
 _MOST_BYTES = 1 << 16
-_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,24 +72,25 @@ def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
 def begun_in(file: Path, *, since: float) -> Begun | None:
     """Where a rank's training has begun after ``since``, by the events that it has written."""
 
-    def begun(event: Any) -> Begun:
-        size, folder = event["details"].get("global_batch_size"), event["details"].get("checkpoints")
-        return Begun(
-            step=int(event["step"]),
-            global_batch_size=size if type(size) is int else None,
-            checkpoints=folder if type(folder) is str else None,
-        )
-
-    return _newest(file, ("training-began",), begun, since=since)
+    event = _newest(file, ("training-began",), since=since)
+    if event is None:
+        return None
+    size, folder = event.details.get("global_batch_size"), event.details.get("checkpoints")
+    return Begun(
+        step=event.step,
+        global_batch_size=size if type(size) is int else None,
+        checkpoints=folder if type(folder) is str else None,
+    )
 
 
 def left_in(file: Path, *, since: float) -> str | None:
     """What a rank that was told to end after ``since`` says of where training can go on."""
-    return _newest(file, (CAN_GO_ON, TOLD_TO_END), lambda event: str(event["text"]), since=since)
+    event = _newest(file, (CAN_GO_ON, TOLD_TO_END), since=since)
+    return None if event is None else event.text
 
 
-def _newest(file: Path, kinds: Sequence[str], read: Callable[[Any], _Read], *, since: float) -> _Read | None:
-    """What ``read`` makes of the newest event of these kinds; None where it is older, or there is none."""
+def _newest(file: Path, kinds: Sequence[str], *, since: float) -> JobEvent | None:
+    """The newest event of these kinds; None where it is older, or there is none."""
     try:
         with open(file, "rb") as events:
             events.seek(max(file.stat().st_size - _MOST_BYTES, 0))
@@ -100,13 +98,10 @@ def _newest(file: Path, kinds: Sequence[str], read: Callable[[Any], _Read], *, s
     except OSError:
         return None
     for line in reversed(lines):
-        try:
-            event: Any = json.loads(line)
-            if event["kind"] in kinds:
-                found = read(event)
-                return found if event["time"] >= since else None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the first one is cut off
-            continue
+        with contextlib.suppress(ValueError):  # the first one is cut off
+            event = JobEvent.from_json(line.decode())
+            if event.kind in kinds:
+                return event if event.time >= since else None
     return None
 
 

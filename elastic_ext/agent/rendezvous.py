@@ -8,10 +8,10 @@ import copy
 import ipaddress
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import Completion, Outcome, RescuePlan, choose, clear, complete, rows_in
 from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy
+from elastic_ext.ranks.deadlines import NoAnswer, within
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.records.agent import MembershipPlan, NodeShare
 from elastic_ext.records.text import counted
@@ -157,19 +158,15 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
     except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
         raise LaunchRefused(f"nodes cannot meet so: {error}") from error
     limit = _seconds_to_answer(launch)
-    made: list[RendezvousHandler | BaseException] = []
-    thread = threading.Thread(target=_make_handler, args=(parameters, made), daemon=True, name="elastic_ext rendezvous")
-    thread.start()  # which waits for ever where something else listens at the endpoint
-    thread.join(limit)
-    if not made:
-        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds")
-    if isinstance(made[0], ValueError):
-        raise LaunchRefused(f"nodes cannot meet so: {made[0]}") from made[0]
-    if isinstance(made[0], RendezvousConnectionError):  # of which torch says that it has failed, and no more
-        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} does not answer") from made[0]
-    if isinstance(made[0], BaseException):
-        raise made[0]
-    return made[0]
+    try:  # torch waits for ever where something else listens at the endpoint
+        return within(limit, partial(registry.get_rendezvous_handler, parameters), name="elastic_ext rendezvous")
+    except NoAnswer:
+        why = f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds"
+        raise RendezvousConnectionError(why) from None
+    except ValueError as error:
+        raise LaunchRefused(f"nodes cannot meet so: {error}") from error
+    except RendezvousConnectionError as error:  # of which torch says that it has failed, and no more
+        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} does not answer") from error
 
 
 class NodeRendezvous(RendezvousHandler):
@@ -318,13 +315,6 @@ def _loopback_address(host: str) -> str | None:
 def _flag(value: object) -> bool:
     """A rendezvous' setting as torch reads it."""
     return str(value).lower() in ("1", "true", "t", "yes", "y")
-
-
-def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler | BaseException]) -> None:
-    try:
-        made.append(registry.get_rendezvous_handler(parameters))
-    except BaseException as error:  # raised where it is waited for
-        made.append(error)
 
 
 def _seconds_to_answer(launch: LaunchConfig) -> float:

@@ -17,6 +17,7 @@ from elastic_ext.master.tuning import changes_in_words, rates_of
 from elastic_ext.master.wire import as_dict, metrics_of
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.records.json import object_of
 from elastic_ext.records.measures import shown_in_words
 from elastic_ext.records.text import age_in_words, counted, on_one_line
 
@@ -246,12 +247,11 @@ def _events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) 
 
 def _event_record(event: wire.JobEvent) -> dict[str, Any]:
     """With its details as JSON has them."""
-    record = as_dict(event)
     try:
-        details = json.loads(event.details or "{}")
-    except (ValueError, RecursionError):
+        details = object_of(event.details)
+    except ValueError:  # it has none
         details = {}
-    return {**record, "details": details if isinstance(details, dict) else {}}
+    return {**as_dict(event), "details": details}
 
 
 def _complained(error: Exception, terminal: Terminal) -> int:

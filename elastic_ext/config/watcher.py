@@ -30,6 +30,7 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
 from elastic_ext.errors import ConfigError, ElasticError
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.records.files import FileStamp, read_at_most, stamp_of
 from elastic_ext.records.json import MAX_BYTES
 from elastic_ext.records.text import path_given
@@ -211,6 +212,7 @@ def _identity(folder: str) -> tuple[int, int] | None:
 # stamp every ``poll_seconds``. A file that is refused leaves the last valid config in place and is warned of once.
 
 _MOST_REMEMBERED = 256
+_CLOSE_SECONDS = 10.0
 
 
 class ConfigWatcher:
@@ -247,24 +249,20 @@ class ConfigWatcher:
         self._wake = threading.Event()
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._events = FolderEvents(self._told_of_change) if use_events else None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        name = f"elastic_ext watcher of {self.path.name}"
+        self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
 
     def start(self) -> None:
         """Look at the file now, then follow it on a thread."""
-        if self._thread is not None:
+        if self._thread.is_started:
             raise ElasticError(f"the watcher of {self.path} was started before; make a new one")
         self.refresh()
-        self._thread = threading.Thread(target=self._run, name=f"elastic_ext watcher of {self.path.name}", daemon=True)
         self._wake.set()
         self._thread.start()
 
     def close(self) -> None:
         """Stop following; what is held stays readable. Closing twice is allowed."""
-        self._stop.set()
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():  # which may collect garbage
-            self._thread.join(timeout=10.0)
+        self._thread.close(_CLOSE_SECONDS)
         if self._events is not None:
             self._events.close()
 
@@ -297,7 +295,7 @@ class ConfigWatcher:
     @property
     def is_alive(self) -> bool:
         """Whether the thread is following the file."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     def refresh(self) -> ElasticConfig | None:
         """Look at the file now, in the calling thread; gives what is held then."""
@@ -319,10 +317,10 @@ class ConfigWatcher:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while not self._thread.stopping.is_set():
                 told = self._wake.wait(self._seconds_to_wait())
                 self._wake.clear()
-                if self._stop.is_set():
+                if self._thread.stopping.is_set():
                     break
                 if self._events is not None:
                     told |= self._events.follow(self.path)

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from elastic_ext.ranks.deadlines import NoAnswer, answer_within
+from elastic_ext.ranks.deadlines import NoAnswer, within
 
 from .gpus import Driver, NvidiaDriver, gpus_of
 from .mounts import parse_mounts, storage_of
@@ -336,7 +336,7 @@ def _network(patience_seconds: float) -> Network:
 
 def _addresses_of(host: str, patience_seconds: float) -> tuple[str, ...] | None:
     try:
-        found = answer_within(patience_seconds, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        found = within(patience_seconds, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except NoAnswer:
         return None
     except (OSError, UnicodeError):

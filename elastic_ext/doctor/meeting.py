@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from elastic_ext.ranks.board import Store
-from elastic_ext.ranks.deadlines import NoAnswer, answer_within
+from elastic_ext.ranks.deadlines import NoAnswer, OwnedThread, within
 
 __all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
 
@@ -135,10 +135,7 @@ class Meeting:
         self._silence_seconds = silence_seconds
         self._handler = handler
         self._seen: dict[int, tuple[bytes, float]] = {}
-        self._stop = threading.Event()
-        self._beats = threading.Thread(
-            target=self._beat, args=(self._store.clone(),), name="elastic_ext-beats", daemon=True
-        )
+        self._beats = OwnedThread(partial(self._beat, self._store.clone()), name="elastic_ext-beats")
 
     def __enter__(self) -> Meeting:
         self._beats.start()
@@ -147,8 +144,7 @@ class Meeting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._beats.join(self._silence_seconds)
+        self._beats.close(self._silence_seconds)
 
     def leave(self, holders: Collection[int]) -> None:
         """Close the rendezvous, once all have come to this; the store goes with ``holders``, who leave last."""
@@ -165,7 +161,7 @@ class Meeting:
     def _close(self) -> None:
         if self._handler is not None:
             try:
-                answer_within(self._silence_seconds, self._handler.shutdown)
+                within(self._silence_seconds, self._handler.shutdown)
             except (NoAnswer, RendezvousError, RuntimeError) as error:
                 _logger.info("the rendezvous at %s could not be closed: %s", self._where, error)
 
@@ -195,7 +191,7 @@ class Meeting:
             if pause == _LONGEST_PAUSE_SECONDS and self.hear(self.index, "silent") is not None:
                 silence = f"{self._silence_seconds:g} s"
                 raise MeetingFailed(f"the others have gone on without this node, which had said nothing for {silence}")
-            self._stop.wait(pause)
+            self._beats.stopping.wait(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def hear_from_all(self, key: str) -> dict[int, str]:
@@ -219,18 +215,18 @@ class Meeting:
 
     def _beat(self, store: Store) -> None:
         number = 0
-        while not self._stop.is_set():
+        while not self._beats.stopping.is_set():
             try:
                 store.set(f"{self.index}/beat", str(number))
             except RuntimeError as error:  # the store is gone, which whoever asks it hears too
                 _logger.info("no more beats to %s: %s", self._where, error)
                 return
             number += 1
-            self._stop.wait(min(_BEAT_SECONDS, self._silence_seconds / 8))
+            self._beats.stopping.wait(min(_BEAT_SECONDS, self._silence_seconds / 8))
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
         try:
-            return answer_within(2 * self._silence_seconds, ask)
+            return within(2 * self._silence_seconds, ask)
         except (NoAnswer, RuntimeError) as error:  # torch's errors of stores are RuntimeErrors
             raise MeetingFailed(
                 f"{self._where}, where the nodes met, does not answer any more ({str(error).splitlines()[0]})"

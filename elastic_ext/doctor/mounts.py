@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.ranks.deadlines import NoAnswer, answer_within
+from elastic_ext.ranks.deadlines import NoAnswer, within
 
 from .records import StorageOfPath, StorageUse
 
@@ -94,7 +94,7 @@ def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience
     A file system that hangs, as those of a network do whose server is gone, holds this up no longer than so.
     """
     try:
-        return answer_within(patience_seconds, lambda: _looked_at(path, use, mounts))
+        return within(patience_seconds, lambda: _looked_at(path, use, mounts))
     except NoAnswer:
         return StorageOfPath(path=str(path), use=use, is_there=False, answers=False)
 

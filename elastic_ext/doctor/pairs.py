@@ -9,12 +9,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from elastic_ext.records.json import JsonRecord
 
 from .meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from .records import NodeHardware
@@ -214,7 +216,7 @@ def check_pairs(
     in the report, which then has what this node alone knows.
     """
     with meet(rendezvous, silence_seconds=silence_seconds) as meeting:
-        notes = _Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
+        notes = Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
         say(f"node {meeting.index} of {meeting.num_nodes}")
         trouble = None
         try:
@@ -231,7 +233,7 @@ def check_pairs(
         return notes.report(trouble), meeting.index
 
 
-def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], patience_seconds: float) -> None:
+def _run_rounds(meeting: Meeting, notes: Notes, say: Callable[[str], None], patience_seconds: float) -> None:
     rounds = matching(meeting.num_nodes)
     for number, pairs in enumerate(rounds):
         for first, second in pairs:
@@ -248,7 +250,7 @@ def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], pat
 
 
 def _pair(
-    store: Any, number: int, first: int, second: int, is_second: bool, notes: _Notes, seconds: float
+    store: Any, number: int, first: int, second: int, is_second: bool, notes: Notes, seconds: float
 ) -> CheckedPair:
     backend = notes.backend_of(first, second)
     latency: tuple[float, ...] = ()
@@ -270,7 +272,18 @@ def _pair(
     )
 
 
-class _Notes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello(JsonRecord):
+    """What a node tells of itself as nodes meet."""
+
+    pid: int
+    holds_store: bool
+    """Whether the store is gone once the process has ended."""
+    hardware: str
+    """What its machine has: NodeHardware, as JSON."""
+
+
+class Notes:
     """What this node knows of all of them."""
 
     def __init__(self, meeting: Meeting, hardware: NodeHardware, rendezvous: Rendezvous, *, with_nccl: bool) -> None:
@@ -290,17 +303,17 @@ class _Notes:
         own = self._meeting.index
         hardware = self._hardware[own]
         is_holder = holds_store(self._rendezvous)
-        hello = {"pid": os.getpid(), "holds_store": is_holder, "hardware": hardware.to_json()}
-        self._meeting.tell("hello", json.dumps(hello))
+        hello = Hello(pid=os.getpid(), holds_store=is_holder, hardware=hardware.to_json())
+        self._meeting.tell("hello", hello.to_json())
         for index, text in self._meeting.hear_from_all("hello").items():
-            hello = json.loads(text)
-            self._pids[index] = hello["pid"]
             try:
-                self._hardware[index] = NodeHardware.from_json(hello["hardware"])
+                hello = Hello.from_json(text)
+                self._pids[index] = hello.pid
+                if hello.holds_store:
+                    self.holders.add(index)
+                self._hardware[index] = NodeHardware.from_json(hello.hardware)
             except ValueError as error:  # of a node with another version of this library
                 _logger.warning("node %d: what its machine has cannot be read: %s", index, error)
-            if hello["holds_store"]:
-                self.holders.add(index)
 
     def measure(self) -> None:
         """Tell how fast this node computes, and hear it of all."""
@@ -319,7 +332,7 @@ class _Notes:
     def tell_pair(self, pair: CheckedPair) -> None:
         """Note what this node has measured with another one, and have all hear it."""
         self._take(pair)
-        self._meeting.tell(f"pair/{pair.round}", json.dumps(asdict(pair)))
+        self._meeting.tell(f"pair/{pair.round}", pair.to_json())
 
     def read_all(self) -> None:
         """Take over what the others have measured, those that have fallen silent too."""

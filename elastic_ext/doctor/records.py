@@ -5,13 +5,11 @@ None is what is not known: it cannot be asked here, or was not answered. Sizes a
 
 from __future__ import annotations
 
-import functools
 import json
-import types
-import typing
-from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from elastic_ext.records.json import JsonRecord
 
 __all__ = [
     "Cpu",
@@ -29,7 +27,6 @@ __all__ = [
 ]
 
 StorageUse = Literal["run directory", "shared memory", "temporary files", "asked for"]
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +216,7 @@ class Versions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeHardware:
+class NodeHardware(JsonRecord):
     """What a machine has."""
 
     time: float
@@ -234,63 +231,5 @@ class NodeHardware:
     versions: Versions
 
     def to_json(self) -> str:
+        """The contents of a file."""
         return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> NodeHardware:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        try:
-            found = json.loads(text)
-        except RecursionError:
-            found = None
-        return read_record(cls, found, "hardware")
-
-
-def read_record(kind: type[_Kind], found: object, where: str) -> _Kind:
-    """A record of ``kind`` from what JSON gave, records in it too; ValueError says what does not fit.
-
-    What a newer version has added is left out; what has a default may be missing.
-    """
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where} is {_short(found)}; allowed: an object")
-    kinds = _kinds_of(kind)  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        if field.name in found:
-            values[field.name] = _value(kinds[field.name], found[field.name], f"{where}.{field.name}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-@functools.cache
-def _kinds_of(kind: Hashable) -> Mapping[str, Any]:
-    """The kinds of a record's fields, which take long to make out."""
-    return typing.get_type_hints(kind)
-
-
-def _value(kind: Any, found: object, where: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):  # of one kind and None
-        if found is None:
-            return None
-        (kind,) = (one for one in arguments if one is not type(None))
-        return _value(kind, found, where)
-    if origin is tuple and isinstance(found, list):
-        return tuple(_value(arguments[0], one, f"{where}[{number}]") for number, one in enumerate(found))
-    if origin is dict and isinstance(found, dict):
-        return {key: _value(arguments[1], one, f"{where}.{key}") for key, one in found.items()}
-    if origin is Literal and found in arguments:
-        return found
-    if is_dataclass(kind):
-        return read_record(typing.cast("type[Any]", kind), found, where)
-    if kind is float and type(found) in (int, float):
-        return float(typing.cast("float", found))
-    if type(found) is kind:
-        return found
-    raise ValueError(f"{where} is {_short(found)}; allowed: {getattr(kind, '__name__', kind)}")
-
-
-def _short(found: object) -> str:
-    return repr(found)[:60]

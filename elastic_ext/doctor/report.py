@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from elastic_ext.records.json import JsonRecord
 from elastic_ext.records.text import size_in_words
 
 from .findings import Finding, error, note, ok, sorted_findings, warning
-from .records import NodeHardware, read_record
+from .records import NodeHardware
 
 __all__ = [
     "SHOULD_BE_ALIKE",
@@ -144,7 +145,7 @@ class CheckedNode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedPair:
+class CheckedPair(JsonRecord):
     """What two nodes have measured of the way between them, in windows of time."""
 
     round: int
@@ -156,11 +157,6 @@ class CheckedPair:
     bandwidth: tuple[float, ...]
     """Bytes a second, of the slower direction."""
     trouble: str | None
-
-    @classmethod
-    def from_json(cls, text: str) -> CheckedPair:
-        """The pair that stands in ``text``; ValueError for anything else."""
-        return read_record(cls, json.loads(text), "pair")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

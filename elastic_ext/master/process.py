@@ -9,15 +9,16 @@ import contextlib
 import ctypes
 import logging
 import ssl
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import grpc
 
 from elastic_ext.errors import ElasticError, in_words
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.records.files import write_whole
 from elastic_ext.version import VERSION
 
@@ -51,39 +52,32 @@ class PlanningThread:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._works: SimpleQueue[_Work | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
+        # A daemon: a plan that never ends is no reason for its master not to.
+        self._thread = OwnedThread(self._work, name="elastic_ext tuner", wake=partial(self._works.put, None))
         self.answered = asyncio.Event()
         """Set with each answer; who waits for it clears it."""
 
     def run(self, work: _Work) -> None:
         """Do ``work``, which raises nothing, and call what it gives on the loop; nothing once this is closed."""
-        if self._is_closed:
+        if self._thread.stopping.is_set():
             return
-        if self._thread is None:
-            # A daemon: a plan that never ends is no reason for its master not to.
-            self._thread = threading.Thread(target=self._work, name="elastic_ext tuner", daemon=True)
+        if not self._thread.is_started:
             self._thread.start()
         self._works.put(work)
 
     def end(self) -> None:
         """No answer is heard any more, and nothing else is begun."""
-        self._is_closed = True
-        self._works.put(None)
+        self._thread.stop()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """Wait for what is under way, and leave it to itself if it takes longer."""
-        self.end()
-        if self._thread is None:
-            return
-        self._thread.join(seconds)
-        if self._thread.is_alive():
+        if not self._thread.close(seconds):
             _logger.warning("the tuner has planned for more than %g s, and the master ends without it", seconds)
 
     def _work(self) -> None:
-        while (work := self._works.get()) is not None and not self._is_closed:
+        while (work := self._works.get()) is not None and not self._thread.stopping.is_set():
             then = work()
-            if self._is_closed:
+            if self._thread.stopping.is_set():
                 return
             try:
                 self._loop.call_soon_threadsafe(self._hear, then)
@@ -91,7 +85,7 @@ class PlanningThread:
                 return
 
     def _hear(self, then: Callable[[], None]) -> None:
-        if not self._is_closed:
+        if not self._thread.stopping.is_set():
             then()
             self.answered.set()
 

@@ -7,11 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from elastic_ext.errors import CheckpointError
+from elastic_ext.records.json import JsonRecord
 
 __all__ = [
     "DecidingStore",
@@ -67,7 +68,7 @@ class PeerName:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
+class Trouble(JsonRecord):
     """Why a rank stopped taking part: it failed itself, or it lost a peer; or an agent has found its process ended."""
 
     kind: Literal["failed", "lost", "ended"]
@@ -99,10 +100,9 @@ class NoticeBoard:
         if self._posted:
             return
         self._posted = True
-        record = asdict(trouble)
-        record["text"] = trouble.text[-_MOST_TEXT:]
+        notice = replace(trouble, text=trouble.text[-_MOST_TEXT:])
         try:
-            self._store.set(f"trouble/{self._rank}", json.dumps(record))
+            self._store.set(f"trouble/{self._rank}", notice.to_json())
             self._store.set("trouble", "1")
         except RuntimeError as error:  # what torch's stores raise when the process that holds them is gone
             _logger.debug("peers could not be told of trouble: %s", error)
@@ -121,7 +121,7 @@ class NoticeBoard:
         found = self._told_by_agent(others)
         if self._store.check(["trouble"]):
             present = [rank for rank in others if self._store.check([f"trouble/{rank}"])]
-            found |= {rank: Trouble(**json.loads(self._store.get(f"trouble/{rank}"))) for rank in present}
+            found |= {rank: Trouble.from_json(self._store.get(f"trouble/{rank}").decode()) for rank in present}
         return found
 
     def _told_by_agent(self, ranks: Sequence[int]) -> dict[int, Trouble]:

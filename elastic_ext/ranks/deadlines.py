@@ -1,44 +1,106 @@
-"""Questions with a limit of time, and how long to wait before the next try."""
+"""Waiting that comes to an end: calls with a limit of time, threads that their owner ends, and how long to wait before
+the next try.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["Backoff", "NoAnswer", "answer_within"]
+__all__ = ["Backoff", "Call", "NoAnswer", "OwnedThread", "within"]
 
 
-# --- questions that may never be answered ----------------------------------------------------------------------------
-# Questions that may never be answered: to a file system whose server is gone, to a store whose process has stopped.
+# --- a thread that its owner ends ------------------------------------------------------------------------------------
 
-_Answer = TypeVar("_Answer")
+
+class OwnedThread(threading.Thread):
+    """A named daemon thread with an owner, who starts it and closes it.
+
+    What it runs waits on its event ``stopping``, or on something that ``wake`` ends, and returns once the event is set.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], object],
+        *,
+        name: str,
+        stopping: threading.Event | None = None,
+        wake: Callable[[], object] | None = None,
+    ) -> None:
+        """``stopping`` is an event of the owner's, where others look at it too; ``wake`` is called after it is set."""
+        super().__init__(target=run, name=name, daemon=True)
+        self.stopping = threading.Event() if stopping is None else stopping
+        self._wake = wake
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the thread was ever started."""
+        return self.ident is not None
+
+    def stop(self) -> None:
+        """Have the thread end as soon as it looks."""
+        self.stopping.set()
+        if self._wake is not None:
+            self._wake()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether the thread has ended, or was never started, before the time was up; without end for None.
+
+        False at once for the thread itself, which may be the one that collects its owner as garbage.
+        """
+        if self.is_started and self is not threading.current_thread():
+            self.join(seconds)
+        return not self.is_alive()
+
+    def close(self, seconds: float | None) -> bool:
+        """Stop the thread and wait for its end: whether it has come in time. Twice is allowed."""
+        self.stop()
+        return self.wait(seconds)
+
+
+# --- calls that may never come back ----------------------------------------------------------------------------------
+# A file system whose server is gone does not answer, nor does a store whose process has stopped.
+
+_Result = TypeVar("_Result")
 
 
 class NoAnswer(Exception):
-    """It took too long."""
+    """A call took too long."""
 
 
-def answer_within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:
-    """What ``ask`` gives or raises; NoAnswer if it takes longer: then its thread stays, as nothing can end it."""
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
+class Call(OwnedThread, Generic[_Result]):
+    """A call that may never come back, on a thread of its own, which nothing can end then."""
 
-    def run() -> None:
+    def __init__(self, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> None:
+        super().__init__(self._keep, name=name)
+        self._act = act
+        self._results: list[_Result] = []
+        self._errors: list[BaseException] = []
+
+    def within(self, seconds: float) -> _Result:
+        """Make the call: what it gives or raises; NoAnswer if it takes longer."""
+        self.start()
+        self.wait(seconds)
+        if self._errors:
+            raise self._errors.pop()
+        if not self._results:
+            raise NoAnswer(f"no answer within {seconds:g} s")
+        return self._results.pop()
+
+    def _keep(self) -> None:
         try:
-            answers.append(ask())
+            self._results.append(self._act())
         except BaseException as error:
-            errors.append(error)
+            self._errors.append(error)
+        finally:
+            del self._act  # through which it would keep what it has worked on
 
-    thread = threading.Thread(target=run, name="elastic_ext-asks", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise NoAnswer(f"no answer within {seconds:g} s")
-    return answers[0]
+
+def within(seconds: float, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> _Result:
+    """What ``act`` gives or raises, called on a thread of that ``name``; NoAnswer if it takes longer."""
+    return Call(act, name=name).within(seconds)
 
 
 # --- how long to wait before the next try, so that many who have lost the same thing do not come back at once --------

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from elastic_ext.records.files import write_whole
 
+from .deadlines import OwnedThread
 from .processes import do_in_forked_processes, is_alive, process_of, this_process
 
 __all__ = [
@@ -62,19 +63,19 @@ class OwnStacks:
         os.mkfifo(pipe, 0o600)
         self._pipe = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
         self._inode = os.fstat(self._pipe).st_ino
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic_ext stacks", daemon=True)
+        self._thread = OwnedThread(self._run, name="elastic_ext stacks", wake=self._wake)
         self._thread.start()
 
     def close(self) -> None:
         """Be asked no more."""
-        self._is_over.set()
+        has_ended = self._thread.close(_JOIN_SECONDS)
+        self._path.unlink(missing_ok=True)
+        if self._has_pipe() and has_ended:
+            os.close(self._pipe)
+
+    def _wake(self) -> None:
         if self._has_pipe():
             os.write(self._pipe, b".")
-        self._thread.join(_JOIN_SECONDS)
-        self._path.unlink(missing_ok=True)
-        if self._has_pipe() and not self._thread.is_alive():
-            os.close(self._pipe)
 
     def _has_pipe(self) -> bool:
         """Whether the script has left the pipe open: one that becomes a daemon closes all, and opens others."""
@@ -86,7 +87,7 @@ class OwnStacks:
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the script's threads
         with contextlib.suppress(OSError):  # the script has closed the pipe
-            while os.read(self._pipe, 64) and not self._is_over.is_set():
+            while os.read(self._pipe, 64) and not self._thread.stopping.is_set():
                 data = _stacks().encode(errors="replace")
                 with contextlib.suppress(OSError):  # the disk is full: who asks finds nothing
                     os.write(self._file, data)

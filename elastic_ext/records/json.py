@@ -7,7 +7,7 @@ import json
 import math
 import types
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from elastic_ext.errors import ConfigError, Refusal
@@ -22,6 +22,7 @@ __all__ = [
     "read_object",
     "read_value",
     "record_of",
+    "records_of",
     "shown",
 ]
 
@@ -183,17 +184,27 @@ def object_of(text: str) -> dict[str, Any]:
     return found
 
 
-def record_of(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
+def records_of(kind: type[_Record], rows: object) -> tuple[_Record, ...]:
+    """A record of ``kind`` for each of ``rows``; ValueError where that is no list of such objects."""
+    found: tuple[_Record, ...] = _tuple_of(kind, rows, "rows", "")
+    return found
+
+
+def record_of(kind: type[_Record], found: Mapping[str, Any], *, place: str = "") -> _Record:
     """A record of ``kind``; what a newer version has added to it is left out. ValueError names the field that is amiss.
 
-    A field may be missing where its dataclass has a default for it.
+    A field may be missing where its dataclass has a default for it. ``place`` stands before the names of its fields
+    in errors: where the record is in another one.
     """
     values, types_of = {}, _types_of(kind)  # type: ignore[arg-type]
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in found:
-            values[field.name] = _value(types_of[field.name], found[field.name], field)
+            kind_of_value, value = types_of[field.name], found[field.name]
+            if not _fits(value, kind_of_value):  # seldom
+                value = _value(kind_of_value, value, place + field.name, str(field.type))
+            values[field.name] = value
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{field.name} is missing")
+            raise ValueError(f"{place}{field.name} is missing")
     return kind(**values)
 
 
@@ -203,25 +214,31 @@ def _types_of(kind: Hashable) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-def _value(kind: Any, value: object, field: Field[Any]) -> Any:
-    """What a record has for what JSON has: records within it for objects, and tuples for lists."""
-    if _fits(value, kind):  # nearly all
-        return value
+def _value(kind: Any, value: object, name: str, allowed: str) -> Any:
+    """What a record has for what JSON has, where these differ: records for objects, and tuples for lists."""
+    if get_origin(kind) in (Union, types.UnionType) and isinstance(value, (dict, list)):
+        for each in get_args(kind):
+            if is_dataclass(each) if isinstance(value, dict) else get_origin(each) is tuple:
+                kind = each
     if is_dataclass(kind):
         if not isinstance(value, dict):
-            raise ValueError(f"{field.name} is no object")
-        return record_of(kind, value)  # type: ignore[arg-type]
+            raise ValueError(f"{name} is no object")
+        return record_of(kind, value, place=f"{name}.")  # type: ignore[arg-type]
     if get_origin(kind) is tuple:  # of any number of one kind
-        (each_kind, *_) = get_args(kind)
-        if not isinstance(value, list) or (
-            is_dataclass(each_kind) and not all(isinstance(each, dict) for each in value)
-        ):
-            raise ValueError(f"{field.name} is no list{' of objects' * is_dataclass(each_kind)}")
-        return tuple([_value(each_kind, each, field) for each in value])
-    if get_origin(kind) in (Union, types.UnionType) and isinstance(value, dict):
-        for each in filter(is_dataclass, get_args(kind)):
-            return record_of(each, value)  # type: ignore[arg-type]
-    raise ValueError(f"{field.name} is {shown(value)}; allowed: {field.type}")
+        return _tuple_of(get_args(kind)[0], value, name, allowed)
+    raise ValueError(f"{name} is {shown(value)}; allowed: {allowed}")
+
+
+def _tuple_of(kind: Any, value: object, name: str, allowed: str) -> Any:
+    """The tuple of values of one kind that a list stands for."""
+    if not isinstance(value, list) or (is_dataclass(kind) and not all(isinstance(each, dict) for each in value)):
+        raise ValueError(f"{name} is no list{' of objects' * is_dataclass(kind)}")
+    return tuple(
+        [
+            each if _fits(each, kind) else _value(kind, each, f"{name}[{number}]", allowed)
+            for number, each in enumerate(value)
+        ]
+    )
 
 
 def _fits(value: object, kind: Any) -> bool:

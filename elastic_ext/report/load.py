@@ -27,6 +27,7 @@ from elastic_ext.profile.ledger import within as lives_within
 from elastic_ext.profile.reader import read_calibration, read_census, read_trace, view_of
 from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.files import open_regular, read_at_most
+from elastic_ext.records.json import object_of
 from elastic_ext.records.metrics import SIZES, JobEvent, RankMetrics, StepWindow
 
 from .events import (
@@ -98,7 +99,7 @@ def events_in(path: Path, broken: Broken) -> Iterator[JobEvent]:
             if not _LEAST_TIME < event.time < _MOST_TIME:
                 raise ValueError("no time")
             yield event
-        except (ValueError, RecursionError):
+        except ValueError:
             broken.num_lines += 1
 
 
@@ -503,8 +504,8 @@ class _Gathering:
         for folder in self.places.folders:
             for file in (folder / "agent.json", *sorted(folder.glob("metrics-*.json"))[:1]):
                 try:
-                    job = json.loads(read_at_most(file, _MOST_JOB_BYTES))["job"]
-                except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                    job = object_of(read_at_most(file, _MOST_JOB_BYTES).decode()).get("job")
+                except (OSError, ValueError):
                     continue
                 if isinstance(job, str) and job:
                     return job

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.agent.node_tasks import Begun, LastProgress, begun_in, cost_in_words, left_in
+from elastic_ext.records.metrics import JobEvent
 
 BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
 
@@ -25,8 +25,9 @@ def test_steps_samples_and_seconds_are_told(ended: int, begun: Begun, words: str
     assert words in cost_in_words(LastProgress(step=ended, clock=100.0), begun, now=106.5)
 
 
-def event(step: int, time: float, kind: str = "training-began", **details: object) -> str:
-    return json.dumps({"time": time, "kind": kind, "step": step, "details": details}) + "\n"
+def event(step: int, time: float, kind: str = "training-began", text: str = "", **details: object) -> str:
+    found = JobEvent(time=time, generation=0, rank=0, step=step, kind=kind, text=text, details=details)
+    return found.to_json() + "\n"
 
 
 def test_the_last_beginning_counts_where_it_is_of_this_round(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_what_a_rank_says_that_was_told_to_end_is_found_where_it_is_of_this_roun
     file = tmp_path / "events-0.jsonl"
     assert left_in(file, since=0.0) is None
     words = "training was told to end, and can go on from step 8"
-    left = json.dumps({"time": 5.0, "kind": "can-go-on", "step": 8, "text": words}) + "\n"
+    left = event(8, 5.0, "can-go-on", words)
     file.write_text(event(0, 1.0) + left + event(8, 6.0, "other"))
     assert left_in(file, since=4.0) == words
     assert left_in(file, since=5.5) is None

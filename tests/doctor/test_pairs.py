@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from elastic_ext.doctor.findings import Finding
 from elastic_ext.doctor.meeting import Meeting, MeetingFailed, Rendezvous, holds_store
+from elastic_ext.doctor.pairs import Hello, Notes
 from elastic_ext.doctor.report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.support.machines import GOOD_MACHINE as GOOD
 from tests.support.masters import master_on_thread
@@ -126,7 +127,7 @@ def test_unlike_versions_are_a_warning_and_unlike_machines_a_note() -> None:
 def test_a_pair_comes_back_from_json_and_anything_else_is_refused() -> None:
     pair = _report(2).pairs[0]
     assert CheckedPair.from_json(json.dumps(dataclasses.asdict(pair))) == pair
-    with pytest.raises(ValueError, match=r"pair\.latency_seconds\[0\] is 'x'"):
+    with pytest.raises(ValueError, match=r'^latency_seconds\[0\] is "x"; allowed: tuple'):
         CheckedPair.from_json(json.dumps({**dataclasses.asdict(pair), "latency_seconds": ["x"]}))
 
 
@@ -143,6 +144,22 @@ def test_who_does_not_beat_falls_silent_for_all_and_hears_of_it_when_it_comes_ba
         with pytest.raises(MeetingFailed, match="gone on without this node"):
             late.wait_for(0, "never")
         assert first.hear(1, "before") == "words"
+
+
+def test_a_node_whose_first_words_cannot_be_read_is_told_of_and_the_others_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    own, *others = (Meeting(store, index, 4, where="here", silence_seconds=60) for index in range(4))
+    rendezvous = Rendezvous(endpoint="/a/file", run_id="none", min_nodes=4, max_nodes=4)
+    hello = Hello(pid=7, holds_store=True, hardware=GOOD.to_json())
+    for other, words in zip(others, (hello.to_json(), '{"pid": "7"}', "{"), strict=True):
+        other.tell("hello", words)
+    notes = Notes(own, GOOD, rendezvous, with_nccl=False)
+    notes.introduce()
+    assert notes.label(1) == f"node 1 ({GOOD.network.host}, pid 7)" and notes.holders == {1}
+    assert [notes.label(2), notes.label(3)] == ["node 2", "node 3"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["node 2", "node 3"]
 
 
 def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store() -> None:

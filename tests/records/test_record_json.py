@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.records.json import JsonRecord, object_of
+from elastic_ext.records.json import JsonRecord, object_of, records_of
 from tests.support.configs import unhurried
 
 
@@ -31,6 +31,8 @@ class Outer(JsonRecord):
     inner: Inner
     details: Mapping[str, object] = field(default_factory=dict)
     rate: float | None = None
+    nested: Inner | None = None
+    words: tuple[str, ...] | None = None
 
 
 def read(text: str) -> Outer:
@@ -50,6 +52,8 @@ outers = st.builds(
     inner=inners,
     details=st.dictionaries(texts, st.none() | st.booleans() | st.integers() | texts, max_size=3),
     rate=st.none() | numbers,
+    nested=st.none() | inners,
+    words=st.none() | st.lists(texts, max_size=3).map(tuple),
 )
 RECORD = Outer(number=1.5, name="n", state="on", rows=(Inner(size=1),), sizes=(3, 4), inner=Inner(size=2, note="x"))
 
@@ -83,13 +87,17 @@ def test_what_a_newer_version_has_added_is_left_out_and_what_has_a_default_may_b
         ({"state": ["on"]}, "state is"),
         ({"rows": {}}, "rows is no list of objects"),
         ({"rows": [1]}, "rows is no list of objects"),
-        ({"rows": [{"size": 1.0}]}, "size is 1.0; allowed: int"),
-        ({"rows": [{}]}, "size is missing"),
+        ({"rows": [{"size": 1}, {"size": 1.0}]}, r"rows\[1\].size is 1.0; allowed: int"),
+        ({"rows": [{}]}, r"rows\[0\].size is missing"),
         ({"sizes": "34"}, "sizes is no list"),
-        ({"sizes": [3, 4.0]}, "sizes is 4.0; allowed: tuple"),
+        ({"sizes": [3, 4.0]}, r"sizes\[1\] is 4.0; allowed: tuple"),
         ({"inner": 3}, "inner is no object"),
         ({"inner": None}, "inner is no object"),
-        ({"inner": {"size": True}}, "size is true; allowed: int"),
+        ({"inner": {"size": True}}, "inner.size is true; allowed: int"),
+        ({"nested": {"size": "1"}}, 'nested.size is "1"; allowed: int'),
+        ({"nested": 3}, "nested is 3; allowed: Inner | None"),
+        ({"words": ["a", 1]}, r"words\[1\] is 1; allowed: tuple"),
+        ({"words": "a"}, 'words is "a"; allowed: tuple'),
         ({"details": [1]}, "details is"),
     ],
 )
@@ -110,6 +118,14 @@ def test_a_field_that_is_missing_is_named(name: str) -> None:
 def test_what_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         object_of(text)
+
+
+def test_rows_are_read_as_records_and_the_row_that_is_amiss_is_named() -> None:
+    assert records_of(Inner, [{"size": 1}, {"size": 2, "added": 0}]) == (Inner(size=1), Inner(size=2))
+    assert records_of(Inner, []) == ()
+    for rows, words in (({}, "rows is no list"), ([1], "rows is no list"), ([{"size": 1}, {}], r"rows\[1\].size is")):
+        with pytest.raises(ValueError, match=words):
+            records_of(Inner, rows)
 
 
 @given(text=st.text())

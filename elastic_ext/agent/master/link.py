@@ -18,7 +18,7 @@ from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.journal import Journal
 from elastic_ext.errors import MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
 from elastic_ext.master.address import MasterPlace
-from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.ranks.deadlines import Backoff, OwnedThread
 from elastic_ext.records.agent import HARDWARE_FILE, MASTER_FILE, MasterRecord, Since
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.metrics import JobEvent
@@ -158,10 +158,11 @@ class MasterLink:
         self._node = node
         self._finder = finder
         self._journal = journal
-        self._stop = threading.Event()
         self._wake = threading.Event()
         self._answered = threading.Event()
-        self._config = HeldConfig(tuner, self._stop)
+        self._thread = OwnedThread(self._run, name="elastic_ext master", wake=self._wake.set)
+        self._stopping = self._thread.stopping
+        self._config = HeldConfig(tuner, self._stopping)
         self._outbox = EventOutbox(most=_MOST_EVENTS)
         self._rank_events = EventFiles(run_dir, most_bytes=_MOST_EVENT_BYTES, of_agent=False)
         self._chance = random.Random(f"{node.node_id}/{node.incarnation}")
@@ -173,7 +174,6 @@ class MasterLink:
         self._reason = ""
         self._client: MasterClient | None = None
         self._session: MasterSession | None = None
-        self._thread = threading.Thread(target=self._run, name="elastic_ext master", daemon=True)
 
     def start(self) -> None:
         """Look for the master."""
@@ -197,14 +197,9 @@ class MasterLink:
     def close(self, reason: str) -> None:
         """Tell the master that this node leaves, and why, as far as it listens; soon over in any case."""
         self._reason = reason
-        self._stop.set()
-        self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(_END_SECONDS)
-            client = self._client
-            if self._thread.is_alive() and client is not None:
-                client.close()
-                self._thread.join(_HANG_UP_SECONDS)
+        if not self._thread.close(_END_SECONDS) and (client := self._client) is not None:
+            client.close()
+            self._thread.wait(_HANG_UP_SECONDS)
         self._finder.close()
 
     # ---- the thread ----
@@ -215,8 +210,8 @@ class MasterLink:
         report = NodeReporter(self._run_dir, since=Since(self._node.started_at))
         self._await_hardware()
         try:
-            while not self._stop.is_set():
-                self._stop.wait(self._try_once(report))
+            while not self._stopping.is_set():
+                self._stopping.wait(self._try_once(report))
         except NodeFenced as error:
             self._tell("fenced", str(error))
         finally:
@@ -291,7 +286,7 @@ class MasterLink:
             self._backoff.forget()
             self._slow.forget()
             self._tell("joined", f"master {found.place.address}: this node has joined (epoch {reply.epoch})")
-            while not self._stop.is_set():
+            while not self._stopping.is_set():
                 self._wake.clear()
                 seconds = session.due_at() - time.monotonic()
                 if seconds > 0:
@@ -305,11 +300,11 @@ class MasterLink:
     def _await_hardware(self) -> None:
         """So that a master which keeps out bad machines can tell at the first word; it is looked at meanwhile."""
         deadline = time.monotonic() + (0.0 if self._finder.is_own else _HARDWARE_SECONDS)
-        while time.monotonic() < deadline and not self._stop.is_set():
+        while time.monotonic() < deadline and not self._stopping.is_set():
             with contextlib.suppress(OSError):
                 if (self._run_dir / HARDWARE_FILE).stat().st_mtime >= self._node.started_at:
                     return
-            self._stop.wait(_FIND_SECONDS)
+            self._stopping.wait(_FIND_SECONDS)
 
     def _hurry(self) -> None:
         """Have the thread say the next thing at once."""
@@ -331,7 +326,7 @@ class MasterLink:
 
     def _tell(self, state: LinkState, words: str) -> None:
         news = self._story.see(state, words, now=time.monotonic())
-        if news is not None and not self._stop.is_set():
+        if news is not None and not self._stopping.is_set():
             self._journal.tell(news.kind, news.text, is_bad=news.is_bad)
 
     def _write_record(self, found: FoundMaster, *, job_id: str, epoch: int) -> None:

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
 from elastic_ext.master.address import MOST_BEAT_BYTES
 from elastic_ext.master.client import OLDEST_PROTOCOL, PROTOCOL, MasterClient, MasterStream
 from elastic_ext.master.wire import master_pb2 as pb
-from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.ranks.deadlines import Backoff, OwnedThread
 
 from .identity import Acquaintance, NodeSelf
 from .outbox import EventOutbox, HeldConfig, NewestConfig
@@ -63,12 +64,12 @@ class ConfigWatch:
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the stream
         self._stream: MasterStream[pb.ConfigPush] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
 
     def start(self, client: MasterClient) -> None:
         """Ask for configs; a second time changes nothing."""
         if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._run, args=(client,), name="elastic_ext configs", daemon=True)
+            self._thread = OwnedThread(partial(self._run, client), name="elastic_ext configs", stopping=self._stop)
             self._thread.start()
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class ConfigWatch:
             if self._stream is not None:
                 self._stream.close()
         if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+            self._thread.wait(_END_SECONDS)
 
     def _run(self, client: MasterClient) -> None:
         try:

@@ -5,7 +5,6 @@ A file that is torn or damaged is named and left out. Nothing is written here, a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from elastic_ext.records.agent import (
     WorkersRecord,
 )
 from elastic_ext.records.files import open_regular, read_at_most, stamp_of
-from elastic_ext.records.json import MAX_BYTES
+from elastic_ext.records.json import MAX_BYTES, object_of, record_of
 from elastic_ext.records.metrics import ModelProfile, RankMetrics
 
 __all__ = ["EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
@@ -46,6 +45,7 @@ _TAIL_BYTES = 16 << 10
 _MOST_TAILS = 64
 _MOST_EVENTS = 20
 _MOST_WINDOWS = 32
+_LATEST = 1e11  # seconds since 1970; what lies beyond is no date
 _SLACK_SECONDS = 60.0
 """By so much the clock may have been put right while a process ran."""
 _Record = TypeVar("_Record")
@@ -58,7 +58,7 @@ class EventSeen:
     time: float
     source: str
     """Who wrote it: ``agent``, or ``rank 3``."""
-    step: int | None
+    step: int | None = None
     kind: str
     text: str
 
@@ -207,16 +207,12 @@ class _Reader:
 def _event_of(line: bytes, source: str) -> EventSeen | None:
     """The event in a line, whoever wrote it; None if it is none."""
     try:
-        found = json.loads(line)
-        seconds, kind, text, step = found["time"], found["kind"], found["text"], found.get("step")
-        is_event = isinstance(seconds, (int, float)) and 0 <= seconds < 1e11 and type(kind) is type(text) is str
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        event = record_of(EventSeen, {**object_of(line.decode()), "source": source})
+    except ValueError:
         return None
-    if not is_event:
+    if not 0 <= event.time < _LATEST:
         return None
-    return EventSeen(
-        time=seconds, source=source, step=step if type(step) is int and step >= 0 else None, kind=kind, text=text
-    )
+    return event if event.step is None or event.step >= 0 else replace(event, step=None)
 
 
 def _living(

@@ -16,10 +16,11 @@ import math
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from elastic_ext.ranks.heartbeat import Activity, PulseReading
+from elastic_ext.records.json import records_of
 
 __all__ = [
     "Hang",
@@ -324,11 +325,8 @@ def standings_to_json(standings: Sequence[WorkerStanding]) -> str:
 def standings_from_json(text: str) -> tuple[WorkerStanding, ...]:
     """What ``standings_to_json`` gave; ValueError for anything else."""
     try:
-        rows = json.loads(text)
-        if not isinstance(rows, list):
-            raise TypeError("not a list")
-        return tuple(_standing_of(row) for row in rows)
-    except (TypeError, KeyError, RecursionError) as error:
+        return records_of(WorkerStanding, json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"no standings of workers: {error}") from None
 
 
@@ -390,19 +388,3 @@ def _wait(standings: Sequence[WorkerStanding]) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s"
-
-
-def _standing_of(row: dict[str, Any]) -> WorkerStanding:
-    """One of what a newer version may have added to."""
-    if type(row["rank"]) is not int or not all(type(row[name]) is bool for name in ("is_over", "is_held")):
-        raise TypeError(f"{row!r}")
-    known = {each.name: row[each.name] for each in fields(WorkerStanding) if each.name in row}
-    return WorkerStanding(**{**known, "place": _place_of(row["place"]), "seconds": float(row["seconds"])})
-
-
-def _place_of(value: object) -> Place | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or not all(type(each) is int for each in value):
-        raise TypeError(f"place is {value!r}; allowed: integers")
-    return tuple(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from elastic_ext.ranks.heartbeat import PulseReading, pulse_file, read_pulse
 from elastic_ext.ranks.processes import ProcessIdentity
 from elastic_ext.records.agent import WorkerSeen, WorkersRecord, WorkerState
+from elastic_ext.records.metrics import RankMetrics
 
 from .hangs import Hang, HangLimits, Judge, WorkerLook, WorkerStanding, find_hang
 
@@ -245,7 +245,7 @@ class Monitor:
         self._due_at = clock()
         self._readings: dict[ProcessIdentity, PulseReading] = {}  # the last that could be read
         self._rates: dict[ProcessIdentity, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
-        self._metrics: dict[int, tuple[int, Mapping[str, Any]]] = {}  # rank -> when its file was written; what it says
+        self._metrics: dict[int, tuple[int, RankMetrics]] = {}  # rank -> when its file was written; what it says
 
     def look(
         self,
@@ -373,16 +373,13 @@ class Monitor:
         file = self._run_dir / f"metrics-{worker.rank}.json"
         try:
             written = file.stat().st_mtime_ns
-            if self._metrics.get(worker.rank, (0, {}))[0] != written:
+            if worker.rank not in self._metrics or self._metrics[worker.rank][0] != written:
                 with open(file, "rb") as opened:
-                    found = json.loads(opened.read(_MOST_METRICS_BYTES))
-                self._metrics[worker.rank] = written, found if isinstance(found, dict) else {}
-        except (OSError, ValueError, RecursionError):
+                    found = RankMetrics.from_json(opened.read(_MOST_METRICS_BYTES).decode())
+                self._metrics[worker.rank] = written, found
+        except (OSError, ValueError):
             return None, None
         metrics = self._metrics[worker.rank][1]
-        is_its = metrics.get("generation") == restart and metrics.get("pid") in (worker.process.pid, *sample.children)
-        step, measures = metrics.get("step"), metrics.get("measures")
-        rate = measures.get("steps_per_second") if isinstance(measures, dict) else None
-        if not is_its or type(step) is not int:
+        if metrics.generation != restart or metrics.pid not in (worker.process.pid, *sample.children):
             return None, None
-        return step, float(rate) if isinstance(rate, (int, float)) else None
+        return metrics.step, metrics.measures.steps_per_second

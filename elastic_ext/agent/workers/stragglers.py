@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from elastic_ext.profile.breakdown import RankView
 from elastic_ext.profile.reader import present_windows, read_trace, tails_of, view_of
 from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, local_times
-from elastic_ext.records.json import record_of
+from elastic_ext.records.json import records_of
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
 
@@ -79,9 +79,9 @@ class NodeRound:
             return cls(
                 until=float(until),
                 config=(int(version), int(revision)),
-                times=tuple(record_of(LocalTime, each) for each in times),
+                times=records_of(LocalTime, times),
             )
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"no round: {error}") from None
 
 
@@ -196,6 +196,4 @@ class SlowWorkers:
 
 def _announced(board: Board) -> tuple[SlowWorker, ...]:
     rows = board.announced(_SLOW)
-    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
-        return ()
-    return tuple(record_of(SlowWorker, each) for each in rows)
+    return () if rows is None else records_of(SlowWorker, rows)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import json
 import multiprocessing
 import os
 import select
@@ -18,11 +17,13 @@ import threading
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from errno import EAGAIN, ECANCELED, EMFILE
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
+
+from elastic_ext.records.json import JsonRecord
 
 from .worker_process import Seat, Work, end_with_parent, run
 
@@ -38,7 +39,6 @@ __all__ = [
     "WorkerOutcome",
     "in_words",
     "is_readable",
-    "order_of",
     "tend",
 ]
 
@@ -212,7 +212,7 @@ _SIGSET_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerOutcome:
+class WorkerOutcome(JsonRecord):
     """How a forked data worker began or ended."""
 
     pid: int = 0
@@ -220,18 +220,6 @@ class WorkerOutcome:
     """Its exit code, as multiprocessing has it; None if nobody knows."""
     error: int = 0
     """The number of the error that kept it from being forked."""
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> WorkerOutcome:
-        return cls(**json.loads(data))
-
-
-def order_of(seat: Seat) -> bytes:
-    """The message that asks for a worker."""
-    return json.dumps(asdict(seat)).encode()
 
 
 def tend(
@@ -301,7 +289,7 @@ class _Forking:
                 Connection(descriptors[1], writable=False) as indices,
                 Connection(descriptors[2], readable=False) as results,
             ):
-                self._fork(Seat(**json.loads(message)), line, indices, results)
+                self._fork(Seat.from_json(message.decode()), line, indices, results)
         elif not descriptors:  # nobody can be told, but by the end of this process
             raise OSError(EMFILE, "a worker is asked for, and no more files may be open")
         else:
@@ -346,7 +334,7 @@ class _Forking:
 
 def _tell(line: socket.socket, report: WorkerOutcome) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has no use for it
-        line.send(report.to_bytes())
+        line.send(report.to_json().encode())
 
 
 def _give_signals_back(mask: AbstractSet[int]) -> None:
@@ -451,7 +439,7 @@ class _Nursery:
         line, theirs = _sockets()
         descriptors = [theirs.fileno(), indices.fileno(), results.fileno()]
         with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, as the line says too
-            socket.send_fds(self._orders, [order_of(seat)], descriptors)
+            socket.send_fds(self._orders, [seat.to_json().encode()], descriptors)
         return _Forked(self, line)
 
     def lost(self) -> str:
@@ -525,7 +513,7 @@ class _Forked:
         except ConnectionResetError:
             data = b""
         if data:
-            report = WorkerOutcome.from_bytes(data)
+            report = WorkerOutcome.from_json(data.decode())
             error = OSError(report.error, os.strerror(report.error)) if report.error else None
             return Ending.of(report.pid, report.code, error)
         which = "it" if self._pid is None else f"pid {self._pid}"

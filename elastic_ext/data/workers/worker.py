@@ -21,6 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from elastic_ext.errors import WorkerDiedError
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.torch_private.loading import PrivateParts, remove_shared_memory_of
 
 from .fork_server import GONE_SECONDS, Ending, Nurseries, Separate, Starter, is_readable
@@ -332,7 +333,7 @@ class Spawner:
         self._ending: dict[Worker, float] = {}  # and when it is killed, on the clock of time.monotonic
         self._poll = select.poll()
         self._poll.register(self._told, select.POLLIN)
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
 
     @property
     def news_descriptor(self) -> int:
@@ -362,13 +363,11 @@ class Spawner:
         if self._is_closed:
             return
         os.eventfd_write(self._told, 1)
-        if self._thread is not None:
-            if self._thread is threading.current_thread():  # which may collect garbage
-                self._is_abandoned = True
-                return
-            self._thread.join()
-        else:
-            self._starter.close()  # an interrupt came before the thread
+        if self._thread is None:  # an interrupt came before it
+            self._starter.close()
+        elif not self._thread.wait(None):  # it is this one, which may collect garbage
+            self._is_abandoned = True
+            return
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -383,7 +382,7 @@ class Spawner:
     def _wake(self) -> None:
         os.eventfd_write(self._told, 1)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+            self._thread = OwnedThread(self._run, name=THREAD_NAME)
             self._thread.start()
 
     def _run(self) -> None:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
+from elastic_ext.records.json import JsonRecord
 from elastic_ext.torch_private.loading import PrivateParts, private_parts
 
 __all__ = [
@@ -173,7 +174,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class Seat(JsonRecord):
     """Which worker of how many a process is."""
 
     slot: int

@@ -7,12 +7,12 @@ harm to what comes later.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elastic_ext.errors import CheckpointError
+from elastic_ext.ranks.deadlines import Call, NoAnswer
 from elastic_ext.ranks.group import Ranks
 
 from .coordination import gather_or_raise
@@ -31,7 +31,7 @@ class Storage:
         self.seconds = timeout_seconds
         """How long it may take to answer."""
         self._deadline = time.monotonic() + timeout_seconds
-        self._late: threading.Thread | None = None
+        self._late: Call[Any] | None = None
 
     def together(self, act: Callable[[], object], doing: str, *, is_patient: bool = True) -> list[Any]:
         """What ``act`` gives on each rank, as ``gather_or_raise``; all that it has ``within`` do shares one limit.
@@ -44,26 +44,15 @@ class Storage:
     def within(self, act: Callable[[], _Result], doing: str) -> _Result:
         """What ``act`` gives; CheckpointError where it takes longer than there is time."""
         self.refuse_if(False, doing)
-        results: list[_Result] = []
-        raised: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(act())
-            except BaseException as error:  # raised again by the one who waits
-                raised.append(error)
-
-        self._late = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
-        self._late.start()
-        self._late.join(max(self._deadline - time.monotonic(), 0.0))
-        if raised:
-            raise raised[0]
-        if not results:
+        call = Call(act, name=THREAD_NAME)
+        self._late = call  # before it is made: an interrupt may leave it behind as well
+        try:
+            return call.within(max(self._deadline - time.monotonic(), 0.0))
+        except NoAnswer:
             raise CheckpointError(
                 f"the storage took longer than {self.seconds:g} seconds while {doing}; look after it, or allow it "
                 "more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
-            )
-        return results[0]
+            ) from None
 
     def refuse_if(self, is_late: bool, doing: str) -> None:
         """CheckpointError where something ``is_late``, or has been asked for before, and has no answer yet."""

@@ -7,15 +7,14 @@ user's code: that prints where nobody reads, and finds no ranks to join and no a
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
-from .questions import IS_ANALYSIS, MemoryAnswer, Question
+from .questions import IS_ANALYSIS, AnalysisRequest, MemoryAnswer
 
 __all__ = ["main"]
 
@@ -37,16 +36,15 @@ def main() -> None:
             answers.flush()
 
         try:
-            asked = json.loads(text)
+            asked = AnalysisRequest.from_json(text)
             _go_to(asked)
             from .analysis import analyse  # imports torch, which reads its environment then
 
             _use_one_thread()
             _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
-            question = Question.from_json(json.dumps(asked["question"]))
-            if question.main is not None:
-                question.main.take_up()
-            analyse(question, tell)
+            if asked.question.main is not None:
+                asked.question.main.take_up()
+            analyse(asked.question, tell)
         except MemoryError:
             tell(MemoryAnswer(problem=f"working it out took more than {_MEMORY_BYTES >> 30} GiB of memory"))
         except BaseException as error:  # a script may do anything as it is imported: told to who has asked
@@ -96,12 +94,12 @@ def _data_bytes() -> int:
         return next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")), 0)
 
 
-def _go_to(asked: dict[str, Any]) -> None:
+def _go_to(asked: AnalysisRequest) -> None:
     """To where the asker is: modules are found as they are there."""
-    sys.argv[:] = asked["argv"]
-    sys.path[:] = asked["path"]
+    sys.argv[:] = asked.argv
+    sys.path[:] = asked.path
     with contextlib.suppress(OSError):
-        os.chdir(asked["folder"])
+        os.chdir(asked.folder)
 
 
 def _use_one_thread() -> None:

@@ -17,8 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
-from .questions import MemoryAnswer, Question
+from elastic_ext.ranks.deadlines import OwnedThread
+
+from .questions import AnalysisRequest, MemoryAnswer, Question
 
 __all__ = ["THREAD_NAME", "AnalysisRequest"]
 
@@ -35,7 +38,7 @@ _END_SECONDS = 5.0
 
 
 class AnalysisRequest:
-    """One question to the process that analyzes a model's memory; ``close`` it when training ends."""
+    """One question; ``close`` it when training ends."""
 
     def __init__(
         self,
@@ -49,9 +52,8 @@ class AnalysisRequest:
         self._command = [*command, json.dumps(_path())]
         self._answers: list[MemoryAnswer] = []  # only ever appended to, on the thread
         self._is_over = threading.Event()
-        self._closing, self._close_here = os.pipe()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._closing, close_here = os.pipe()
+        self._thread = OwnedThread(self._run, name=THREAD_NAME, wake=partial(os.close, close_here))
 
     def start(self) -> None:
         """Ask; comes back at once."""
@@ -73,13 +75,7 @@ class AnalysisRequest:
 
     def close(self) -> None:
         """End the process, whatever it is at. Twice is allowed."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        os.close(self._close_here)
-        if self._thread.ident is not None:
-            self._thread.join(_END_SECONDS)
-        if not self._thread.is_alive():
+        if not self._thread.stopping.is_set() and self._thread.close(_END_SECONDS):
             os.close(self._closing)
 
     def _run(self) -> None:
@@ -115,13 +111,9 @@ class AnalysisRequest:
         return problem if problem is not None or status == 0 else f"the process that works it out {_ending(status)}"
 
     def _asked(self) -> bytes:
-        asked = {
-            "path": _path(),
-            "argv": list(map(str, sys.argv)),
-            "folder": os.getcwd(),
-            "question": json.loads(self._question.to_json()),
-        }
-        return json.dumps(asked).encode() + b"\n"
+        argv = tuple(map(str, sys.argv))
+        request = AnalysisRequest(path=tuple(_path()), argv=argv, folder=os.getcwd(), question=self._question)
+        return request.to_json().encode() + b"\n"
 
     def _converse(self, asked: int, source: int, until: float) -> str | None:
         """Ask, and take answers until the end of them; why that did not come, or None.

@@ -18,6 +18,7 @@ from elastic_ext.records.metrics import PassesMemory
 
 __all__ = [
     "IS_ANALYSIS",
+    "AnalysisRequest",
     "MainModule",
     "MemoryAnswer",
     "OptimizerKind",
@@ -180,6 +181,17 @@ class Question(JsonRecord):
     ratios: tuple[float, ...]
     """Shares of blocks that are computed again; the first is tried with all sizes before the others."""
     optimizers: tuple[OptimizerKind, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnalysisRequest(JsonRecord):
+    """A question, and where the process that asks it finds the user's code."""
+
+    path: tuple[str, ...]
+    """Where modules are looked for."""
+    argv: tuple[str, ...]
+    folder: str
+    question: Question
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

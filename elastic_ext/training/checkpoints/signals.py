@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from elastic_ext.ranks.board import DecidingStore
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.ranks.processes import do_in_forked_processes
 
 __all__ = ["EXIT_STATUS", "SIGNALS", "SIGNALS_THREAD_NAME", "THREAD_NAME", "Leaving", "spare_loader_workers"]
@@ -118,7 +119,7 @@ class Leaving:
         self._main = threading.main_thread().ident
         # Two: the store may not answer for very long, as where the machine that has it is gone.
         self._threads = [
-            threading.Thread(target=target, name=THREAD_NAME, daemon=True) for target in (self._listen, self._watch)
+            OwnedThread(run, name=THREAD_NAME, stopping=self._is_over) for run in (self._listen, self._watch)
         ]
 
     def start(self) -> None:
@@ -148,10 +149,8 @@ class Leaving:
         self.give_back()
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(_POLL_SECONDS * 8)
-        if not any(thread.is_alive() for thread in self._threads):
+        have_ended = [thread.close(_POLL_SECONDS * 8) for thread in self._threads]
+        if all(have_ended):
             self._reader.close()
             self._writer.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,39 @@ def test_nothing_is_begun_beside_what_has_not_ended() -> None:
     join_late()
     storage = storage_of(60.0)
     assert storage.together(lambda: 3, "counting") == [3]
+
+
+def test_what_an_interrupt_has_left_behind_is_waited_for_as_well() -> None:
+    storage = storage_of(60.0)
+    may_end, main = threading.Event(), threading.main_thread().ident
+    assert main is not None
+
+    def act() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        may_end.wait(60)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            storage.within(act, "waiting")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(CheckpointError, match="has not answered yet what was asked of it before counting"):
+        storage.within(lambda: 3, "counting")
+    may_end.set()
+    join_late()
+    assert storage.within(lambda: 3, "counting") == 3
+
+
+def test_what_is_asked_with_no_time_left_is_waited_for_as_well() -> None:
+    storage = storage_of(0.0)
+    may_end = threading.Event()
+    with pytest.raises(CheckpointError, match="took longer than 0 seconds while waiting"):
+        storage.within(lambda: may_end.wait(60), "waiting")
+    with pytest.raises(CheckpointError, match="has not answered yet"):
+        storage.within(lambda: 3, "counting")
+    may_end.set()
+    join_late()
 
 
 def test_the_parts_of_one_thing_share_its_time() -> None:

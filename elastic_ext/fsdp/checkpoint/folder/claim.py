@@ -23,6 +23,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.ranks.processes import do_in_forked_processes
 from elastic_ext.records.files import (
     FILE_MODE,
@@ -34,6 +35,7 @@ from elastic_ext.records.files import (
     try_lock,
     write_whole,
 )
+from elastic_ext.records.json import JsonRecord
 
 from .commit import check_id
 
@@ -79,7 +81,7 @@ _HOLDER = "RUN.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
+class Holder(JsonRecord):
     """The run that came last to a job's folder, as RUN.json tells of it."""
 
     id: str
@@ -91,9 +93,12 @@ class Holder:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
+    def check_read(self) -> None:
+        check_id("id", self.id)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Visitor:
+class Visitor(JsonRecord):
     """Who had the lock of a job's folder last to tidy it, as RUN.lock tells of it until a run has the lock."""
 
     host: str
@@ -115,8 +120,8 @@ def sign(lock: int) -> None:
 def read_visitor(folder: Path) -> Visitor | None:
     """Who has signed in ``folder``; None where nobody has since a run had it, or where that cannot be read."""
     try:
-        return Visitor(**json.loads(read_at_most(folder / LOCK, _MOST_CLAIM_BYTES)))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return Visitor.from_json(read_at_most(folder / LOCK, _MOST_CLAIM_BYTES).decode())
+    except (OSError, ValueError):
         return None
 
 
@@ -124,14 +129,11 @@ def read_holder(folder: Path) -> Holder | None:
     """Who has claimed ``folder`` last, None where nobody has; CheckpointDamaged where that cannot be read."""
     path = folder / _HOLDER
     try:
-        record = json.loads(read_at_most(path, _MOST_CLAIM_BYTES))
-        holder = Holder(**record)
-        check_id("id", holder.id)
+        return Holder.from_json(read_at_most(path, _MOST_CLAIM_BYTES).decode())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointDamaged(f"{path} does not say whose the folder is ({error}); start the job again") from None
-    return holder
 
 
 class Claim:
@@ -267,7 +269,7 @@ _MARK = re.compile(r"\.reading-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
+class Reader(JsonRecord):
     """Who reads, as a mark tells of it."""
 
     host: str
@@ -289,22 +291,17 @@ class Reading:
     def __init__(self, folder: Path, *, touch_seconds: float = _TOUCH_SECONDS) -> None:
         self._path = folder / f".reading-{secrets.token_hex(8)}.json"
         self._touch_seconds = touch_seconds
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = OwnedThread(self._keep, name="elastic_ext reading")
         try:
             self._put()
         except OSError as error:
             _logger.info("that %s is being read cannot be marked there: %s", folder, error)
             return
-        self._thread = threading.Thread(target=self._keep, name="elastic_ext reading", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Take the mark away. Twice is allowed."""
-        thread, self._thread = self._thread, None
-        self._is_over.set()
-        if thread is not None:
-            thread.join(_CLOSE_SECONDS)  # which storage that does not answer may outlast; the mark lapses then
+        self._thread.close(_CLOSE_SECONDS)  # which storage that does not answer may outlast; the mark lapses then
 
     def __enter__(self) -> Reading:
         return self
@@ -328,7 +325,7 @@ class Reading:
             os.close(file)
 
     def _keep(self) -> None:
-        while not self._is_over.wait(self._touch_seconds):
+        while not self._thread.stopping.wait(self._touch_seconds):
             with contextlib.suppress(OSError):  # storage that does not answer now may do so the next time
                 self._touch()
         with contextlib.suppress(OSError):
@@ -383,10 +380,10 @@ def _reader_at(mark: Path, now_ns: int) -> Reader | None:
     try:
         if has_lapsed(os.stat(mark).st_mtime_ns, now_ns):
             return None
-        return Reader(**json.loads(read_at_most(mark, _MOST_MARK_BYTES)))
+        return Reader.from_json(read_at_most(mark, _MOST_MARK_BYTES).decode())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, RecursionError):  # not all of it is there yet
+    except ValueError:  # not all of it is there yet
         return Reader(host="a host that has not said its name", pid=0, since="of late")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from elastic_ext.errors import CheckpointError, in_words
 from elastic_ext.ranks.board import Letters, ToldOfFailure
+from elastic_ext.ranks.deadlines import OwnedThread
 
 __all__ = ["PATIENCE_SECONDS", "THREAD_NAME", "BackgroundSave"]
 
@@ -75,7 +75,7 @@ class BackgroundSave:
         self._clear = clear
         self._after = after  # which may still be removing what is not to be kept
         self._began = time.perf_counter()
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread = OwnedThread(self._run, name=THREAD_NAME)
 
     def start(self) -> None:
         self._began = time.perf_counter()
@@ -112,8 +112,7 @@ class BackgroundSave:
 
     def join(self, seconds: float | None) -> None:
         """Wait until it is over on this rank, for so long at most."""
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
+        self._thread.wait(seconds)
 
     def hurry(self, seconds: float) -> None:
         """Have it wait no longer than that for other ranks, which may be gone."""
@@ -148,8 +147,7 @@ class BackgroundSave:
         """The process ends, and nobody has waited for this."""
         _logger.info("waiting for %s to be saved", self.path)
         self._letters.hurry(PATIENCE_SECONDS)
-        self._thread.join(self._seconds)
-        if self._thread.is_alive():
+        if not self._thread.wait(self._seconds):
             _logger.error("%s is not saved: the storage took longer than %g seconds", self.path, self._seconds)
 
     def _save(self) -> None:

@@ -20,6 +20,7 @@ from elastic_ext.fsdp.checkpoint.contents import FileKind
 from elastic_ext.fsdp.checkpoint.format.shardfile import laid_out
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart, put_bytes
 from elastic_ext.fsdp.checkpoint.format.writer import PAGE_BYTES, TensorToWrite
+from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.torch_private.sharded import version_of
 
 from .shared_memory import Shelf, ShelvedFile, StagedFiles
@@ -53,7 +54,7 @@ class Staging:
         self._shelf = shelf
         self._slots: dict[int, torch.Tensor] = {}
         self._slot = 0  # what is held lies in
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +95,7 @@ class Staging:
                     if self._shelf is not shelf:  # one of this process's own is enough
                         break
 
-        self._thread = threading.Thread(target=make, name=THREAD_NAME, daemon=True)
+        self._thread = OwnedThread(make, name=THREAD_NAME)
         self._thread.start()
 
     def hold(
@@ -164,7 +165,7 @@ class Staging:
 
     def _finish(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.wait(None)
             self._thread = None
 
 
