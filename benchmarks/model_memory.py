@@ -31,7 +31,7 @@ from elastic_ext.fsdp.blocks import recompute
 from elastic_ext.profile.memory.analyzer import ModelSizes
 from elastic_ext.profile.memory.lines import Peaks, correction, lines_through
 from elastic_ext.profile.memory.prediction_request import factory_of, names_of, optimizer_kinds, parameter_kinds, told
-from elastic_ext.profile.memory.process import AnalysisRequest
+from elastic_ext.profile.memory.process import MemoryAnalysis
 from elastic_ext.profile.memory.questions import Question
 from elastic_ext.profile.memory.samples import sample_on
 from elastic_ext.profile.phases import Phase
@@ -188,7 +188,7 @@ def _answers(kind: Kind, sizes: Sequence[int]) -> Sequence[Any]:
         ratios=(kind.ratio,),
         optimizers=optimizer_kinds(model, [_optimizer(model)], is_on_accelerator=False),
     )
-    asking = AnalysisRequest(question)
+    asking = MemoryAnalysis(question)
     asking.start()
     try:
         if not asking.wait(WAIT_SECONDS) or any(each.problem is not None for each in asking.answers):

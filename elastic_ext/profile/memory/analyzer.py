@@ -30,7 +30,7 @@ from .prediction_request import (
     parameter_kinds,
     told,
 )
-from .process import AnalysisRequest
+from .process import MemoryAnalysis
 from .questions import Question
 from .samples import MemorySample, Readiness, sample_on
 
@@ -198,7 +198,7 @@ class Analyzer:
         self._shapes: _Shapes | None = None
         self._why_not = _NO_FACTORY if factory is None else ""
         self._outputs: list[weakref.ref[Any]] = []
-        self._asking: AnalysisRequest | None = None
+        self._asking: MemoryAnalysis | None = None
         self._readiness = Readiness(self._device)
         self._sample: MemorySample | None = None
         self._sampled: tuple[int, float] = (0, 0.0)
@@ -353,7 +353,7 @@ class Analyzer:
         )
 
     @property
-    def asking(self) -> AnalysisRequest | None:
+    def asking(self) -> MemoryAnalysis | None:
         """What works it out, None where nothing was asked."""
         return self._asking
 
@@ -414,7 +414,7 @@ class Analyzer:
             self._refuse(str(error))
             return
         try:
-            self._asking = AnalysisRequest(question)
+            self._asking = MemoryAnalysis(question)
             self._asking.start()
         except (OSError, RuntimeError) as error:  # this process has no files or threads left
             self._refuse(f"the process that works it out could not be started: {error}")

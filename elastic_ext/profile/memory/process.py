@@ -23,7 +23,7 @@ from elastic_ext.ranks.deadlines import OwnedThread
 
 from .questions import AnalysisRequest, MemoryAnswer, Question
 
-__all__ = ["THREAD_NAME", "AnalysisRequest"]
+__all__ = ["THREAD_NAME", "MemoryAnalysis"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _MOST_LINE_BYTES = 1 << 16
 _END_SECONDS = 5.0
 
 
-class AnalysisRequest:
+class MemoryAnalysis:
     """One question; ``close`` it when training ends."""
 
     def __init__(

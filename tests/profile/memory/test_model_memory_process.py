@@ -22,7 +22,7 @@ from torch import nn
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.profile.memory.prediction_request import optimizer_kinds, parameter_kinds, told
-from elastic_ext.profile.memory.process import AnalysisRequest
+from elastic_ext.profile.memory.process import MemoryAnalysis
 from elastic_ext.profile.memory.questions import IS_ANALYSIS, MemoryAnswer, Origin, Question, refuse_in_analysis
 from tests.profile.memory.test_model_memory import accounted, rows, words
 from tests.support import memory_models
@@ -57,8 +57,8 @@ def question_of(
 
 
 @contextmanager
-def asked(question: Question, **options: Any) -> Iterator[AnalysisRequest]:
-    asking = AnalysisRequest(question, **options)
+def asked(question: Question, **options: Any) -> Iterator[MemoryAnalysis]:
+    asking = MemoryAnalysis(question, **options)
     asking.start()
     try:
         yield asking
