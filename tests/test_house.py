@@ -560,7 +560,6 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
     "fsdp.checkpoint.saving.background:BackgroundSave": "one save's thread, and what its stages are done by",
     "master.tuning:StrategyQueue": "a strategy beside a job that records what it decides",
-    "training.checkpoints.signals:Leaving": "a thread that asks training and its checkpoints what there is to save",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }
 

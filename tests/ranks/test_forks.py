@@ -17,6 +17,7 @@ from elastic_ext.ranks.board import OwnStore
 from elastic_ext.ranks.heartbeat import begin_pulse
 from elastic_ext.ranks.processes import do_in_forked_processes
 from elastic_ext.training.checkpoints.signals import Leaving
+from tests.support.told_to_end import ToldToEnd
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
@@ -25,13 +26,14 @@ LEAVING = """
 import os, signal, sys, threading
 from elastic_ext.ranks.board import OwnStore
 from elastic_ext.training.checkpoints.signals import SIGNALS, Leaving
+from tests.support.told_to_end import ToldToEnd
 
 unraisable = []
 sys.unraisablehook = lambda found: unraisable.append(f"{found.object}: {found.exc_value!r}")
 
 
 def leaving():
-    return Leaving(OwnStore(), seconds=60.0, request=lambda: None, can_write=lambda: False, write=lambda _: "")
+    return Leaving(OwnStore(), ToldToEnd(), seconds=60.0)
 
 
 def fork(faults):
@@ -108,7 +110,7 @@ def test_a_second_trainer_adds_no_hook(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "register_at_fork", noted)
     for number in range(3):
         hooks.clear()
-        leaving = Leaving(OwnStore(), seconds=1.0, request=print, can_write=lambda: False, write=lambda _: "")
+        leaving = Leaving(OwnStore(), ToldToEnd(), seconds=1.0)
         leaving.start()
         pulse = begin_pulse(tmp_path, rank=0, restart=0, run_dir=tmp_path)
         claim = Claim(tmp_path, f"run-{number}", patience_seconds=0)

@@ -182,18 +182,32 @@ class Saving:
         store: Any = follower.ranks.store if follower.ranks.world_size > 1 else OwnStore()
         if store is None:
             return None
-        return Leaving(
-            store,
-            seconds=follower.settings.shutdown_seconds,
-            request=follower.request_leave,
-            can_write=self.checkpoints.held.has_newest,
-            has_some=self.checkpoints.held.has_some,
-            has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
-            write=self._write_newest,
-            look=self.checkpoints.held.write_with_others,
-            rank=follower.ranks.rank,
-            world_size=follower.ranks.world_size,
-        )
+        ranks, seconds = follower.ranks, follower.settings.shutdown_seconds
+        return Leaving(store, self, seconds=seconds, rank=ranks.rank, world_size=ranks.world_size)
+
+    # ---- what the thread asks that listens for signals ----
+
+    def request_leave(self) -> None:
+        self._follower.request_leave()
+
+    def can_write(self) -> bool:
+        return self.checkpoints.held.has_newest()
+
+    def has_some(self) -> bool:
+        return self.checkpoints.held.has_some()
+
+    def has_nothing(self) -> bool:
+        return self._steps.has_not_begun and not self._steps.is_inside
+
+    def write_newest(self, seconds: float) -> str:
+        step, words = self.checkpoints.held.write_newest(seconds)
+        self._tell_left(step, words)
+        return words
+
+    def write_with_others(self) -> None:
+        self.checkpoints.held.write_with_others()
+
+    # ---- saving as a step begins, and leaving ----
 
     def begin_due_in_step(self) -> None:
         """Save what is due as a step begins; optimizers wait until it is copied."""
@@ -220,11 +234,6 @@ class Saving:
             _logger.info("%s, and training ends", words)
             self._tell_left(self.checkpoints.step if is_saved else None, words)
         raise SystemExit(EXIT_STATUS)
-
-    def _write_newest(self, seconds: float) -> str:
-        step, words = self.checkpoints.held.write_newest(seconds)
-        self._tell_left(step, words)
-        return words
 
     def _tell_left(self, step: int | None, words: str) -> None:
         """An event of a training that was told to end: from which ``step`` it can go on, None where from none."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 from elastic_ext.ranks.board import DecidingStore
 from elastic_ext.ranks.deadlines import OwnedThread
@@ -81,20 +81,37 @@ _MARGIN = 0.1  # of the time there is, to end in
 _How = Literal["in steps", "from memory"]
 
 
+class ToldToEnd(Protocol):
+    """A training that can be told to end, asked by a thread beside it."""
+
+    def request_leave(self) -> None:
+        """Have all ranks finish the same step, save, and exit."""
+
+    def can_write(self) -> bool:
+        """Whether the newest step is copied, and can be written without the training thread."""
+
+    def has_some(self) -> bool:
+        """Whether there is some state to go on from, if no newer step ends."""
+
+    def has_nothing(self) -> bool:
+        """Whether there is nothing to lose: no step was taken so far."""
+
+    def write_newest(self, seconds: float) -> str:
+        """Write what was copied last, in so much time; gives what became of it, in words."""
+
+    def write_with_others(self) -> None:
+        """Write what another rank waits for, if one does; called now and then."""
+
+
 class Leaving:
-    """One rank's part in it; ``start`` it, and ``stop`` it."""
+    """Ends a training at a signal to this rank or to another; ``start`` it, and ``stop`` it."""
 
     def __init__(
         self,
         store: DecidingStore,
+        training: ToldToEnd,
         *,
         seconds: float,
-        request: Callable[[], None],
-        can_write: Callable[[], bool],
-        has_some: Callable[[], bool] = lambda: False,
-        has_nothing: Callable[[], bool] = lambda: False,
-        write: Callable[[float], str],
-        look: Callable[[], None] = lambda: None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -102,12 +119,7 @@ class Leaving:
         self._own_sign, self._signs = f"leaving/{rank}", [f"leaving/{each}" for each in range(world_size)]
         self._seconds = seconds * (1 - _MARGIN)
         self._margin = seconds * _MARGIN
-        self._request = request
-        self._can_write = can_write
-        self._has_some = has_some  # to go on from, if no newer step ends
-        self._has_nothing = has_nothing  # to lose: no step was taken yet
-        self._write = write  # gives what became of it, in words
-        self._look_too = look  # called now and then, by the thread that looks for others' signals
+        self._training = training
         self._asked_at: float | None = None
         self._signal = ""
         self._is_over = threading.Event()
@@ -208,7 +220,7 @@ class Leaving:
     def _note(self, what: str) -> None:
         if self._asked_at is None:
             self._signal, self._asked_at = what, time.monotonic()
-            self._request()
+            self._training.request_leave()
 
     def _listen(self) -> None:
         """Note what is sent to this rank, and see that it ends by that, whatever becomes of the store."""
@@ -236,7 +248,7 @@ class Leaving:
                 _logger.debug("signals sent to other ranks are not heard of any more: %s", error)
 
     def _look(self) -> None:
-        self._look_too()
+        self._training.write_with_others()
         if self._asked_at is None and self._store.check(["leaving/asked"]):
             self._note("a signal to another rank")
         if self._asked_at is None:
@@ -248,7 +260,7 @@ class Leaving:
             _logger.info("%s: the step is finished and saved, and training ends", self._signal)
         late = time.monotonic() - self._asked_at
         how = self._decided()
-        if how is None and (self._has_nothing() or self._has_waited(late)):
+        if how is None and (self._training.has_nothing() or self._has_waited(late)):
             how = self._decide("from memory")
         if how == "from memory":
             self._leave(self._seconds - late)
@@ -271,11 +283,13 @@ class Leaving:
 
     def _has_waited(self, late: float) -> bool:
         """Whether what there is without another step is taken: the longer it is waited for one, the less it has."""
-        return (late > self._seconds / 2 and self._can_write()) or (late > self._seconds * 3 / 4 and self._has_some())
+        training, part = self._training, late / self._seconds
+        return (part > 1 / 2 and training.can_write()) or (part > 3 / 4 and training.has_some())
 
     def _leave(self, seconds: float) -> None:
         """Write what is held, and exit."""
-        _logger.warning("%s: training ends between steps; %s", self._signal, self._write(max(seconds, 0.0)))
+        what = self._training.write_newest(max(seconds, 0.0))
+        _logger.warning("%s: training ends between steps; %s", self._signal, what)
         self._exit()
 
     def _exit(self) -> None:

@@ -23,6 +23,7 @@ from elastic_ext.records.metrics import CAN_GO_ON
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS, Leaving
 from tests.support.leaving import Job, started
 from tests.support.thinning import the_first
+from tests.support.told_to_end import ToldToEnd
 from tests.support.training import ResumableSlices, grouped, make_data
 
 pytestmark = pytest.mark.usefixtures("forked_jobs")
@@ -197,11 +198,8 @@ def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is
 
 
 def leaving_of(store: OwnStore, *, seconds: float = 60.0, can_write: bool = True) -> tuple[Leaving, threading.Event]:
-    asked = threading.Event()
-    leaving = Leaving(
-        store, seconds=seconds, request=asked.set, can_write=lambda: can_write, write=lambda _: "nothing is written"
-    )
-    return leaving, asked
+    training = ToldToEnd(can_write=can_write)
+    return Leaving(store, training, seconds=seconds), training.asked
 
 
 @pytest.mark.parametrize(
@@ -210,14 +208,7 @@ def leaving_of(store: OwnStore, *, seconds: float = 60.0, can_write: bool = True
 def test_it_is_waited_longer_for_a_step_where_nothing_newer_was_copied(
     can_write: bool, has_some: bool, at: float | None
 ) -> None:
-    leaving = Leaving(
-        OwnStore(),
-        seconds=100.0,
-        request=lambda: None,
-        can_write=lambda: can_write,
-        has_some=lambda: has_some,
-        write=lambda _: "nothing is written",
-    )
+    leaving = Leaving(OwnStore(), ToldToEnd(can_write=can_write, has_some=has_some), seconds=100.0)
     waited = [part for part in (0.4, 0.5, 0.6, 0.75, 0.8) if leaving._has_waited(part * leaving._seconds + 0.01)]
     leaving.stop()
     assert (waited[0] if waited else None) == at
