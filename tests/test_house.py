@@ -554,12 +554,10 @@ MOST_ARGUMENTS, MOST_CALLABLES = 8, 2
 LARGE_CONSTRUCTORS: Mapping[str, str] = {
     # "module:Class": the reason why it takes more than 8 arguments, or more than 2 functions
     "agent.elastic_agent:ElasticAgent": "what torch's agent takes, and what belongs to it here",
-    "agent.master.session:ConfigWatch": "a stream's thread, beside the link that it wakes",
     "agent.workers.workers:Workers": "what torch's agent starts workers with",
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
     "fsdp.checkpoint.saving.background:BackgroundSave": "one save's thread, and what its stages are done by",
-    "master.tuning:StrategyQueue": "a strategy beside a job that records what it decides",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }
 

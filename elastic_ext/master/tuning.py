@@ -160,24 +160,27 @@ def at_once(work: Callable[[], Callable[[], None]]) -> None:
     work()()
 
 
+class StrategyOwner(Protocol):
+    """Whoever a strategy decides for. Times are seconds since 1970."""
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """All that was decided so far."""
+
+    def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
+        """Hear of what was decided."""
+
+    def take_failure(self, now: float, error: Exception) -> None:
+        """Hear that the strategy has failed, which has ended then."""
+
+
 class StrategyQueue:
     """The questions that one job's tuning strategy is asked, one after another, off the event loop. Times are seconds
     since 1970."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        known: Callable[[], Sequence[Decision]],
-        take: Callable[[float, Sequence[Decision]], None],
-        fail: Callable[[float, Exception], None],
-    ) -> None:
-        """``known`` is what was decided so far, ``take`` hears of what is decided, and ``fail`` that a strategy has
-        failed, which has ended then."""
+    def __init__(self, run: Run, owner: StrategyOwner) -> None:
         self._run = run
-        self._known = known
-        self._take = take
-        self._fail = fail
+        self._owner = owner
         self._waiting: deque[_Question | Callable[[], None]] = deque()
         self._is_busy = False
         self._life = 0
@@ -230,7 +233,7 @@ class StrategyQueue:
                 what()
                 continue
             self._is_busy = True
-            known = () if what.make is None else tuple(self._known())
+            known = () if what.make is None else tuple(self._owner.decisions)
             self._run(partial(self._answer, what, known))
         if not self.has_begun and not self._is_busy:
             self._strategy = None
@@ -250,7 +253,7 @@ class StrategyQueue:
         self._is_busy = False
         if self._is_current(question):
             self.standing = standing
-        self._take(question.now, decisions)
+        self._owner.take_decisions(question.now, decisions)
         self._go_on()
 
     def _take_failure(self, question: _Question, error: Exception) -> None:
@@ -261,7 +264,7 @@ class StrategyQueue:
         self._waiting = deque(left)
         if self._is_current(question):
             self.has_begun, self.standing = False, None
-            self._fail(question.now, error)
+            self._owner.take_failure(question.now, error)
         self._go_on()
 
     def _is_current(self, question: _Question) -> bool:
@@ -326,7 +329,7 @@ class Tuning:
         self._tell = tell
         self._slow = slow
         self._make = make or _library_strategy
-        self._asking = StrategyQueue(run, known=lambda: self.decisions, take=self._keep, fail=self._take_failure)
+        self._asking = StrategyQueue(run, self)
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
@@ -499,7 +502,8 @@ class Tuning:
         if asking.has_begun:  # it may have failed at once
             asking.ask(now, ask, kind)
 
-    def _take_failure(self, now: float, error: Exception) -> None:
+    def take_failure(self, now: float, error: Exception) -> None:
+        """The strategy has failed, and decides nothing any more."""
         self._due.clear()
         self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
         self._tell(now, "tuning-failed", self._failure)
@@ -510,7 +514,8 @@ class Tuning:
             seen = replace(found, slow_rank=self._slow())
             self._ask(now, lambda strategy: strategy.see(now, seen), kind="seen")
 
-    def _keep(self, now: float, decisions: Sequence[Decision]) -> None:
+    def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
+        """Keep what the strategy has decided."""
         for decision in decisions:
             number, before = decision.number, self._decisions.get(decision.number)
             if before is not None and decision.version is None:  # it may not have heard yet that it was written

@@ -59,13 +59,14 @@ class Asked:
         self.later = Later()
         self.taken: list[tuple[float, list[int]]] = []
         self.failures: list[str] = []
-        self.known: list[Decision] = []
-        self.asking = StrategyQueue(
-            self.later.run,
-            known=lambda: self.known,
-            take=lambda now, decisions: self.taken.append((now, [each.number for each in decisions])),
-            fail=lambda now, error: self.failures.append(f"{now:g}: {error}"),
-        )
+        self.decisions: list[Decision] = []
+        self.asking = StrategyQueue(self.later.run, self)
+
+    def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
+        self.taken.append((now, [each.number for each in decisions]))
+
+    def take_failure(self, now: float, error: Exception) -> None:
+        self.failures.append(f"{now:g}: {error}")
 
     def begin(self, strategy: Scripted, now: float = 0.0) -> None:
         def make(known: Sequence[Decision]) -> Scripted:
@@ -103,7 +104,7 @@ def test_it_is_made_of_all_that_was_decided_by_then() -> None:
     asked.begin(first)
     asked.asking.end()
     asked.begin(second)
-    asked.known = [decision_of(7)]
+    asked.decisions = [decision_of(7)]
     asked.later.finish()
     assert [each.number for each in first.earlier] == [] and [each.number for each in second.earlier] == [7]
 

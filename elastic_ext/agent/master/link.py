@@ -185,7 +185,7 @@ class MasterLink:
         """Nodes have met: from now on this node's config is the job's, and newer ones of the master are taken."""
         if not self._config.is_in_use:
             self._config.begin()
-            self._hurry()
+            self.hurry()
 
     def refusal_within(self, seconds: float) -> str | None:
         """Why the master does not want this node, if it says so to the first word in that time."""
@@ -268,10 +268,7 @@ class MasterLink:
             self._config,
             node_id=self._node.node_id,
             incarnation=self._node.incarnation,
-            epoch=lambda: self._known.epoch,
-            hurry=self._hurry,
-            wake=self._wake.set,
-            spread=self._spread,
+            link=self,
             chance=self._chance,
         )
         session = MasterSession(
@@ -306,14 +303,23 @@ class MasterLink:
                     return
             self._stopping.wait(_FIND_SECONDS)
 
-    def _hurry(self) -> None:
+    def hurry(self) -> None:
         """Have the thread say the next thing at once."""
         session = self._session
         if session is not None:
             session.hurry()
         self._wake.set()
 
-    def _spread(self, seconds: float) -> None:
+    @property
+    def epoch(self) -> int:
+        """The newest epoch of a master that this agent has heard of."""
+        return self._known.epoch
+
+    def wake(self) -> None:
+        """Have the thread go on, which may have something to say."""
+        self._wake.set()
+
+    def spread(self, seconds: float) -> None:
         """What is taken next need not be acknowledged before some moment within so long."""
         session = self._session
         if session is not None:

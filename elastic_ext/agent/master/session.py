@@ -7,9 +7,9 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
@@ -36,6 +36,23 @@ _STEADY_SECONDS = 10.0
 _END_SECONDS = 1.0
 
 
+class WatchingLink(Protocol):
+    """The link to a master that a stream of configs belongs to."""
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch of a master that the agent has heard of."""
+
+    def hurry(self) -> None:
+        """Say the next thing to the master at once."""
+
+    def wake(self) -> None:
+        """A config was taken, which the next message says."""
+
+    def spread(self, seconds: float) -> None:
+        """What is taken next need not be acknowledged before some moment within so long."""
+
+
 class ConfigWatch:
     """The stream of one connection, from ``start`` to ``close``; one that ends is asked for anew, after a while."""
 
@@ -45,10 +62,7 @@ class ConfigWatch:
         *,
         node_id: str,
         incarnation: int,
-        epoch: Callable[[], int],
-        hurry: Callable[[], None],
-        wake: Callable[[], None],
-        spread: Callable[[float], None],
+        link: WatchingLink,
         chance: random.Random,
     ) -> None:
         self.error: MasterError | None = None
@@ -56,10 +70,7 @@ class ConfigWatch:
         self._config = config
         self._node_id = node_id
         self._incarnation = incarnation
-        self._epoch = epoch
-        self._hurry = hurry
-        self._wake = wake
-        self._spread = spread
+        self._link = link
         self._backoff = Backoff(chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the stream
@@ -93,11 +104,11 @@ class ConfigWatch:
                     return
                 if time.monotonic() - began >= _STEADY_SECONDS:
                     self._backoff.forget()
-                self._hurry()  # whether the master is there at all shows in the next message
+                self._link.hurry()  # whether the master is there at all shows in the next message
                 self._stop.wait(self._backoff.next_seconds())
         except MasterError as error:
             self.error = error
-            self._hurry()
+            self._link.hurry()
         except Exception:  # the top of a thread: configs come with the answers to messages as well
             _logger.exception("configs are not pushed to this agent any more")
 
@@ -105,7 +116,7 @@ class ConfigWatch:
         request = pb.WatchRequest(
             node_id=self._node_id,
             incarnation=self._incarnation,
-            epoch=self._epoch(),
+            epoch=self._link.epoch,
             config_version=self._config.now().version,
         )
         with self._lock:
@@ -113,12 +124,12 @@ class ConfigWatch:
                 return
             stream = self._stream = client.watch(request)
         for push in stream:
-            if push.epoch < self._epoch():
+            if push.epoch < self._link.epoch:
                 return
-            self._spread(push.acknowledge_within_seconds)
+            self._link.spread(push.acknowledge_within_seconds)
             if self._config.take(push.version, push.text):
                 self._backoff.forget()
-                self._wake()
+                self._link.wake()
 
 
 # --- what one agent and one master say to one another, from joining to the end of their connection -------------------
