@@ -118,8 +118,8 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_versions(tmp_path
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from tests.master.test_master_store import Store, page_of\n"
-        "store = Store(Path(sys.argv[1]))\n"
+        "from tests.master.test_master_store import JobStore, page_of\n"
+        "store = JobStore(Path(sys.argv[1]))\n"
         "for version in range(1, 100_000):\n"
         "    store.enter_page(page_of(version))\n"
         "    print(version, flush=True)\n"

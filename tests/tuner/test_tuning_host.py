@@ -155,12 +155,12 @@ def test_facts_that_cannot_be_are_told_of_once_and_change_nothing() -> None:
 def test_numpy_and_the_search_are_not_loaded_while_it_is_off() -> None:
     code = """
 import sys
-from elastic_ext.master.job import Job, JobSettings, Moment
+from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.tuner.test_tuning_host import FACTS, STORED
 from tests.support.masters import join_request
-now = Moment(clock=1.0, time=1.0)
+now = Now(clock=1.0, time=1.0)
 before = {"numpy", "elastic_ext.tuner.controller"} & {*sys.modules}
 job = Job(STORED, JobSettings(library="1", tuning=sys.argv[1]), now)
 job.join(now, join_request("a"))

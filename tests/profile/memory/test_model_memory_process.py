@@ -262,8 +262,8 @@ def test_it_ends_with_the_process_that_asks(tmp_path: Path) -> None:
             from tests.support import memory_models
             from tests.profile.memory.test_model_memory import rows
             from tests.profile.memory.test_model_memory_process import question_of, children
-            from elastic_ext.profile.memory.process import Asking
-            Asking(question_of("is_slow", memory_models.layers(), rows(4))).start()
+            from elastic_ext.profile.memory.process import MemoryAnalysis
+            MemoryAnalysis(question_of("is_slow", memory_models.layers(), rows(4))).start()
             while not children():
                 time.sleep(0.01)
             print(*children(), flush=True)

@@ -36,10 +36,10 @@ WRITES_TOO_MUCH = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.format.writer import Piece
+from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from tests.support.shards import write_alone
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
-pieces = [Piece(f"p{i}", "U8", (50_001,), memoryview(bytes(50_001))) for i in range(200)]
+pieces = [TensorToWrite(f"p{i}", "U8", (50_001,), memoryview(bytes(50_001))) for i in range(200)]
 try:
     write_alone(Path(sys.argv[2]), pieces, generation="g")
 except OSError as error:
