@@ -37,7 +37,7 @@ __all__ = [
 # pulse means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
 
 REFUSES_ONE = "a layer refuses a single sample"
-"""With this begins what a rank says whose step failed for that, and not because memory ran out."""
+"""How a rank's ``failed`` begins where its step failed for a single sample, and not because memory ran out."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
 _MOST_TEXT = 500
@@ -47,7 +47,7 @@ class Purpose(IntEnum):
     """Why ranks exchange pulses; ranks with unlike purposes have lost step with each other."""
 
     ROUTINE = 1
-    """Every so many boundaries; read one boundary later."""
+    """A regular agreement, every so many boundaries; read one boundary later."""
     APPLY = 2
     """Right before a scheduled config is applied."""
     END = 3
@@ -57,9 +57,9 @@ class Purpose(IntEnum):
     RETRY = 5
     """After a step that was rolled back, and that the ranks take again together; the model was not called in it."""
     RETRY_CALLED = 6
-    """The same, where the model was called."""
+    """After a step that was rolled back once the model had been called, and that the ranks take again together."""
     RETRY_AWAITED = 7
-    """The same, where it was rolled back between a forward pass and the backward pass that shares gradients."""
+    """After a step that was rolled back between a forward pass and the backward pass that shares gradients."""
     REWIND = 8
     """Before training goes back to a checkpoint."""
     SHARE = 9
@@ -103,7 +103,7 @@ _SAME = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlWord:
-    """One rank's word."""
+    """What one rank tells the others at an agreement: its counts, its config, its requests and its news."""
 
     purpose: Purpose
     boundary: int
@@ -116,9 +116,9 @@ class ControlWord:
     ahead: int = 0
     """How many batches the caller has taken between two steps that no step has trained on."""
     exchanges: int = 0
-    """How many collectives the caller has begun, where that is compared."""
+    """How many collectives the caller has begun in a step that is taken again, where that is compared."""
     lost: int = 0
-    """How many micro-batches a step took that failed, where they do not come again."""
+    """How many micro-batches a failed step took that do not come again."""
     in_force: str
     """The digest of the config in force."""
     held_version: int
@@ -126,23 +126,23 @@ class ControlWord:
     wanted_interval: int
     """How many boundaries this rank would have between two agreements."""
     fresh: bool = False
-    """It holds contents that it has not told of."""
+    """Whether this rank holds a config that it has not told the others of."""
     proposing: bool = False
     asking: bool = False
-    """It wants to know who lacks a config."""
+    """Whether this rank wants to know which ranks lack a config."""
     stop: bool = False
     save: bool = False
     leave: bool = False
     copy: bool = False
-    """It is time to copy what there is, in case that training is told to end."""
+    """Whether this rank asks to copy training state, in case that training is told to end."""
     pacing: bool = False
-    """Its wanted interval is another than it last told."""
+    """Whether this rank's wanted interval has changed since it last told it."""
     refusal: str = ""
-    """Why it holds nothing newer, where a file was refused."""
+    """Why this rank holds no newer config, where a file was refused."""
     failed: str = ""
-    """How memory ran out in the step under way, or that a layer refuses a single sample."""
+    """How memory ran out in this rank's step, or that a layer refuses a single sample; empty where neither."""
     brings: str = ""
-    """Which gradients it has for the others, in short; or what it has seen in them."""
+    """Which gradients this rank has for the others, in short; or what noise it has seen in them."""
 
     @property
     def progress(self) -> str:
@@ -155,7 +155,7 @@ class ControlWord:
 
     @property
     def has_news(self) -> bool:
-        """Whether the others should read this word."""
+        """Whether the other ranks should read this word."""
         asks = self.stop or self.save or self.leave or self.copy
         return asks or self.fresh or self.proposing or self.asking or self.pacing or bool(self.failed)
 
@@ -180,10 +180,10 @@ class ControlWord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreedWord:
-    """What all ranks' words say together; the same on every rank."""
+    """The control words of all ranks, and what follows from them; the same on every rank."""
 
     words: tuple[ControlWord, ...]
-    """By rank."""
+    """The control words of all ranks, by rank."""
 
     @property
     def differing(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class AgreedWord:
         return "; ".join(f"rank {rank}: {word.progress} ({word.purpose})" for rank, word in enumerate(self.words))
 
     def laggards(self, names: Sequence[object]) -> list[str]:
-        """Who lacks the version that others hold, by the names of the ranks, and why where that is known."""
+        """The ranks, by name, that lack the config version which others hold, and why where that is known."""
         return [
             f"{name} has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
             for name, word in zip(names, self.words, strict=True)
@@ -205,7 +205,7 @@ class AgreedWord:
 
     @property
     def failures(self) -> dict[int, str]:
-        """How memory ran out, by rank."""
+        """How memory ran out in the step, by rank, for the ranks where it did."""
         return {rank: word.failed for rank, word in enumerate(self.words) if word.failed}
 
     @property
@@ -274,10 +274,10 @@ class RankReport:
 
     place: RoundPlace
     version: int | None = None
-    """Of the config file it holds, where that is news."""
+    """The version of the config file that this rank holds, where that is news."""
     digest: str = ""
     changes: Mapping[str, Any] | None = None
-    """Of the revision it proposes, if it does."""
+    """The changes of the revision that this rank proposes; None where it proposes none."""
     reason: str = ""
 
     def to_bytes(self) -> bytes:
@@ -301,7 +301,7 @@ class RoundDecision:
 
 
 def choose(reports: Sequence[RankReport]) -> RoundDecision:
-    """A config that every rank holds a file for comes first, else the lowest rank's proposal.
+    """What a round takes next: a config that every rank holds a file for, else the lowest rank's proposal.
 
     Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
     different contents is a conflict, and no file is taken.
@@ -385,7 +385,7 @@ def _lower_quartile(seconds: Sequence[float]) -> float:
 
 
 class Lag:
-    """Since when some rank has been behind the others, and whether it is time to name it."""
+    """Since when some rank has lacked a config that others hold, and whether it is time to name it in a warning."""
 
     def __init__(self, *, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
@@ -400,9 +400,9 @@ class Lag:
             self._lowest, self._since, self._named = lowest, now, False
 
     def mark_named(self) -> None:
-        """Whoever is behind now was named."""
+        """Note that the ranks that are behind now were named in a warning."""
         self._named = True
 
     def is_due(self, now: float) -> bool:
-        """Whether some rank has been behind for too long, and was not named for it."""
+        """Whether some rank has been behind for too long and was not named in a warning for it."""
         return self._lowest is not None and not self._named and now - self._since > self._patience_seconds

@@ -38,10 +38,10 @@ class HistoryEntry:
     """One version that the config file has had."""
 
     time: float
-    """When it was written, or first seen; seconds since 1970."""
+    """When this version was written, or first seen, in seconds since 1970."""
     config: ElasticConfig
     restores: int | None = None
-    """The version whose content this is, where it came of an undo."""
+    """The version whose content an undo put back as this one; None where this is no undo."""
 
     @property
     def origin(self) -> int:
@@ -159,7 +159,7 @@ class ConfigHistory:
             return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:
-        """Write a version that was made elsewhere, as it is; False, and nothing is, where the file's is as high."""
+        """Write a version that was made elsewhere, unchanged; False, and no write, where the file's is as high."""
         with self._alone() as recorded:
             try:
                 current = self.current()
@@ -171,7 +171,7 @@ class ConfigHistory:
             return True
 
     def take_in(self) -> None:
-        """Enter what the file holds now, where it is not the newest version that was entered."""
+        """Enter the config that the file holds now in the history, where it is not the newest version there."""
         with self._alone() as recorded:
             entries = self._with_current(recorded, self.current())
             if len(entries) > len(recorded):
