@@ -14,10 +14,9 @@ __all__ = ["random_tensors", "restore_random"]
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
-    """The states of Python's generator, numpy's where it is imported, torch's, and one for each CUDA device in use.
+    """Copies of this process's random states: of Python, numpy if imported, torch, and each CUDA device in use.
 
-    They are copies: of this moment. The device that is current goes by no number, since it may have another one where
-    this is restored.
+    The device that is current goes by no number, since it may have another one where this is restored.
     """
     found = {"python": _text(random.getstate()), "torch": torch.get_rng_state()}
     numpy: Any = sys.modules.get("numpy")
@@ -69,7 +68,7 @@ def _restore(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _text(state: object) -> torch.Tensor:
-    """JSON, as bytes."""
+    """A random state as the bytes of JSON text."""
     data = json.dumps(state, default=lambda array: array.tolist()).encode()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
