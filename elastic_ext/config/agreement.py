@@ -73,7 +73,7 @@ class Exchange:
         self.word = self._pulse = None
 
     def _read_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> AgreedWord | None:
-        """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
+        """Every rank's control word; None where all pulses are alike, without news. Raises if ranks have come apart."""
         if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
             return None
         words = self._ranks.gather(word.to_bytes(), doing)
@@ -270,7 +270,7 @@ class Agreement:
         self._rounds.on_refusal = tell
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config in force of a checkpoint: it wins over the script's start-up values, the file over it.
+        """Take the config that was in force in a checkpoint: over the script's start-up values, under the config file.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
@@ -283,7 +283,7 @@ class Agreement:
             self._applied = self._rounds.start_again(self._place)
 
     def start(self) -> Applied | None:
-        """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
+        """Agree on the start-up config with all ranks, and put the config file over it, if every rank finds one."""
         self._started = True
         with self._breaking():
             mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
@@ -356,7 +356,7 @@ class Agreement:
         )
 
     def pass_quietly(self, now: float, step: int, backwards: int) -> bool:
-        """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is.
+        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other.
 
         Most boundaries are such: this takes as little as it can. ``now`` is the clock's time.
         """
@@ -455,7 +455,7 @@ class Agreement:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
     def _take_part(self, now: float, *, is_agreement: bool) -> None:
-        """What a boundary has to do beyond counting: read a pulse, apply what is due, start a pulse."""
+        """Do what a boundary takes beyond counting: read a pulse, apply a scheduled config, start a pulse."""
         if self._exchange.word is not None:
             self._read_pulse()
             self._pacing.note_reading(self._clock() - now)
@@ -472,7 +472,10 @@ class Agreement:
         return RoundPlace(boundary=self._num_boundaries, step=self.step)
 
     def _take(self, applied: Applied | None) -> None:
-        """Keep what was applied for the caller; of two at one boundary nothing ran under the first."""
+        """Keep a config that came into force until ``boundary`` gives it to the caller.
+
+        Of two configs at one boundary nothing ran under the first.
+        """
         if applied is None:
             return
         self._save |= applied.new.checkpoint.now is True
@@ -506,7 +509,7 @@ class Agreement:
         self._exchange.start(word)
 
     def _read_pulse(self) -> None:
-        """Read the pulse under way, and do together what the words behind it ask for."""
+        """Finish the pulse under way, and do with all ranks what their control words ask for."""
         agreed = self._exchange.read()
         if agreed is None:
             return

@@ -61,7 +61,7 @@ class Applier(Protocol):
         """The section of the config that this applier puts into effect, one of config.SECTIONS."""
 
     def check(self, new: ElasticConfig) -> str | None:
-        """Why ``new`` cannot be applied here, None where it can. Changes nothing. Called on every rank."""
+        """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing. Called on every rank."""
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
@@ -129,7 +129,7 @@ class Appliers:
         return frozenset(each.section for each in self._appliers if not getattr(each, "only_checks", False))
 
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
-        """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks.
+        """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
 
         All raise Later where one does and none has a reason.
         """
@@ -155,7 +155,7 @@ class Appliers:
         return self._reasons_of_all(reasons, failure, doing, RanksFailedError, is_later=is_later)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
-        """Apply what differs, in the order of config.SECTIONS; gives every rank's reasons where it was declined.
+        """Apply the sections that differ, in the order of config.SECTIONS; gives every rank's reasons if declined.
 
         If one rank fails, all raise ApplyError.
         """
@@ -216,7 +216,7 @@ class ConfigSource(Protocol):
 
     @property
     def refusal(self) -> str | None:
-        """Why there is nothing newer, where something was refused."""
+        """Why the source has no newer config, where a file was refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +267,7 @@ class ConfigRounds:
         """Called on rank 0 with each version from outside the job that was refused, and why."""
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config in force of a checkpoint: it wins over the script's start-up values."""
+        """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
         self._base = config.over(self._base)
         if not self._is_started:
             self.config = self._base
@@ -466,7 +466,7 @@ class ConfigRounds:
         return applied
 
     def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
-        """Put a revision in force that all ranks bring alike; or gives why it was refused."""
+        """Put a revision in force that all ranks bring alike: gives what came into force, and why not if refused."""
         applied: Applied | None = None
         try:
             applied, reasons = self._put_in_force(self.config.revise(changes, reason), step)
@@ -529,7 +529,7 @@ def _key(file: ElasticConfig) -> tuple[int, str]:
 
 
 def _in_words(reasons: Mapping[int, list[str]]) -> str:
-    """Each reason once, with the ranks that have it."""
+    """Ranks' reasons as text: each reason once, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, texts in sorted(reasons.items()):
         ranks.setdefault(", ".join(texts), []).append(rank)

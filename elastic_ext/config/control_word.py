@@ -49,11 +49,11 @@ class Purpose(IntEnum):
     ROUTINE = 1
     """A regular agreement, every so many boundaries; read one boundary later."""
     APPLY = 2
-    """Right before a scheduled config is applied."""
+    """An exchange right before a scheduled config is applied."""
     END = 3
-    """At the end of an epoch."""
+    """An exchange at the end of an epoch."""
     FINISH = 4
-    """At the end of training."""
+    """An exchange at the end of training."""
     RETRY = 5
     """After a step that was rolled back, and that the ranks take again together; the model was not called in it."""
     RETRY_CALLED = 6
@@ -161,13 +161,13 @@ class ControlWord:
 
     @property
     def pulse(self) -> int:
-        """A number that is the same on ranks which agree and have nothing to say."""
+        """The number that ranks sum up: the same on all ranks which agree and have nothing to say."""
         said = [*(str(getattr(self, name)) for name in _SAME), str(self.has_news), self.brings]
         digest = hashlib.blake2b(" ".join(said).encode(), digest_size=_PULSE_BYTES).digest()
         return int.from_bytes(digest, "big")
 
     def to_bytes(self) -> bytes:
-        """The word as the other ranks read it."""
+        """This control word as it is sent to the other ranks."""
         return json.dumps(
             asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}
         ).encode()
@@ -187,7 +187,7 @@ class AgreedWord:
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """What should be the same on all ranks and is not, in words for a person."""
+        """The counts and configs that should be the same on all ranks and are not, in words for a person."""
         return tuple(words for name, words in _SAME.items() if len({getattr(word, name) for word in self.words}) > 1)
 
     @property
@@ -218,7 +218,7 @@ class AgreedWord:
 
     @property
     def interval(self) -> int:
-        """The boundaries between two agreements that are enough for every rank."""
+        """The number of boundaries between two agreements that is enough for every rank."""
         return max(word.wanted_interval for word in self.words)
 
     @property
@@ -325,7 +325,7 @@ def choose(reports: Sequence[RankReport]) -> RoundDecision:
 
 
 def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
-    """What the ranks start with that is not the same on all, and who has what; empty where there is nothing."""
+    """The start-up values that are not the same on all ranks, and who has what; empty where all are."""
     told = []
     for name in dict.fromkeys(name for answer in answers for name in answer):
         held: dict[str, list[str]] = {}
@@ -380,7 +380,7 @@ class AgreementPace:
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """What something takes when it waits for nobody; 0 where it was not seen."""
+    """The lower quartile: what something takes when it waits for nobody; 0 where it was not seen."""
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 

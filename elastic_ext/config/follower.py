@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UserKnobs:
-    """The names of the section ``user`` that a script has read so far; it is that section's applier."""
+    """The names of the config's section ``user`` that a script has read so far; an applier of that section."""
 
     section = "user"
 
@@ -68,7 +68,7 @@ class UserKnobs:
         self._defaults: dict[str, object] = {}
 
     def read(self, config: ElasticConfig, name: str, default: object) -> object:
-        """The value in force, ``default`` where there is none; ConfigError if it is of another type."""
+        """The value of a name in force, ``default`` where it has none; ConfigError if it is of another type."""
         path = name if name in KEYS else f"user.{name}"
         self._defaults[path] = default
         value = config.get(path)
@@ -360,7 +360,7 @@ class ConfigFollower:
         self.add(FunctionApplier(section=section, checking=check, applying=apply))
 
     def start(self) -> None:
-        """Start following: the file that is there now comes into force, if all ranks find it and none refuses."""
+        """Start following: the config file found now comes into force, if all ranks find it and none refuses."""
         self.reports.begin()
         if self._watcher is not None:
             self._watcher.start()
@@ -448,7 +448,7 @@ class ConfigFollower:
         self._agreement.count_ahead = count
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
-        """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is."""
+        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other."""
         now = time.perf_counter()
         return now < self.reports.due_at and self._agreement.pass_quietly(now, step, backwards)
 
@@ -480,7 +480,7 @@ class ConfigFollower:
             return self._agreement.hear_all(failed, brings)
 
     def bring_noise(self, text: str) -> list[str]:
-        """What every rank has seen of the noise of gradients, in rank order; at a boundary, before ``boundary``."""
+        """What every rank tells of the noise of gradients, in rank order. Called at a boundary, before ``boundary``."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
             agreed = self._agreement.hear_all("", text, Purpose.NOISE)
@@ -550,7 +550,7 @@ class ConfigFollower:
         return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the config in force of a checkpoint: over the start-up values, under the file.
+        """Take the config that was in force in a checkpoint: over the start-up values, under the config file.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """

@@ -329,10 +329,10 @@ class Knob:
     """What a tuner has to know of a key that it chooses by itself."""
 
     words: str
-    """A value as people read it, such as "{} workers"."""
+    """The words in which people read a value of this knob, such as "{} workers"."""
     cost: Cost
     choices: tuple[Scalar, ...] = ()
-    """What is worth trying where the job sets no limit; none where tuner/space.py works that out from the job."""
+    """Values worth trying where the job sets no limit; none where tuner/space.py works them out from the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +482,7 @@ class ParallelismSection(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationSection(Section):
-    """How gradients travel."""
+    """How gradients travel between ranks."""
 
     section: ClassVar[str] = "communication"
     bucket_cap_mb: float | str | None = row(
@@ -574,7 +574,7 @@ SECTIONS = (
     "tuning",
     "user",
 )
-"""What ``section_of`` can answer, in the order in which a change is applied."""
+"""The sections that ``section_of`` gives, in the order in which a change is applied."""
 
 
 # --- what is asked of the table ---------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class FolderEvents(FileSystemEventHandler):
         self._gave_up = False
 
     def follow(self, path: Path) -> bool:
-        """Watch the folders that ``path`` depends on now; True when they are others than before.
+        """Watch the folders that ``path`` depends on now; gives True when they are others than before.
 
         Call it again after each change and now and then. True means that something may have been missed: look.
         """
@@ -147,9 +147,9 @@ class FolderEvents(FileSystemEventHandler):
 
 @contextlib.contextmanager
 def _stopping(observer: BaseObserver) -> Iterator[None]:
-    """Within it watchdog's threads of this observer may be stopped while they are being told of something.
+    """A context in which watchdog's threads of this observer may be stopped while they are told of something.
 
-    They say so as an error, which it is not: what they were told is dropped.
+    They would log an error, which it is not: what they were told is dropped.
     """
     threads = {emitter.ident for emitter in observer.emitters}
 

@@ -93,7 +93,7 @@ class BatchPlan:
         return None if begins_so else sizes
 
     def _after_carried(self, remaining: int | None, carried: tuple[int, ...]) -> StepPlan:
-        """A step whose first micro-batch has these sizes; the others are cut from what is missing to a step."""
+        """A step whose first micro-batch has the sizes ``carried``; the others are cut from the rest of the step."""
         num_carried = sum(carried)
         usual = self.next_step(remaining)
         missing = 0 if usual is None else usual.global_batch - num_carried
@@ -106,7 +106,10 @@ class BatchPlan:
         return StepPlan(global_batch=num_carried + missing, micro_batches=micro_batches)
 
     def _dealt(self, tail: int) -> list[int]:
-        """Each rank's part of fewer samples than a full step has: one each where they go round, the rest as they do."""
+        """Each rank's part of a tail with fewer samples than a full step.
+
+        One sample each if there are enough, the others in proportion to a full step's parts.
+        """
         full = [sizes[0] for sizes in self.full_step.micro_batches]
         least = int(tail >= self.num_ranks)
         spare, room = tail - least * self.num_ranks, sum(full) - least * self.num_ranks

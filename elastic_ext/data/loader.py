@@ -460,7 +460,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             self._epochs.rewind(before.state)
 
     def leave_epoch(self) -> None:
-        """Go on with the next epoch, where the last loop was left before it had all; one under way goes on."""
+        """Give up the rest of the last loop's epoch, so that the next epoch comes; a loop under way goes on."""
         self._epochs.leave_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -526,7 +526,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._step_before = _StepBefore(state, num_handed)
 
     def _take_size(self) -> None:
-        """Take up a size that was set at torch's own batch sampler, as torch's loader does for the loop that comes."""
+        """Take up a batch size that was set at torch's own batch sampler, as torch's loader does for the next loop."""
         batches = self.batch_sampler
         if type(batches) is not BatchSampler or batches.batch_size == self.batch_size:
             return

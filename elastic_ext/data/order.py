@@ -75,9 +75,9 @@ class EpochPosition:
 
 
 def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
-    """Where an order of so many samples stands, of which those at ``left`` still come.
+    """The position of an order of which only the samples at ``left`` still come, and the ranges after it that do not.
 
-    That is the first position that comes, and what does not come of the positions after it.
+    That position is the first one that comes.
     """
     if not left:
         return num_samples, ()
@@ -335,7 +335,7 @@ def _checked(num_samples: int) -> int:
 
 
 def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
-    """Numbers that look random, the same wherever they are made."""
+    """Keys drawn from seed and epoch: numbers that look random, the same on every machine."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=64).digest()
     told = b"".join(
         hashlib.blake2b(digest, digest_size=8, person=b"%d" % number).digest() for number in range(num_keys)
@@ -410,7 +410,7 @@ def chunks(
 
 
 def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
-    """How many micro-batches ``chunks`` gives of so many samples."""
+    """How many micro-batches ``chunks`` gives in an epoch of ``num_samples`` samples."""
     num_full = num_samples // plan.global_batch
     if (
         plan.is_even and not plan.drop_last

@@ -32,7 +32,7 @@ def can_be_recut(collate_fn: Callable[[Any], Any]) -> bool:
 
 
 def cut(batch: Any, start: int, stop: int, num_samples: int) -> Any:
-    """The samples from ``start`` to before ``stop`` of a batch of so many; ValueError where it cannot be cut."""
+    """The samples from ``start`` to before ``stop`` of a batch with ``num_samples``; ValueError if it cannot be cut."""
     if isinstance(batch, torch.Tensor):
         if batch.dim() == 0 or batch.shape[0] != num_samples:
             raise ValueError(f"a tensor of shape {list(batch.shape)} is no batch of {num_samples} samples")
@@ -138,7 +138,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BatchesToHand:
-    """A batch that is to be handed out, and the prefetched batches that it is, or is cut from, in order."""
+    """A batch that is to be handed out, and the prefetched batches from which it is cut, in order."""
 
     chunk: Chunk
     made: tuple[_Made, ...]

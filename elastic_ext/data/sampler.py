@@ -127,7 +127,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             self.seed, self._order = seed, None
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
+        """Begin another epoch; one that is under way already, as after ``load_state_dict``, goes on."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._begin_anew()

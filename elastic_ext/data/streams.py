@@ -96,7 +96,7 @@ class _Failed:
 
 
 def can_tell_state(dataset: Any) -> bool:
-    """Whether a dataset can go on from where it was."""
+    """Whether a dataset can save and load its position, by ``state_dict`` and ``load_state_dict``."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 

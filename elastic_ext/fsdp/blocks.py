@@ -89,7 +89,7 @@ class RecomputeTrial:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, raises: bool = False) -> None:
-        """``raises`` has the pass raise ValueError for what it finds."""
+        """With ``raises``, the pass raises ValueError where blocks cannot be computed again."""
         self.why_not: str | None = None
         """Why blocks cannot be computed again, as far as passes have told; None where nothing stands against it."""
         self._raises = raises
@@ -206,7 +206,7 @@ def _told(saved: _Saved | None) -> str:
 
 
 def why_not_recompute(model: nn.Module, blocks: Sequence[nn.Module], ratio: float) -> str | None:
-    """Why a share of the model's blocks cannot be computed again, None where it can."""
+    """Why a share of the model's blocks cannot be computed again; None where it can."""
     if ratio and not blocks:
         return "activation_checkpoint is given, and no repeated blocks were found; name them with units="
     if ratio and _are_in_compiled(model, {id(block) for block in blocks}, is_within=False):

@@ -149,7 +149,7 @@ def cut_run(sizes: Point, low: int, high: int) -> Iterator[tuple[Point, Point]]:
 
 
 def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point, Point]]:
-    """A block in so many parts, as equal as cuts across a dimension make them; some are empty where it is small."""
+    """A block cut into ``num_parts`` parts, as equal as cuts across a dimension make them; some may be empty."""
     sizes = tuple(map(int.__sub__, end, start))
     whole = math.prod(sizes)
     if num_parts == 1 or whole <= 1:
@@ -593,7 +593,7 @@ def _part_of(runs: _Runs, cut: Cut) -> _Runs:
 
 
 def _chunk(runs: _Runs, num_chunks: int, chunk: int) -> _Runs:
-    """One of the parts that ``torch.chunk`` makes: all of them full until nothing is left."""
+    """One of the parts that ``torch.chunk`` makes of runs: all parts are full until nothing is left."""
     size = sum(high - low for low, high in runs)
     full = -(-size // num_chunks)
     first, last = full * chunk, min(full * (chunk + 1), size)

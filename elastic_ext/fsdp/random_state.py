@@ -30,7 +30,7 @@ def random_tensors() -> dict[str, torch.Tensor]:
 
 
 def restore_random(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Put generators back to where they were; gives the names of those that this process does not have.
+    """Restore the states of random generators; gives the names of those that this process does not have.
 
     ValueError where a state is not one of its generator's; those before it are then restored all the same.
     """
@@ -68,7 +68,7 @@ def _restore(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _text(state: object) -> torch.Tensor:
-    """A random state as the bytes of JSON text."""
+    """A random state as a tensor of the bytes of JSON text."""
     data = json.dumps(state, default=lambda array: array.tolist()).encode()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

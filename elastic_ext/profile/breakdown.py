@@ -41,7 +41,7 @@ class RankView:
     """Samples per micro-batch now, where they may differ from those of the census."""
     num_micro_steps: int = 1
     waits_in_passes: bool = False
-    """Whether passes wait for parameters of other ranks, as those of a sharded model do."""
+    """Whether the rank's passes wait for parameters of other ranks, as those of a sharded model do."""
     trace: StepTrace | None = None
     """A traced step of this rank, where passes wait for other ranks: a trace alone tells how long."""
 
@@ -75,7 +75,7 @@ class Weighed:
     is_known: bool
     """Whether the time within steps is known by phase; else it is in ``Phase.STEP``."""
     processor_share: float | None
-    """How much of a processor the training thread had while it should have computed; None where that tells nothing."""
+    """How much of a processor the training thread had while it should have computed; None where nobody can tell."""
     is_on_accelerator: bool
     roofline: Roofline | None
     waiting_seconds: float

@@ -136,7 +136,7 @@ def in_order(lives: Iterable[Life]) -> list[Life]:
 
 
 def pieces_of(lives: Sequence[Life]) -> list[WindowPiece]:
-    """The windows of all lives, none overlapping another; ``lives`` as ``in_order`` gives them.
+    """Profile windows of all processes, cut so that none overlaps another; ``lives`` as ``in_order`` gives them.
 
     Where two processes have written for the same time, the one whose window began first counts.
     """
@@ -236,7 +236,7 @@ def _sums(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, 
 def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> Life:
     """A process's windows, moved to begin at ``until`` where they say that they ended before it.
 
-    It is taken to have begun then.
+    ``until`` is when the process before had ended: the clock was put back since.
     """
     is_late = windows[0].end < until
     return Life(windows=tuple(windows), shift_seconds=until - windows[0].begin if is_late else 0.0)
@@ -281,7 +281,7 @@ class TimeUse(Enum):
     STARTUP = "startup"
     """The start of a rank's first process, or of one that begins after nothing was running."""
     RESTART = "restart"
-    """From a failure, or another end of a process, to the first step of the one in its place."""
+    """Time from a failure, or another end of a process, to the first step of the process in its place."""
     UNSEEN = "unseen"
     """Time of a process after its last window, which it could not write, up to its failure."""
     OUTSIDE = "outside"
@@ -316,7 +316,7 @@ class Happened:
     """What is known of a training from others than the rank itself: starts on all ranks, failures, launchers."""
 
     begun: tuple[tuple[float, int], ...] = ()
-    """When training began on any rank, and the step that it went on from."""
+    """The starts of training on any rank: when, and the step that it went on from."""
     failures: tuple[float, ...] = ()
     """When processes were seen to have failed, or to hang."""
     stopped: tuple[tuple[float, float], ...] = ()

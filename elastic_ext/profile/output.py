@@ -159,7 +159,7 @@ class Showing:
         know: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
-        """``hosts`` are those of all ranks. Lines come after ``every_seconds`` of training; with 0 there are none."""
+        """``hosts`` are all ranks' hosts. Lines come after ``every_seconds`` of training; with 0 there are none."""
         self._folder = folder
         self._rank, self._hosts = rank, tuple(hosts)
         self._every_seconds = every_seconds
@@ -228,7 +228,7 @@ class Showing:
     def _judged(
         self, windows: Sequence[StepWindow], seconds: float, census: StepCensus | None, best: NodeCalibration | None
     ) -> Verdict:
-        """What holds training up, as far as it can be seen from this node, whose ranks are taken to train alike."""
+        """The verdict on what holds training up, from the ranks of this machine, which are taken to train alike."""
         others = [rank for rank in self._others_here() if profile_file(self._folder, rank).exists()][:_MOST_READ]
         num_each = _MOST_READ // len(others) if others else len(windows)
         tails = tails_of(self._folder, others, num_each)

@@ -37,7 +37,7 @@ LEAST_SECONDS = 1e-9
 
 
 class Phase(IntEnum):
-    """What a rank spends time on; their names stand in files."""
+    """A kind of thing that a rank spends time on; the names of phases stand in files."""
 
     DATA = 0
     """Waiting for a batch."""
@@ -52,7 +52,7 @@ class Phase(IntEnum):
     STEP = 6
     """Within steps that were not measured phase by phase."""
     OTHER = 7
-    """What the loop does besides: logging, metrics, learning-rate schedules."""
+    """What the loop does beside passes and optimizers: logging, metrics, learning-rate schedules."""
     AGREEMENT = 8
     """Agreeing with the other ranks at step boundaries."""
     CHANGE = 9
@@ -64,7 +64,7 @@ class Phase(IntEnum):
     OUTSIDE = 12
     """Time outside of epochs: evaluation, for one."""
     STARTUP = 13
-    """From the start of the process to the first step."""
+    """Time from the start of the process to its first step."""
 
     @property
     def label(self) -> str:
@@ -234,7 +234,7 @@ class TimedSource(Protocol):
 
 @runtime_checkable
 class ChangingSource(Protocol):
-    """A loader whose workers and their like follow the config while a loop is over it."""
+    """A loader that takes workers, prefetching and pinning from the config during a loop."""
 
     @property
     def fixed_settings(self) -> Mapping[str, str]:

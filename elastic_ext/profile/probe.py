@@ -59,7 +59,10 @@ class Probe:
     ) -> None:
         """``model`` is what the loop calls."""
         self.num_tokens = self.num_bytes = 0
-        """Tokens and bytes given to forward passes; tokens are whole numbers in tensors of two dimensions or more."""
+        """Tokens and bytes that were given to forward passes.
+
+        Tokens are the whole numbers in a first tensor of two dimensions or more.
+        """
         self.num_rows = 0
         """Rows of the first tensor in each micro-step's first pass: samples, as a rule; since the probe was made."""
         self.has_seen = False
@@ -196,15 +199,15 @@ class Probe:
             self.watcher.see_outputs(output)
 
     def _begin_evaluation(self) -> None:
-        """Between two steps the model is called: whatever that is for, it is no waiting for data."""
+        """Count a call of the model between two steps as ``Phase.OTHER``, and not as waiting for data."""
         self._between = self._mark(Phase.OTHER)
         if self._between != Phase.DATA:
             self._mark(self._between)
 
     def _await_backward(self, output: Any) -> bool:
-        """Have a backward pass from any of these tell of its beginning; whether one can come to them.
+        """Hook the outputs, so that a backward pass tells when it begins; gives whether one can come to them.
 
-        Any: the first may be one that no loss is made of.
+        All outputs are hooked: the first may be one that no loss is made of.
         """
         found = (output,) if isinstance(output, torch.Tensor) else islice(_tensors_in(output, _DEPTH), _MOST_TENSORS)
         is_awaited = False
@@ -229,7 +232,7 @@ class Probe:
             self._is_in_pass = at_end_of_pass(self._end_computing, self._end_backward)
 
     def _end_computing(self) -> None:
-        """All gradients of the pass are computed; what follows is to wait for other ranks."""
+        """Begin to wait for other ranks: all gradients of the pass are computed."""
         self._mark(Phase.COMMUNICATION)
 
     def _end_backward(self) -> None:
@@ -277,7 +280,7 @@ class Probe:
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Those in containers, and in containers within these."""
+    """The tensors in a value: in containers, and in containers within these."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > 0:

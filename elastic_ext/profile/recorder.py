@@ -52,7 +52,7 @@ class Recorder(Pulse):
         loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:
-        """``stand`` says how far training is, ``keep`` is given each window as it ends.
+        """``stand`` says how far training is, ``keep`` is given each profile window as it ends.
 
         ``loader`` gives the batches, and is None where the trainer has it.
         """

@@ -55,7 +55,7 @@ class Windows:
         memory: Callable[[], MemoryInUse],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``begin`` is when the time that ``timeline`` holds already began, in seconds since 1970."""
+        """``begin``, in seconds since 1970, is when the time began that ``timeline`` holds already."""
         self.timeline = timeline
         self._rank, self._world_size, self._restart = rank, world_size, restart
         self._begin = begin
@@ -198,7 +198,7 @@ class MemoryInUse:
     """The memory that this process holds, by the names of metrics; None for an accelerator where none is in use."""
 
     memory_bytes: int | None
-    """None where the system does not say, as where this process may open no more files."""
+    """Bytes of host memory; None where the system does not say, as where this process may open no more files."""
     accelerator_bytes: int | None = None
     accelerator_peak_bytes: int | None = None
 

@@ -183,7 +183,7 @@ class Separate:
 
 
 def in_words(pid: int, code: int | None) -> str:
-    """How a process ended, by the exit code that multiprocessing has for it."""
+    """How a process ended, in words, by its exit code as multiprocessing has it."""
     if code is None:
         return f"pid {pid} ended, nobody knows how"
     if code >= 0:
@@ -241,7 +241,7 @@ def tend(
 
 
 class _Forking:
-    """The fork server's own view of its workers, and of the pool that asks for more."""
+    """The fork server's own part: forks workers as the pool orders them, and tells how each has ended."""
 
     def __init__(self, work: Work, context: BaseContext, orders: socket.socket) -> None:
         self._work = work

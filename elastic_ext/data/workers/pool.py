@@ -114,7 +114,7 @@ class Crew:
                 self.drop(worker)
 
     def drop(self, worker: Worker) -> None:
-        """Use a worker no more, and have it end."""
+        """Take a worker out of the crew, and have its process end."""
         self._is_first = False
         del self._slots[worker.slot]
         if worker in self.ready:
@@ -124,7 +124,7 @@ class Crew:
         self._spawner.end(worker)
 
     def send(self, worker: Worker, number: int, task: object) -> None:
-        """Have a task reach a worker; one that is dead is seen to be so by who waits for it."""
+        """Send a task to a worker; that a worker is dead shows where its answer is waited for."""
         try:
             if not worker.send(number, task):
                 self._watch(worker, worker.indices_descriptor, select.POLLOUT)
@@ -347,7 +347,7 @@ class Pool:
         self._arrange()
 
     def wait_ready(self, num_workers: int = 1) -> None:
-        """Wait until so many workers are ready, of those that are wanted."""
+        """Wait until ``num_workers`` workers are ready, or all that are wanted."""
         self._check_open()
         self._arrange()
         until = self._deadline()
@@ -360,7 +360,7 @@ class Pool:
                 )
 
     def submit(self, number: int, indices: Any, slot: int | None = None, turn: int | None = None) -> None:
-        """Have a batch made, by the worker of that slot, by the one whose ``turn`` it is, or by any. Numbers grow."""
+        """Have a batch made by the worker of ``slot``, by the one whose ``turn`` it is, or by any. Numbers grow."""
         task = Task(number, indices, slot, turn=self._num_submitted if turn is None else turn)
         self._dealing.deal(task)
         worker = None

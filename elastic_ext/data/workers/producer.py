@@ -113,7 +113,7 @@ class Making:
         self._have(num_workers)
 
     def submit(self, indices: list[Any], slot: int | None = None, *, turn: int | None = None) -> int:
-        """Have a batch made of these, by the worker of that slot, or whose ``turn`` it is; gives its number."""
+        """Have a batch of these indices made, by the worker of ``slot`` or whose ``turn`` it is; gives its number."""
         self._number += 1
         if self._makes_here():
             self._own[self._number] = indices

@@ -160,7 +160,7 @@ _LONG_SECONDS = 1e-3  # to make a batch; of quicker ones a second thread costs m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What batches are made from, the same for all workers of a pool; all of it as torch's DataLoader has it."""
+    """What workers make batches from, the same for all workers of a pool, by the arguments of torch's DataLoader."""
 
     dataset: Any
     """A dataset that is asked for samples by index."""
@@ -222,7 +222,7 @@ def _begin(work: Work, parts: PrivateParts, slot: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent is gone, in the middle of whatever it does then."""
+    """Have this process killed when its parent is gone, whatever it does then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     if os.getppid() == parent.pid:

@@ -82,14 +82,14 @@ class Target(Protocol):
         """What the model shall be; ``survey`` is what fully_shard has made of it, None where nothing is sharded."""
 
     def rest(self) -> None:
-        """Have DDP leave the model, where there may be one; on all ranks."""
+        """Take DDP off the model, where there may be one; on all ranks."""
 
     def wake_again(self) -> None:
-        """Have DDP come back as it was, where the change is taken back; on all ranks."""
+        """Put DDP on again as it was, where the change is taken back; on all ranks."""
 
 
 class Change:
-    """One change of how a model is spread: made, and with that checked, on every rank; then ``run``."""
+    """A change of how a model is spread: checked as it is made, on every rank, and then ``run``."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ def _version() -> tuple[int, ...]:
 
 
 def before(hooks: Mapping[int, object], own: Collection[int]) -> frozenset[int]:
-    """The hooks that are called before the first one of ours; all of them where none is."""
+    """The hooks that are called before the first one of ``own``; all of them where none is there."""
     found = []
     for number in hooks:
         if number in own:
@@ -176,7 +176,7 @@ def before(hooks: Mapping[int, object], own: Collection[int]) -> frozenset[int]:
 
 
 def put_after(hooks: OrderedDict[int, Any], own: int, ahead: Collection[int]) -> None:
-    """Have one of ours called after those ``ahead``, and before the others, which keep their order."""
+    """Have the hook ``own`` called after those ``ahead``, and before the others, which keep their order."""
     behind = [number for number in hooks if number != own and number not in ahead]
     for number in (own, *behind):
         hooks.move_to_end(number)
@@ -185,7 +185,7 @@ def put_after(hooks: OrderedDict[int, Any], own: int, ahead: Collection[int]) ->
 def registered_ahead(hooks: Mapping[int, Any], is_ahead: Callable[[Any], bool]) -> frozenset[int]:
     """The hooks that were registered to come first (``prepend=True``), as far as their numbers tell.
 
-    The oldest counts as one that was not, but where ``is_ahead`` knows it.
+    The oldest hook counts as one that was not, but where ``is_ahead`` knows it.
     """
     known = {number for number, hook in hooks.items() if is_ahead(hook)}
     oldest = min((number for number in hooks if number not in known), default=None)

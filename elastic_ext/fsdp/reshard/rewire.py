@@ -183,7 +183,7 @@ def place_hooks(model: nn.Module, ahead: Ahead) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Do what fully_shard leaves for the first pass, so that it does not matter which pass comes first.
+    """Do what fully_shard leaves for the first pass, so that any pass of the model may come first.
 
     In one under ``torch.inference_mode()``, what is gathered would lie in memory that training cannot use later on; one
     through a part of the model alone would have that part be the outermost.

@@ -140,7 +140,7 @@ class Spread:
     def __init__(
         self, model: nn.Module, units: Units = None, *, num_local: int, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """``units`` are its repeated blocks, or how to find them; ``num_local`` ranks share a machine."""
+        """``units`` are the model's blocks, or how to find them; ``num_local`` ranks share a machine."""
         self.model = model
         self.plan: ParallelPlan | None
         """The plan by which the model lies now; None where the ranks do not share its gradients."""

@@ -54,7 +54,7 @@ class UnitSettings:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What one call of fully_shard made."""
+    """The modules that one call of fully_shard has made a unit of, and what is set on it."""
 
     modules: Modules
     mesh: DeviceMesh | None

@@ -365,8 +365,10 @@ class Analyzer:
     # ---- what follows ----
 
     def _is_wanted(self) -> bool:
-        """Whether anybody can do anything with what is measured: without an accelerator it takes a profile of a step,
-        and there is no limit to keep to."""
+        """Whether measuring memory is of use: there is an accelerator, a model factory or a limit.
+
+        Without an accelerator it takes a profile of a step, and there may be no limit to keep to.
+        """
         return self._device.type != "cpu" or self._factory is not None or self._training.is_bounded
 
     @property

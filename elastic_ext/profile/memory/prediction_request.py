@@ -78,8 +78,7 @@ def like(tree: Mapping[str, Any], num_samples: int) -> Any:
 
 
 def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
-    """Which dimension of the first tensor counts samples, and how many they are; None where no tensor comes
-    first that has a shape.
+    """The dimension of the first tensor that counts samples, and its size; None if no tensor with a shape comes first.
 
     It is the one that has ``micro_batch``, which is what a step takes at once at most; the first, where none has.
     """

@@ -44,7 +44,7 @@ class Origin(JsonRecord):
 
     module: str
     name: str
-    """Within the module, with dots where it is in a class."""
+    """The name of the function or class in the module, with dots where it is in a class."""
 
     def find(self) -> Any:
         """The function or class, imported in this process; ImportError or AttributeError where it is not there."""
@@ -74,7 +74,7 @@ class MainModule(JsonRecord):
 
 
 def origin_of(argument: str, given: object) -> tuple[Origin, MainModule | None]:
-    """Where ``given`` is defined, and the script that has it, if it is one; ValueError where nobody else can find it.
+    """Where ``given`` is defined, and the script if that defines it; ValueError where no other process can find it.
 
     ``argument`` is what the user has called it.
     """
@@ -185,7 +185,7 @@ class Question(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisRequest(JsonRecord):
-    """A question, and where the process that asks it finds the user's code."""
+    """A question to the analysis process, and where this process finds the user's code."""
 
     path: tuple[str, ...]
     """The folders where modules are looked for."""
@@ -196,7 +196,7 @@ class AnalysisRequest(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAnswer(JsonRecord):
-    """One line of what the analysis process answers, with what it has found since the line before."""
+    """One line of the analysis process's answers: what it has found since the line before."""
 
     passes: PassesMemory | None = None
     update_bytes: int | None = None
