@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 
 # --- what puts sections of a config into effect, asked and called on every rank alike --------------------------------
-# Whose config comes next is decided by Rounds, below; here all ranks check it, and all apply it or none.
+# Whose config comes next is decided by ConfigRounds, below; here all ranks check it, and all apply it or none.
 
 _MOST_TRACEBACK = 20_000
 

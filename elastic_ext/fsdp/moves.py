@@ -1,4 +1,4 @@
-"""Moves: what has to be copied where, so that a tensor lies by another layout. Pure; carriers do the copying."""
+"""Moves: the copies between holders by which a tensor comes to lie by another layout. Pure; carriers do the copying."""
 
 from __future__ import annotations
 

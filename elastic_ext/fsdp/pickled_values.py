@@ -1,4 +1,4 @@
-"""Packed: plain values as ``value_encoding.py`` packs them, read as JSON, and what they refer to; without torch."""
+"""Plain values as ``value_encoding.py`` packs them: read from JSON, and what tensors they refer to; without torch."""
 
 from __future__ import annotations
 

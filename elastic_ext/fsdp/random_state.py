@@ -1,4 +1,4 @@
-"""Random state: of every generator that this process draws from, as tensors, without pickle."""
+"""The random state of every generator that this process draws from, as tensors, without pickle."""
 
 from __future__ import annotations
 

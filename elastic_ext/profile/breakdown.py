@@ -1,4 +1,4 @@
-"""What a step of one rank consists of, from the windows that its profile is written in: pure.
+"""Where the time of one rank's steps goes, from the windows of its profile. Pure.
 
 Medians of single steps where noise would count else: in passes, in the optimizer's step, in waiting for others. What
 comes in bursts is counted as it is, or it would not be seen: several workers that are too slow give several batches at

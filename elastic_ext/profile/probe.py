@@ -1,4 +1,4 @@
-"""When the phases of a step begin and end, from hooks on a model and its optimizers, and which steps are looked at."""
+"""When the phases of a step begin and end, from hooks on a model and its optimizers, and which steps are measured."""
 
 from __future__ import annotations
 

@@ -178,8 +178,7 @@ def _name(device: torch.device) -> str:
 
 
 # --- one step as torch's own profiler sees it ------------------------------------------------------------------------
-# Tracing: one step as torch's own profiler sees it: what of communication nothing was computed beside, and what took
-# longest.
+# Tracing tells how long communication takes beside which nothing is computed, and which operations take longest.
 #
 # Where passes wait for other ranks in many places, as those of a sharded model do, that is not to be told from hooks.
 # The profiler's raw events are read, which it gives in private and in a hundredth of the time that its tables take:

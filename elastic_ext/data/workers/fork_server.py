@@ -44,7 +44,8 @@ __all__ = [
 
 
 # --- a worker process as the one that has it started sees it; and the ways there are to start one --------------------
-# With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` see Nurseries.
+# With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` it is forked by a
+# *nursery*, a fork server of the pool's own: see Nurseries.
 
 GONE_SECONDS = 5.0
 """How long to wait for the end of a process that is gone, or was killed, to be seen."""

@@ -300,8 +300,8 @@ class Pool:
     ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
     gives what is to be taken, or its future. ``in_turn`` workers are given batches one after another, else whoever has
-    least to do is. Processes are started within ``may_start``, on another thread: who holds
-    it is in the middle of nothing that they would find locked for ever.
+    least to do is. Processes are started within ``may_start``, on another thread: who holds it is in the middle of
+    nothing that they would find locked for ever.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Cargo: what of a model lies by its plan, and lies elsewhere after a change of it.
+"""The tensors of a model that lie by its plan, and that a change of plan moves.
 
 Parameters, their gradients, what optimizers keep of them in their shape, and registered tensors that are sharded.
 """

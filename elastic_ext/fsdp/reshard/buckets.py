@@ -1,4 +1,4 @@
-"""Freight: tensors that are to lie elsewhere, packed into buckets that ranks exchange one after the other. Pure.
+"""The tensors that a change of plan moves, packed into buckets that ranks exchange one after the other. Pure.
 
 Words: an *item* is a tensor with the layout that it has and the one that it shall have. A *bucket* is some items in a
 row, whose elements all ranks exchange at once. What is sent and received lies in memory that is taken once, for all

@@ -1,4 +1,4 @@
-"""Live: a model in training is spread otherwise over its ranks, in the same processes, no value altered.
+"""A change of how a model in training is spread over its ranks, in the same processes, no value altered.
 
 Everything that can be refused is refused before an element moves, and what was there is then there again. From the
 first bucket that ranks have exchanged on there is no way back: a failure is raised on all ranks, and leaves a state

@@ -1,4 +1,4 @@
-"""Holders: what refers to a model's parameters, when these become other objects.
+"""Holders: the objects that refer to a model's parameters, when these become other objects.
 
 Optimizers' groups and state, and mappings that were registered, are rewritten in place. Whatever else refers to one
 would be left with a parameter that nothing trains: it is found by Python's own books, and named.

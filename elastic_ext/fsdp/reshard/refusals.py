@@ -1,4 +1,4 @@
-"""Refusals: what of a model or of its holders stands against a change of plan, in words; None where nothing does.
+"""Reasons in words why a model, or a holder of its parameters, stands against a change of plan; None without any.
 
 What the plans themselves say against it is in transition.py.
 """

@@ -1,4 +1,4 @@
-"""Transition: what a change from one plan to another takes: its steps, bytes, seconds and memory; or why it cannot be.
+"""What a change from one plan to another takes: its steps, bytes, seconds and memory; or why it cannot be.
 
 Pure: tensors are told by their shapes, and nothing is asked of a model.
 """

@@ -1,4 +1,4 @@
-"""Units: what fully_shard gathers at once: what is known of those that are there, and which there shall be for a plan.
+"""Units, which fully_shard gathers at once: what is known of a model's units, and which units a plan asks for.
 
 Words: a *unit* is what one call of fully_shard made, some modules whose parameters are gathered together. A *place* is
 a module and the name that it has a parameter under; tied parameters have several.

@@ -1,4 +1,4 @@
-"""What the steps of a model take of memory, worked out with tensors that have none. Runs in a process of its own."""
+"""What memory the steps of a model take, worked out with tensors that have none. Runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that works out what a model's steps take: asked on standard input, answering where that was.
+"""The process that works out what memory a model's steps take: asked on standard input, it answers on standard output.
 
 It gives way to whoever else wants a processor, and ends with the process that has started it. What it imports is the
 user's code: that prints where nobody reads, and finds no ranks to join and no accelerator.

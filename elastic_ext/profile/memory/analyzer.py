@@ -107,8 +107,6 @@ def _whole(tensors: Iterable[torch.Tensor]) -> int:
 
 
 # --- what a model takes, worked out beside training and measured -----------------------------------------------------
-# Analyzer: what a model takes of its device's memory, as far as it is known: worked out beside training, and measured.
-#
 # With a module factory each size is worked out in another process, and measured steps say by how much that is to be
 # corrected. Without one, or where it cannot be worked out, what was measured is all that there is, and lines through
 # it.

@@ -1,4 +1,4 @@
-"""What passes take at sizes that were never run, from lines through measured ones. Pure."""
+"""What memory passes take at sizes that were never run, from lines through measured ones. Pure."""
 
 from __future__ import annotations
 

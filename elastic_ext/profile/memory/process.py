@@ -1,4 +1,4 @@
-"""Asking: a process beside this one that works out what a model's steps take, and what it has answered so far.
+"""A process beside training that works out what memory a model's steps take, and its answers so far.
 
 Training asks once and looks now and then; it never waits. One thread starts the process, reads what it answers, and
 sees to its end.

@@ -1,4 +1,4 @@
-"""What the passes of a real micro-step take of memory, measured once for each new size."""
+"""What memory the passes of a real micro-step take, measured once for each new size."""
 
 from __future__ import annotations
 
