@@ -276,6 +276,7 @@ class RankReport:
     version: int | None = None
     """The version of the config file that this rank holds, where that is news."""
     digest: str = ""
+    """The digest of that config file."""
     changes: Mapping[str, Any] | None = None
     """The changes of the revision that this rank proposes; None where it proposes none."""
     reason: str = ""

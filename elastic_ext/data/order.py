@@ -59,7 +59,7 @@ class EpochPosition:
     """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
-        """The position once an epoch is set: an epoch that no loop has begun goes on, another begins anew."""
+        """The position once an epoch is set: an epoch that no loop has taken from goes on, any other begins anew."""
         goes_on = epoch == self.epoch and not self.is_left
         return (
             EpochPosition(epoch=epoch, position=self.position, completed=self.completed)
@@ -375,6 +375,7 @@ class Chunk:
     passes: int
     """The position at which the micro-step of this micro-batch ends, over all ranks."""
     ends_step: bool
+    """Whether this is the last micro-batch of its step."""
     sizes: tuple[int, ...] = field(default=(), compare=False)
     """How many samples each rank has in this micro-step."""
 

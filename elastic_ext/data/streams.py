@@ -307,9 +307,13 @@ class WorkerStream:
 
     number: int
     passed: int
+    """How many samples are consumed."""
     marks: deque[Mark]
+    """Places to go on from, in order; the first is at or before what is consumed."""
     asked: int = 0
+    """How many samples are asked for."""
     handed: int = 0
+    """How many samples are handed out."""
     end: int | None = None
     """How many samples the stream has, once that is known."""
     is_found: bool = False

@@ -52,6 +52,7 @@ class Straggler:
     rank: int
     host: str
     score: float
+    """The usual time among ranks over this rank's: 0.5 is twice as slow as usual."""
     own_score: float | None
     """The score against the rank's own past; None where it has none yet."""
     slowed: float

@@ -115,9 +115,11 @@ class RanksCompared:
     processor_share: float | None
     roofline: Roofline | None
     in_step_share: float
+    """The share of training's time that usually goes to steps."""
     lost_share: float
     """The share of a step in which the training thread should have computed and had no processor."""
     usual_local_seconds: float
+    """Seconds of a step that a rank is usually busy with by itself."""
 
     @property
     def is_known(self) -> bool:

@@ -37,7 +37,9 @@ class PlacedParameter:
 
     tensor: nn.Parameter
     places: tuple[Place, ...]
+    """The modules that have the parameter, each with the name that it has there."""
     dim: int
+    """The dimension along which the parameter is cut, before or after."""
     is_there: bool = False
     """Whether the parameter lies by the new plan, and may have a gradient that does."""
     _gradient: torch.Tensor | None = None  # that came before it

@@ -56,7 +56,7 @@ class Sharded:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A target of a change: plain parameters, whose gradients ``wake`` has averaged once they are there."""
+    """A target of a change: plain parameters; ``wake`` begins to average their gradients once they are there."""
 
     wake: Callable[[], object]
 

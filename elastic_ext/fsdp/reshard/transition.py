@@ -49,6 +49,7 @@ class TransferRates:
     bytes_per_second: float = 9e8
     """Bytes per second that a rank sends, receives and newly takes."""
     seconds_per_tensor: float = 4e-4
+    """Seconds that each tensor takes beside its bytes."""
 
     def seconds(self, freight: Freight) -> float:
         """Estimated seconds that moving takes."""

@@ -45,9 +45,13 @@ class UnitSettings:
     """Settings of an FSDP unit that users may make besides its plan."""
 
     divide_factor: float | None = None
+    """What gradients are divided by; None: as fully_shard does by itself."""
     sums_only: bool = False
+    """Whether collectives only sum gradients, which are scaled separately."""
     shares_unused: bool = False
+    """Whether gradients of unused parameters are shared too."""
     reshards_after_backward: bool = True
+    """Whether gathered parameters are given back after the backward pass."""
     num_scatter_buffers: int = 1
     """How many units' gradients may be on their way at once."""
 
@@ -76,6 +80,7 @@ class ParameterSlot:
     parameter: nn.Parameter
     places: tuple[Place, ...]
     keeper: Any
+    """fully_shard's private object for the parameter."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -171,13 +171,17 @@ class Question(JsonRecord):
     autocast: str | None
     """The type that passes are computed in, where autocast is on."""
     given: Mapping[str, Any]
+    """Positional arguments of the model, as prediction_request.py tells them."""
     options: Mapping[str, Any]
+    """Named arguments of the model, as prediction_request.py tells them."""
     batch: Mapping[str, Any] | None
     """The batch, as prediction_request.py tells it, like the arguments ``given`` and ``options`` of the model."""
     keeps_outputs: bool
     """Whether the loop holds on to the model's outputs while the backward pass runs."""
     blocks: tuple[str, ...]
+    """Names of the model's blocks."""
     micro_batches: tuple[int, ...]
+    """Samples per micro-batch of the steps to work out."""
     ratios: tuple[float, ...]
     """Shares of blocks that are computed again; the first is tried with all sizes before the others."""
     optimizers: tuple[OptimizerKind, ...]
