@@ -33,12 +33,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Exchange:
-    """One rank's part; all ranks make the same calls in the same order."""
+    """This rank's exchange of pulses with all ranks, and of control words where the pulses call for them.
+
+    All ranks make the same calls in the same order.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.word: ControlWord | None = None
-        """Whose pulse is under way."""
+        """The control word whose pulse is under way; None where no pulse is."""
         self._pulse: PendingSum | None = None
 
     def compare_start(self, values: Mapping[str, object]) -> None:
@@ -49,12 +52,12 @@ class Exchange:
             raise RanksDisagreeError(f"ranks start with different values; give all ranks the same: {differences}")
 
     def start(self, word: ControlWord) -> None:
-        """Begin a pulse, to be read later."""
+        """Begin to sum the pulse of ``word`` over all ranks; ``read`` finishes the sum."""
         self.word = word
         self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
 
     def read(self) -> AgreedWord | None:
-        """Finish the pulse under way: every rank's word, or None where there was no need of them."""
+        """Finish the pulse under way: every rank's control word, or None where the pulses show no need of them."""
         word, pulse = self.word, self._pulse
         assert word is not None
         assert pulse is not None
@@ -62,15 +65,15 @@ class Exchange:
         return self._read_unless_alike(word, pulse.result(), "agreeing")
 
     def compare(self, word: ControlWord, doing: str) -> AgreedWord | None:
-        """As ``start`` and ``read``, at once: raise on all ranks unless all are here."""
+        """Begin and finish a pulse at once, as ``start`` and ``read``: raise on all ranks unless all are here."""
         return self._read_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
 
     def drop(self) -> None:
-        """Give up the pulse under way."""
+        """Give up the pulse under way without reading it."""
         self.word = self._pulse = None
 
     def _read_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> AgreedWord | None:
-        """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
+        """Every rank's control word; None where all pulses are alike, without news. Raises if ranks have come apart."""
         if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
             return None
         words = self._ranks.gather(word.to_bytes(), doing)
@@ -94,13 +97,13 @@ Every = int | Literal["auto"]
 
 
 class Pacing:
-    """One rank's wish; with a number given as ``every`` it is always that."""
+    """The interval between agreements that this rank wants, from noted times; a number given as ``every`` is kept."""
 
     def __init__(self, ranks: Ranks, every: Every) -> None:
         self._ranks = ranks
         self._is_chosen = every == "auto"
         self.is_needed = self._is_chosen and ranks.world_size > 1
-        """Whether anything follows from what is noted."""
+        """Whether noted times matter: this rank may choose the interval, and there are other ranks."""
         first = 1 if every == "auto" else every
         self._wanted = self._told = first
         self._pace = AgreementPace(pulse_seconds=0.0)
@@ -113,21 +116,21 @@ class Pacing:
             self._pace = AgreementPace(pulse_seconds=_pulse_seconds(self._ranks))
 
     def note_step(self, now: float) -> None:
-        """A boundary is passed."""
+        """Take in that a boundary is passed at ``now``: a step ends there."""
         if self._passed_at is not None:
             self._pace.note_step(now - self._passed_at)
         self._passed_at = now
 
     def note_idle(self, seconds: float) -> None:
-        """A boundary without an agreement kept the training thread so long."""
+        """Take in how long a boundary without an agreement kept the training thread."""
         self._pace.note_idle(seconds)
 
     def note_reading(self, seconds: float) -> None:
-        """Reading a pulse kept it so long; its agreement is over when the next one is begun."""
+        """Take in how long reading a pulse kept the training thread; ``note_beginning`` ends that agreement."""
         self._spent_seconds += seconds
 
     def note_beginning(self, seconds: float) -> None:
-        """Beginning a pulse kept it so long."""
+        """Take in how long beginning a pulse kept the training thread, after the reading of the one before."""
         self._pace.note_agreement(self._spent_seconds + seconds)
         self._spent_seconds = 0.0
 
@@ -137,7 +140,7 @@ class Pacing:
         return self._wanted, not self._told / _RETELL <= self._wanted <= self._told * _RETELL
 
     def mark_told(self) -> None:
-        """All ranks have read what was wanted last."""
+        """Note that all ranks have read the interval that this rank wanted last."""
         self._told = self._wanted
 
 
@@ -190,10 +193,10 @@ class Boundary:
     """What all ranks know at one step boundary; the same on every rank."""
 
     step: int
-    """How many steps lie behind."""
+    """How many steps have been taken before this boundary."""
     config: ElasticConfig
     applied: Applied | None
-    """The config that came into force here."""
+    """The config that came into force at this boundary; None where none did."""
     stop: bool
     """Some rank asked to stop; stays true from then on."""
     save: bool
@@ -201,11 +204,14 @@ class Boundary:
     leave: bool
     """Some rank was told to end; stays true from then on."""
     copy: bool
-    """Some rank asked for a copy of what there is; true at one boundary."""
+    """Some rank asked to copy training state, in case that training is told to end; true at one boundary."""
 
 
 class Agreement:
-    """One rank's part in it. All ranks make the same calls in the same order."""
+    """How this rank agrees with all others, at step boundaries, on the config, on saves and on an end.
+
+    All ranks make the same calls in the same order.
+    """
 
     def __init__(
         self,
@@ -230,14 +236,14 @@ class Agreement:
         self._note_step = self._pacing.note_step  # bound once: most boundaries do little else
         self._clock = clock
         self.step = 0
-        """How many steps lie behind; set it before ``start`` where a run is resumed."""
+        """How many steps have been taken; set it before ``start`` where a run is resumed."""
         self._num_boundaries = self._num_backwards = 0
         self.count_schedules: Callable[[], int] = lambda: 0
-        """How often schedules have stepped on this rank, to compare."""
+        """Gives how often schedules have stepped on this rank, which ranks compare."""
         self.count_ahead: Callable[[], int] = lambda: 0
-        """How many batches this rank has taken ahead of their step, to compare between two steps."""
+        """Gives how many batches this rank has taken ahead of their step, which ranks compare between two steps."""
         self.compared_at_start: Mapping[str, object] = {}
-        """What else must be the same on all ranks, by names for people."""
+        """Further values that ``start`` compares between ranks, by names for people."""
         self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
         self._pulsed_boundary = 0
         self._exchange = Exchange(ranks)
@@ -264,7 +270,7 @@ class Agreement:
         self._rounds.on_refusal = tell
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config in force of a checkpoint: it wins over the script's start-up values, the file over it.
+        """Take the config that was in force in a checkpoint: over the script's start-up values, under the config file.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
@@ -277,7 +283,7 @@ class Agreement:
             self._applied = self._rounds.start_again(self._place)
 
     def start(self) -> Applied | None:
-        """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
+        """Agree on the start-up config with all ranks, and put the config file over it, if every rank finds one."""
         self._started = True
         with self._breaking():
             mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
@@ -350,7 +356,7 @@ class Agreement:
         )
 
     def pass_quietly(self, now: float, step: int, backwards: int) -> bool:
-        """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is.
+        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other.
 
         Most boundaries are such: this takes as little as it can. ``now`` is the clock's time.
         """
@@ -365,11 +371,14 @@ class Agreement:
         return True
 
     def rouse(self) -> None:
-        """Have the next boundary look at everything: the source holds something new, say. From any thread."""
+        """Have the next boundary look for work, as where the source holds a new config. Any thread may call it."""
         self._quiet_until = 0
 
     def _become_quiet(self) -> None:
-        """Until there is more to do at a boundary than to count it. First set, then look: one may be roused between."""
+        """Set up to which boundary ``pass_quietly`` has nothing to do but count.
+
+        It is set before the look for work: another thread may call ``rouse`` in between.
+        """
         rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
         self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
         has_question = self._save_wanted or self._copy_wanted or rounds.proposing or self._has_to_tell_of_leaving
@@ -378,7 +387,7 @@ class Agreement:
             self.rouse()
 
     def end(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
-        """Come to an end, or to a step that is taken again, with all ranks.
+        """Meet all ranks at the end of an epoch or of training, or before a step is taken again; else raise on all.
 
         Finishes the agreement under way, and makes sure that all come with equal counts. What was applied here, and a
         save that was asked for, are left to the next boundary to tell.
@@ -393,7 +402,7 @@ class Agreement:
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
 
     def hear_all(self, failed: str, brings: str, purpose: Purpose = Purpose.SHARE) -> AgreedWord | None:
-        """Within a step: hear of ranks whose memory ran out in it, and that bring other gradients; None of neither.
+        """Every rank's word within a step, where memory ran out or gradients are unlike; None where neither is so.
 
         All ranks call this, whichever of them ``failed``; for another ``purpose`` at a boundary too.
         """
@@ -403,9 +412,9 @@ class Agreement:
             return self._exchange.compare(word, str(purpose))
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
-        """Put a revision in force now, with all ranks, which bring the same; gives why it was refused, if it was.
+        """Put a revision in force now, which all ranks bring alike; gives why it was refused, if it was.
 
-        Where a step is taken again, after ``end``.
+        Called where a step is taken again, after ``end``.
         """
         with self._breaking():
             applied, refusal = self._rounds.revise(changes, reason, self.step)
@@ -423,7 +432,7 @@ class Agreement:
 
     @property
     def leaving(self) -> bool:
-        """Some rank was told to end; the same on every rank, after each boundary and each end."""
+        """Whether some rank was told to end; the same on every rank, after each boundary and each end."""
         return self._leaving
 
     @property
@@ -432,7 +441,7 @@ class Agreement:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Around what all ranks do together: after an error of theirs nothing goes on."""
+        """A context for what all ranks do together: an error of the ranks in it is raised by all later calls too."""
         try:
             yield
         except RanksError as error:
@@ -446,7 +455,7 @@ class Agreement:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
     def _take_part(self, now: float, *, is_agreement: bool) -> None:
-        """What a boundary has to do beyond counting: read a pulse, apply what is due, start a pulse."""
+        """Do what a boundary takes beyond counting: read a pulse, apply a scheduled config, start a pulse."""
         if self._exchange.word is not None:
             self._read_pulse()
             self._pacing.note_reading(self._clock() - now)
@@ -463,7 +472,10 @@ class Agreement:
         return RoundPlace(boundary=self._num_boundaries, step=self.step)
 
     def _take(self, applied: Applied | None) -> None:
-        """Keep what was applied for the caller; of two at one boundary nothing ran under the first."""
+        """Keep a config that came into force until ``boundary`` gives it to the caller.
+
+        Of two configs at one boundary nothing ran under the first.
+        """
         if applied is None:
             return
         self._save |= applied.new.checkpoint.now is True
@@ -497,7 +509,7 @@ class Agreement:
         self._exchange.start(word)
 
     def _read_pulse(self) -> None:
-        """Read the pulse under way, and do together what the words behind it ask for."""
+        """Finish the pulse under way, and do with all ranks what their control words ask for."""
         agreed = self._exchange.read()
         if agreed is None:
             return
@@ -514,14 +526,14 @@ class Agreement:
             self._name_laggards(agreed)
 
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:
-        """Raise on all ranks unless all are here."""
+        """Raise on all ranks unless all are at the same boundary with equal counts."""
         word = replace(self._make_word(purpose), exchanges=exchanges, lost=lost, leave=self._has_to_tell_of_leaving)
         agreed = self._exchange.compare(word, doing)
         if agreed is not None:
             self._leaving |= agreed.leave
 
     def _make_word(self, purpose: Purpose) -> ControlWord:
-        """A word without news."""
+        """This rank's control word without news: the counts that ranks compare, and the config in force."""
         return ControlWord(
             purpose=purpose,
             boundary=self._num_boundaries,

@@ -40,17 +40,17 @@ _logger = logging.getLogger(__name__)
 
 
 # --- what puts sections of a config into effect, asked and called on every rank alike --------------------------------
-# Whose config comes next is decided by Rounds, below; here all ranks check it, and all apply it or none.
+# Whose config comes next is decided by ConfigRounds, below; here all ranks check it, and all apply it or none.
 
 _MOST_TRACEBACK = 20_000
 
 
 class Declined(Exception):
-    """Raised in ``apply``, on all ranks at once, before anything was applied: it cannot be, and all is as it was."""
+    """Raised by an applier's ``apply`` on all ranks, before anything was applied: the old config stays in force."""
 
 
 class Later(Exception):
-    """Raised in ``check``, once training has begun: the next step tells whether it can be, and ranks then ask again."""
+    """Raised by an applier's ``check``: the next step tells whether the config can be applied; ranks then ask again."""
 
 
 class Applier(Protocol):
@@ -58,10 +58,10 @@ class Applier(Protocol):
 
     @property
     def section(self) -> str:
-        """Its name, one of config.SECTIONS."""
+        """The section of the config that this applier puts into effect, one of config.SECTIONS."""
 
     def check(self, new: ElasticConfig) -> str | None:
-        """Why ``new`` cannot be applied here, None where it can. Changes nothing. Called on every rank."""
+        """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing. Called on every rank."""
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
@@ -72,7 +72,7 @@ class Applier(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionApplier:
-    """Two functions as an applier; without ``checking`` it refuses nothing."""
+    """An applier made of two functions; without ``checking`` it refuses nothing."""
 
     section: str
     checking: Callable[[ElasticConfig], str | None] | None
@@ -87,16 +87,16 @@ class FunctionApplier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
-    """A config that came into force."""
+    """A config that came into force, with the one that it replaced."""
 
     old: ElasticConfig
     new: ElasticConfig
     step: int
-    """The first step that runs under it."""
+    """The first step that runs under the new config."""
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
-        """Each key that differs: what it was and what it is."""
+        """Each dotted key that the new config changes: its value before and after."""
         return self.old.differences(self.new)
 
     def __str__(self) -> str:
@@ -115,21 +115,21 @@ class Appliers:
         self._ranks = ranks
         self._appliers: list[Applier] = []
         self.pulse = Pulse()
-        """Where it is noted that a config is checked or applied."""
+        """The heartbeat in which this rank notes that it checks or applies a config."""
 
     def add(self, applier: Applier) -> None:
-        """Ask and call ``applier`` from the next change on."""
+        """Have ``applier`` check and apply its section from the next change on."""
         if applier.section not in SECTIONS:
             raise ValueError(f"section is {applier.section!r}; allowed: one of {', '.join(SECTIONS)}")
         self._appliers.append(applier)
 
     @property
     def sections(self) -> frozenset[str]:
-        """The sections that something here applies."""
+        """The sections that an applier of this rank puts into effect."""
         return frozenset(each.section for each in self._appliers if not getattr(each, "only_checks", False))
 
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
-        """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks.
+        """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
 
         All raise Later where one does and none has a reason.
         """
@@ -155,7 +155,7 @@ class Appliers:
         return self._reasons_of_all(reasons, failure, doing, RanksFailedError, is_later=is_later)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
-        """Apply what differs, in the order of config.SECTIONS; gives every rank's reasons where it was declined.
+        """Apply the sections that differ, in the order of config.SECTIONS; gives every rank's reasons if declined.
 
         If one rank fails, all raise ApplyError.
         """
@@ -187,7 +187,7 @@ class Appliers:
         *,
         is_later: bool = False,
     ) -> dict[int, list[str]]:
-        """By rank, where there are some. Raises on all ranks where one has failed, or has to be asked later."""
+        """Every rank's reasons, by rank; raises on all ranks where one failed, or has to be asked later."""
         trace = "" if failure is None else "".join(traceback.format_exception(failure))[-_MOST_TRACEBACK:]
         answer = json.dumps({"reasons": reasons, "traceback": trace, "is_later": is_later}).encode()
         answers = [json.loads(data) for data in self._ranks.gather(answer, doing)]
@@ -216,12 +216,12 @@ class ConfigSource(Protocol):
 
     @property
     def refusal(self) -> str | None:
-        """Why there is nothing newer, where something was refused."""
+        """Why the source has no newer config, where a file was refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoSource:
-    """A source that never holds anything."""
+    """A config source that never has a config."""
 
     held: None = None
     refusal: None = None
@@ -234,20 +234,23 @@ class Proposal:
     changes: Mapping[str, object]
     reason: str
     outcome: Literal["pending", "in force", "refused"] = "pending"
-    """What became of it; look again after later boundaries."""
+    """Whether the change is undecided, in force or refused; look again after later boundaries."""
     refusal: str = ""
-    """Why it was refused, where it was."""
+    """Why the change was refused; empty where it was not."""
 
 
 class ConfigRounds:
-    """One rank's view of the running config. All ranks hold the same rounds in the same order."""
+    """The config in force on this rank, and the rounds in which all ranks take the next one together.
+
+    All ranks hold the same rounds in the same order.
+    """
 
     def __init__(
         self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig, *, warns: bool
     ) -> None:
         self.config = base
         self.scheduled: ElasticConfig | None = None
-        """Agreed, and to come into force at its ``apply_at_step``."""
+        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one."""
         self._ranks = ranks
         self._source = source
         self._appliers = appliers
@@ -261,28 +264,28 @@ class ConfigRounds:
         self._looked_at: ElasticConfig | None = None
         self._is_started = False
         self.on_refusal: Callable[[int, str], None] | None = None
-        """Told on rank 0 of a version that comes from outside, and why it was refused."""
+        """Called on rank 0 with each version from outside the job that was refused, and why."""
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config in force of a checkpoint: it wins over the script's start-up values."""
+        """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
         self._base = config.over(self._base)
         if not self._is_started:
             self.config = self._base
 
     @property
     def startup_values(self) -> dict[str, object]:
-        """What must be the same on all ranks, by dotted keys."""
+        """The start-up values that must be the same on all ranks, by dotted key."""
         return {**self._base.values(), "version": self._base.version, "revision": self._base.revision}
 
     def start(self, place: RoundPlace) -> Applied | None:
-        """Take the file found now, whatever its version, if every rank finds it."""
+        """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
         self._is_started = True
         return self._hold(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: RoundPlace) -> Applied | None:
-        """After ``resume`` of a config once started: the file comes into force over it, or else it does itself.
+        """Put in force, after ``resume`` in a started job, the config file over the resumed config, or this alone.
 
-        In one change: to leave the file for what is resumed, and to come back to it, may take long.
+        It is one change: to leave the file for what is resumed, and to come back to it, may take long.
         """
         self._settled.clear()
         self.scheduled = None
@@ -306,11 +309,11 @@ class ConfigRounds:
 
     @property
     def proposing(self) -> bool:
-        """Whether this rank waits for a revision."""
+        """Whether a change that this rank proposed is undecided."""
         return bool(self._proposals)
 
     def tell(self) -> tuple[int, bool]:
-        """The version that this rank could take, and whether the others have not heard of it; now they do.
+        """The version that this rank could take, and whether that is news for the others; now it counts as told.
 
         Without anything new it is the newest version that was agreed on. What the source holds is read once: another
         thread may replace it at any time.
@@ -322,7 +325,7 @@ class ConfigRounds:
         return (self._newest_agreed if newer is None else newer).version, is_fresh
 
     def hold(self, place: RoundPlace) -> Applied | None:
-        """Hold a round: whatever all ranks agree on comes into force here, if all are at the same place."""
+        """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
         return self._hold(self._newer_file(), place, at_start=False)
 
     def is_due(self, step: int) -> bool:
@@ -402,7 +405,7 @@ class ConfigRounds:
         return None
 
     def _choose(self, file: ElasticConfig | None, place: RoundPlace) -> tuple[RoundDecision, bytes]:
-        """What comes next of what the ranks bring, and its content."""
+        """The file or the revision that all ranks take next from what each of them brings, and its content."""
         proposal = self._proposals[0] if self._proposals else None
         report = RankReport(
             place=place,
@@ -432,7 +435,10 @@ class ConfigRounds:
     def _consider_file(
         self, file: ElasticConfig, step: int, *, at_start: bool, otherwise: ElasticConfig | None = None
     ) -> Applied | None:
-        """``otherwise`` is what the caller puts in force where the file is not; None is what is in force."""
+        """Put a file in force, schedule it, or refuse it with a warning; gives what came into force, if anything.
+
+        ``otherwise`` is what the caller puts in force if the file is refused; None: the config in force stays.
+        """
         self._settled.add(_key(file))
         if file.apply_at_step is not None and file.apply_at_step < step and not at_start:
             advice = "give a later step or leave it out"
@@ -460,7 +466,7 @@ class ConfigRounds:
         return applied
 
     def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
-        """Put a revision in force that all ranks bring alike; or gives why it was refused."""
+        """Put a revision in force that all ranks bring alike: gives what came into force, and why not if refused."""
         applied: Applied | None = None
         try:
             applied, reasons = self._put_in_force(self.config.revise(changes, reason), step)
@@ -502,13 +508,13 @@ class ConfigRounds:
         return applied, {}
 
     def _tell_refusal(self, file: ElasticConfig, why: str, otherwise: ElasticConfig | None = None) -> None:
-        """As ``_log_refusal``, of a version; it is told to who wants to know besides."""
+        """Have rank 0 warn that a version was refused, and call ``on_refusal``; nothing where there is no reason."""
         self._log_refusal(file.label, why, otherwise)
         if why and self._ranks.rank == 0 and self.on_refusal is not None:
             self.on_refusal(file.version, why)
 
     def _log_refusal(self, what: str, why: str, otherwise: ElasticConfig | None = None) -> None:
-        """Have rank 0 warn; nothing where there is no reason."""
+        """Have rank 0 warn that something was refused, and why; nothing where there is no reason."""
         if why and self._ranks.rank == 0:
             told = f"{self.config.label} stays in force" if otherwise is None else f"{otherwise.label} comes into force"
             _logger.warning("%s was refused, %s: %s", what, told, why)
@@ -523,7 +529,7 @@ def _key(file: ElasticConfig) -> tuple[int, str]:
 
 
 def _in_words(reasons: Mapping[int, list[str]]) -> str:
-    """Each reason once, with the ranks that have it."""
+    """Ranks' reasons as text: each reason once, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, texts in sorted(reasons.items()):
         ranks.setdefault(", ".join(texts), []).append(rank)

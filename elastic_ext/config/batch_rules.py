@@ -12,7 +12,7 @@ BATCH_RULES: tuple[BatchRule, ...] = get_args(BatchRule)
 
 
 def rate_factor(rule: BatchRule, reference_batch: int, batch: int, noise_scale: float | None = None) -> float:
-    """What to multiply a rate with that was chosen for ``reference_batch`` samples per step.
+    """The factor for a learning rate that was chosen for ``reference_batch`` samples per step, at ``batch`` samples.
 
     ``linear`` suits SGD, ``sqrt`` Adam and its kind; with ``none`` the rate is what the user says. ``adascale`` lies
     between 1 and ``linear``: a step of more samples is worth so many of the reference, by the noise of gradients. As

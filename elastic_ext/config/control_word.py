@@ -37,7 +37,7 @@ __all__ = [
 # pulse means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
 
 REFUSES_ONE = "a layer refuses a single sample"
-"""With this begins what a rank says whose step failed for that, and not because memory ran out."""
+"""How a rank's ``failed`` begins where its step failed for a single sample, and not because memory ran out."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
 _MOST_TEXT = 500
@@ -47,19 +47,19 @@ class Purpose(IntEnum):
     """Why ranks exchange pulses; ranks with unlike purposes have lost step with each other."""
 
     ROUTINE = 1
-    """Every so many boundaries; read one boundary later."""
+    """A regular agreement, every so many boundaries; read one boundary later."""
     APPLY = 2
-    """Right before a scheduled config is applied."""
+    """An exchange right before a scheduled config is applied."""
     END = 3
-    """At the end of an epoch."""
+    """An exchange at the end of an epoch."""
     FINISH = 4
-    """At the end of training."""
+    """An exchange at the end of training."""
     RETRY = 5
     """After a step that was rolled back, and that the ranks take again together; the model was not called in it."""
     RETRY_CALLED = 6
-    """The same, where the model was called."""
+    """After a step that was rolled back once the model had been called, and that the ranks take again together."""
     RETRY_AWAITED = 7
-    """The same, where it was rolled back between a forward pass and the backward pass that shares gradients."""
+    """After a step that was rolled back between a forward pass and the backward pass that shares gradients."""
     REWIND = 8
     """Before training goes back to a checkpoint."""
     SHARE = 9
@@ -103,7 +103,7 @@ _SAME = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlWord:
-    """One rank's word."""
+    """What one rank tells the others at an agreement: its counts, its config, its requests and its news."""
 
     purpose: Purpose
     boundary: int
@@ -116,9 +116,9 @@ class ControlWord:
     ahead: int = 0
     """How many batches the caller has taken between two steps that no step has trained on."""
     exchanges: int = 0
-    """How many collectives the caller has begun, where that is compared."""
+    """How many collectives the caller has begun in a step that is taken again, where that is compared."""
     lost: int = 0
-    """How many micro-batches a step took that failed, where they do not come again."""
+    """How many micro-batches a failed step took that do not come again."""
     in_force: str
     """The digest of the config in force."""
     held_version: int
@@ -126,23 +126,23 @@ class ControlWord:
     wanted_interval: int
     """How many boundaries this rank would have between two agreements."""
     fresh: bool = False
-    """It holds contents that it has not told of."""
+    """Whether this rank holds a config that it has not told the others of."""
     proposing: bool = False
     asking: bool = False
-    """It wants to know who lacks a config."""
+    """Whether this rank wants to know which ranks lack a config."""
     stop: bool = False
     save: bool = False
     leave: bool = False
     copy: bool = False
-    """It is time to copy what there is, in case that training is told to end."""
+    """Whether this rank asks to copy training state, in case that training is told to end."""
     pacing: bool = False
-    """Its wanted interval is another than it last told."""
+    """Whether this rank's wanted interval has changed since it last told it."""
     refusal: str = ""
-    """Why it holds nothing newer, where a file was refused."""
+    """Why this rank holds no newer config, where a file was refused."""
     failed: str = ""
-    """How memory ran out in the step under way, or that a layer refuses a single sample."""
+    """How memory ran out in this rank's step, or that a layer refuses a single sample; empty where neither."""
     brings: str = ""
-    """Which gradients it has for the others, in short; or what it has seen in them."""
+    """Which gradients this rank has for the others, in short; or what noise it has seen in them."""
 
     @property
     def progress(self) -> str:
@@ -155,19 +155,19 @@ class ControlWord:
 
     @property
     def has_news(self) -> bool:
-        """Whether the others should read this word."""
+        """Whether the other ranks should read this word."""
         asks = self.stop or self.save or self.leave or self.copy
         return asks or self.fresh or self.proposing or self.asking or self.pacing or bool(self.failed)
 
     @property
     def pulse(self) -> int:
-        """A number that is the same on ranks which agree and have nothing to say."""
+        """The number that ranks sum up: the same on all ranks which agree and have nothing to say."""
         said = [*(str(getattr(self, name)) for name in _SAME), str(self.has_news), self.brings]
         digest = hashlib.blake2b(" ".join(said).encode(), digest_size=_PULSE_BYTES).digest()
         return int.from_bytes(digest, "big")
 
     def to_bytes(self) -> bytes:
-        """The word as the other ranks read it."""
+        """This control word as it is sent to the other ranks."""
         return json.dumps(
             asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}
         ).encode()
@@ -180,14 +180,14 @@ class ControlWord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreedWord:
-    """What all ranks' words say together; the same on every rank."""
+    """The control words of all ranks, and what follows from them; the same on every rank."""
 
     words: tuple[ControlWord, ...]
-    """By rank."""
+    """The control words of all ranks, by rank."""
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """What should be the same on all ranks and is not, in words for a person."""
+        """The counts and configs that should be the same on all ranks and are not, in words for a person."""
         return tuple(words for name, words in _SAME.items() if len({getattr(word, name) for word in self.words}) > 1)
 
     @property
@@ -196,7 +196,7 @@ class AgreedWord:
         return "; ".join(f"rank {rank}: {word.progress} ({word.purpose})" for rank, word in enumerate(self.words))
 
     def laggards(self, names: Sequence[object]) -> list[str]:
-        """Who lacks the version that others hold, by the names of the ranks, and why where that is known."""
+        """The ranks, by name, that lack the config version which others hold, and why where that is known."""
         return [
             f"{name} has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
             for name, word in zip(names, self.words, strict=True)
@@ -205,7 +205,7 @@ class AgreedWord:
 
     @property
     def failures(self) -> dict[int, str]:
-        """How memory ran out, by rank."""
+        """How memory ran out in the step, by rank, for the ranks where it did."""
         return {rank: word.failed for rank, word in enumerate(self.words) if word.failed}
 
     @property
@@ -218,7 +218,7 @@ class AgreedWord:
 
     @property
     def interval(self) -> int:
-        """The boundaries between two agreements that are enough for every rank."""
+        """The number of boundaries between two agreements that is enough for every rank."""
         return max(word.wanted_interval for word in self.words)
 
     @property
@@ -274,10 +274,11 @@ class RankReport:
 
     place: RoundPlace
     version: int | None = None
-    """Of the config file it holds, where that is news."""
+    """The version of the config file that this rank holds, where that is news."""
     digest: str = ""
+    """The digest of that config file."""
     changes: Mapping[str, Any] | None = None
-    """Of the revision it proposes, if it does."""
+    """The changes of the revision that this rank proposes; None where it proposes none."""
     reason: str = ""
 
     def to_bytes(self) -> bytes:
@@ -301,7 +302,7 @@ class RoundDecision:
 
 
 def choose(reports: Sequence[RankReport]) -> RoundDecision:
-    """A config that every rank holds a file for comes first, else the lowest rank's proposal.
+    """What a round takes next: a config that every rank holds a file for, else the lowest rank's proposal.
 
     Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
     different contents is a conflict, and no file is taken.
@@ -325,7 +326,7 @@ def choose(reports: Sequence[RankReport]) -> RoundDecision:
 
 
 def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
-    """What the ranks start with that is not the same on all, and who has what; empty where there is nothing."""
+    """The start-up values that are not the same on all ranks, and who has what; empty where all are."""
     told = []
     for name in dict.fromkeys(name for answer in answers for name in answer):
         held: dict[str, list[str]] = {}
@@ -380,12 +381,12 @@ class AgreementPace:
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """What something takes when it waits for nobody; 0 where it was not seen."""
+    """The lower quartile: what something takes when it waits for nobody; 0 where it was not seen."""
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
 class Lag:
-    """Since when some rank has been behind the others, and whether it is time to name it."""
+    """Since when some rank has lacked a config that others hold, and whether it is time to name it in a warning."""
 
     def __init__(self, *, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
@@ -400,9 +401,9 @@ class Lag:
             self._lowest, self._since, self._named = lowest, now, False
 
     def mark_named(self) -> None:
-        """Whoever is behind now was named."""
+        """Note that the ranks that are behind now were named in a warning."""
         self._named = True
 
     def is_due(self, now: float) -> bool:
-        """Whether some rank has been behind for too long, and was not named for it."""
+        """Whether some rank has been behind for too long and was not named in a warning for it."""
         return self._lowest is not None and not self._named and now - self._since > self._patience_seconds

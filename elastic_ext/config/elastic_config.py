@@ -1,8 +1,8 @@
 """ElasticConfig: the one value that says what training should be doing.
 
 Here is what can be done with the value: parse it, lay it over start-up values, revise it, compare two. The table of
-keys is in keys.py (and is part of this module's names), the sections are in keys.py, what a single value may be
-is in keys.py, and what a file may be at all is in records/json.py.
+keys (which is part of this module's names), the sections and the rules of single values are in keys.py; what a file
+may be at all is in records/json.py.
 
 Words: a *version* is a whole config that somebody put in place; a *revision* is a change made to it inside the job
 (version 7, revision 2). A *key* is a dotted name (``dataloader.batch_size``); the part before the dot names its

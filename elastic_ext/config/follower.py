@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UserKnobs:
-    """The names of the section ``user`` that a script has read so far; it is that section's applier."""
+    """The names of the config's section ``user`` that a script has read so far; an applier of that section."""
 
     section = "user"
 
@@ -68,7 +68,7 @@ class UserKnobs:
         self._defaults: dict[str, object] = {}
 
     def read(self, config: ElasticConfig, name: str, default: object) -> object:
-        """The value in force, ``default`` where there is none; ConfigError if it is of another type."""
+        """The value of a name in force, ``default`` where it has none; ConfigError if it is of another type."""
         path = name if name in KEYS else f"user.{name}"
         self._defaults[path] = default
         value = config.get(path)
@@ -124,21 +124,21 @@ _METRICS_SECONDS = 10.0
 
 
 class Reports:
-    """One rank's reports; with the library switched off there are none."""
+    """The events and metrics that one rank writes to the run directory; none with the library switched off."""
 
     def __init__(self, settings: StartSettings, ranks: Ranks) -> None:
         self.measure: Callable[[], Measures] = Measures
-        """What the next metrics say of speed and memory."""
+        """Gives the speed and memory that the next metrics tell."""
         self.on_window: Callable[[StepWindow], None] | None = None
-        """Told of each window that has been written."""
+        """Called with each profile window that has been written."""
         self._settings = settings
         self._ranks = ranks
         self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
         self.census: StepCensus | None = None
         self.calibration: NodeCalibration | None = None
-        """The last that were written."""
+        """The calibration of the node that was written last, as ``census`` is the census."""
         self.due_at = 0.0
-        """When it is time for metrics, on the clock of ``time.perf_counter``."""
+        """When the next metrics are to be written, on the clock of ``time.perf_counter``."""
 
     def begin(self) -> None:
         """Make the run directory."""
@@ -146,13 +146,13 @@ class Reports:
             self._directory.prepare()
 
     def tell_of(self, applied: Applied) -> None:
-        """An event: what came into force."""
+        """Write an event: a config came into force."""
         version, revision = applied.new.version, applied.new.revision
         details = {"version": version, "revision": revision, "changes": applied.changes}
         self.tell("config-applied", step=applied.step, text=str(applied), details=details)
 
     def tell(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
-        """An event: what has happened before ``step``."""
+        """Write an event that happened before ``step``."""
         if self._directory is None:
             return
         event = JobEvent(
@@ -167,29 +167,29 @@ class Reports:
         self._directory.add_event(event)
 
     def write_model(self, profile: ModelProfile) -> None:
-        """What is trained."""
+        """Write what model is trained."""
         if self._directory is not None:
             self._directory.write_model(profile)
 
     def write_census(self, census: StepCensus) -> None:
-        """What a step asks of its machine."""
+        """Write what a step asks of its machine: operations and bytes."""
         self.census = census
         if self._directory is not None:
             self._directory.write_census(census)
 
     def write_trace(self, trace: StepTrace) -> None:
-        """What torch's profiler saw of a step."""
+        """Write what torch's profiler saw of a step."""
         if self._directory is not None:
             self._directory.write_trace(trace)
 
     def write_calibration(self, calibration: NodeCalibration) -> None:
-        """What this machine does at best."""
+        """Write what this machine does at best."""
         self.calibration = calibration
         if self._directory is not None:
             self._directory.write_calibration(calibration)
 
     def write_facts(self, facts: JobFacts) -> None:
-        """What can be changed in the job."""
+        """Write which settings can be changed in this job."""
         if self._directory is not None:
             self._directory.write_facts(facts)
 
@@ -198,14 +198,14 @@ class Reports:
         return 0.0 if self._directory is None else self._directory.profiled_until()
 
     def add_window(self, window: StepWindow) -> None:
-        """Where this rank's time went."""
+        """Write a profile window: where this rank's time went."""
         if self._directory is not None:
             self._directory.add_window(window)
         if self.on_window is not None:
             self.on_window(window)
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
-        """The metrics, as of now."""
+        """Write the metrics of this moment."""
         self.due_at = time.perf_counter() + _METRICS_SECONDS
         if self._directory is None:
             return
@@ -295,7 +295,7 @@ def _checked_every(every: Every) -> Every:
 
 
 class ConfigFollower:
-    """What training should be doing, step by step, the same on all ranks."""
+    """The config of a training loop without ElasticTrainer, followed step by step, the same on all ranks."""
 
     def __init__(
         self,
@@ -315,14 +315,14 @@ class ConfigFollower:
             else None
         )
         self.reports = Reports(settings, ranks)
-        """What this rank writes of itself."""
+        """The events and metrics that this rank writes to the run directory."""
         self.pulse = begin_pulse(
             settings.pulse_dir if settings.enabled else None,
             rank=ranks.rank,
             restart=settings.restart,
             run_dir=settings.run_dir,
         )
-        """What an agent sees of it."""
+        """This rank's heartbeat, which its agent reads."""
         self._agreement = Agreement(
             ranks,
             self._watcher or NoSource(),
@@ -343,7 +343,7 @@ class ConfigFollower:
         self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_pulse(self, pulse: Pulse) -> None:
-        """Tell this one from here on what the rank does; it passes on to the one before what that is to hear."""
+        """Note what this rank does in ``pulse`` from now on; it passes that on to the heartbeat before it."""
         self.pulse = self._agreement.appliers.pulse = pulse
 
     def add(self, applier: Applier) -> None:
@@ -360,7 +360,7 @@ class ConfigFollower:
         self.add(FunctionApplier(section=section, checking=check, applying=apply))
 
     def start(self) -> None:
-        """Start following: the file that is there now comes into force, if all ranks find it and none refuses."""
+        """Start following: the config file found now comes into force, if all ranks find it and none refuses."""
         self.reports.begin()
         if self._watcher is not None:
             self._watcher.start()
@@ -381,7 +381,7 @@ class ConfigFollower:
 
     @property
     def ranks(self) -> Ranks:
-        """Who takes part."""
+        """The ranks that follow the config together."""
         return self._ranks
 
     @property
@@ -391,7 +391,7 @@ class ConfigFollower:
 
     @property
     def step(self) -> int:
-        """How many steps lie behind."""
+        """How many steps have been taken."""
         return self._agreement.step
 
     @property
@@ -401,7 +401,7 @@ class ConfigFollower:
 
     @property
     def is_leaving(self) -> bool:
-        """Some rank was told to end; the same on every rank, after each boundary and at each end of an epoch."""
+        """Whether some rank was told to end; the same on all ranks, after each boundary and end of an epoch."""
         return self._agreement.leaving
 
     @overload
@@ -448,7 +448,7 @@ class ConfigFollower:
         self._agreement.count_ahead = count
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
-        """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is."""
+        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other."""
         now = time.perf_counter()
         return now < self.reports.due_at and self._agreement.pass_quietly(now, step, backwards)
 
@@ -474,20 +474,20 @@ class ConfigFollower:
             self._agreement.end(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
-        """Within a step, with all ranks: hear of those whose memory ran out in it, and that bring other gradients."""
+        """Every rank's word within a step, where memory ran out or gradients are unlike; None where neither is so."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
             return self._agreement.hear_all(failed, brings)
 
     def bring_noise(self, text: str) -> list[str]:
-        """What every rank has seen of the noise of gradients, in rank order; at a boundary, before ``boundary``."""
+        """What every rank tells of the noise of gradients, in rank order. Called at a boundary, before ``boundary``."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
             agreed = self._agreement.hear_all("", text, Purpose.NOISE)
         return [text] * self._ranks.world_size if agreed is None else [word.brings for word in agreed.words]
 
     def meet_to_shrink(self) -> None:
-        """As ``end_epoch``, before a step comes again for which memory did not suffice; ``revise`` may come after."""
+        """Meet all ranks, as ``end_epoch``, before a step for which memory did not suffice; ``revise`` may follow."""
         self._raise_if_closed()
         with self._waiting("took back a step that ran out of memory"):
             self._agreement.end(Purpose.SMALLER)
@@ -498,17 +498,17 @@ class ConfigFollower:
         return self._agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
     def meet_to_go_back(self, *, doubt: str = "") -> None:
-        """As ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
+        """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
             self._agreement.end(Purpose.REWIND)
 
     def go_back(self, step: int) -> None:
-        """So many steps lie behind now, on all ranks; the config in force stays what it is."""
+        """Set the number of steps taken to that of a checkpoint, on all ranks; the config in force stays."""
         self._agreement.step = step
 
     def finish(self, *, doubt: str = "") -> None:
-        """As ``end_epoch``, at the end of training; ``close`` comes after."""
+        """Meet all ranks, as ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
             self._agreement.end(Purpose.FINISH)
@@ -516,7 +516,7 @@ class ConfigFollower:
         self._write_metrics()
 
     def tell_peers(self, error: BaseException) -> None:
-        """Leave word of what ends this rank, and log what is known of the others."""
+        """Leave word for the other ranks of the error that ends this one, and log what is known of the others."""
         board = self._ranks.board
         if board is not None and not isinstance(error, RanksError):
             board.tell_of(error, progress=self._ranks.progress())
@@ -550,7 +550,7 @@ class ConfigFollower:
         return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the config in force of a checkpoint: over the start-up values, under the file.
+        """Take the config that was in force in a checkpoint: over the start-up values, under the config file.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
@@ -611,13 +611,13 @@ class ConfigFollower:
             )
 
     def _record(self, applied: Applied | None) -> None:
-        """Report what came into force."""
+        """Write the event of a config that came into force."""
         if applied is not None:
             self.reports.tell_of(applied)
         self._write_metrics()
 
     def _tell_refusal(self, version: int, why: str) -> None:
-        """Report what does not come into force."""
+        """Write the event of a version that was refused."""
         details = {"version": version, "why": why}
         self.reports.tell(
             "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details

@@ -38,10 +38,10 @@ class HistoryEntry:
     """One version that the config file has had."""
 
     time: float
-    """When it was written, or first seen; seconds since 1970."""
+    """When this version was written, or first seen, in seconds since 1970."""
     config: ElasticConfig
     restores: int | None = None
-    """The version whose content this is, where it came of an undo."""
+    """The version whose content an undo put back as this one; None where this is no undo."""
 
     @property
     def origin(self) -> int:
@@ -124,20 +124,20 @@ class ConfigHistory:
         self._lock = path.with_name(f".{path.name}.lock")
 
     def current(self) -> ElasticConfig | None:
-        """What the file holds, None where there is no file; ConfigError if it is refused."""
+        """The config that the file holds; None where there is no file, ConfigError if it is refused."""
         try:
             return ElasticConfig.parse(read_at_most(self.path, MAX_BYTES))
         except FileNotFoundError:
             return None
 
     def entries(self) -> list[HistoryEntry]:
-        """The versions so far, oldest first, with the file's present one."""
+        """All versions of the config file so far, oldest first, with its present one."""
         return self._with_current(self._read(), self.current())
 
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
-        """Write the next version: dotted keys changed or removed. Nothing is written when anything is refused."""
+        """Write the next version with dotted keys changed or removed; nothing is written when anything is refused."""
         with self._alone() as recorded:
             current = self.current()
             entries = self._with_current(recorded, current)
@@ -146,7 +146,7 @@ class ConfigHistory:
             return self._write(new, entries)
 
     def undo(self) -> ElasticConfig:
-        """Write the content before the present one as a new version; in place of a refused or lost file, its last."""
+        """Write the content before the present one as a new version; for a refused or lost file, its last content."""
         with self._alone() as recorded:
             try:
                 current = self.current()
@@ -159,7 +159,7 @@ class ConfigHistory:
             return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:
-        """Write a version that was made elsewhere, as it is; False, and nothing is, where the file's is as high."""
+        """Write a version that was made elsewhere, unchanged; False, and no write, where the file's is as high."""
         with self._alone() as recorded:
             try:
                 current = self.current()
@@ -171,7 +171,7 @@ class ConfigHistory:
             return True
 
     def take_in(self) -> None:
-        """Enter what the file holds now, where it is not the newest version that was entered."""
+        """Enter the config that the file holds now in the history, where it is not the newest version there."""
         with self._alone() as recorded:
             entries = self._with_current(recorded, self.current())
             if len(entries) > len(recorded):
@@ -221,7 +221,10 @@ class ConfigHistory:
         return [*entries, HistoryEntry(time=time.time(), config=current)]
 
     def _write(self, new: ElasticConfig, entries: list[HistoryEntry], restores: int | None = None) -> ElasticConfig:
-        """The config file first: a history that lacks its newest version takes it in at the next call."""
+        """Write a version to the config file, then to the history.
+
+        The config file comes first: a history that lacks its newest version takes it in at the next call.
+        """
         data = new.to_json().encode()
         ElasticConfig.parse(data)  # values that are allowed one by one can make a file that is too large
         write_whole(self.path, data)

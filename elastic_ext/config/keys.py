@@ -71,7 +71,7 @@ Value: TypeAlias = "UserValue | dict[str, KnobBounds]"
 
 
 class Rule(Protocol):
-    """One value's rule. ``check`` gives the value as it is kept; ValueError means that it is not allowed."""
+    """Which values a key may have. ``check`` gives the value as it is kept; ValueError means that it is not allowed."""
 
     @property
     def allowed(self) -> str: ...
@@ -195,7 +195,7 @@ class BlocksOrWhole:
 
 @dataclass(frozen=True, slots=True)
 class OrTorch:
-    """What another rule allows, or the word that leaves it to torch, as where a script says nothing."""
+    """A rule that also allows the word by which a setting is left to torch, as where a script says nothing."""
 
     number: Rule
 
@@ -329,10 +329,10 @@ class Knob:
     """What a tuner has to know of a key that it chooses by itself."""
 
     words: str
-    """A value as people read it, such as "{} workers"."""
+    """The words in which people read a value of this knob, such as "{} workers"."""
     cost: Cost
     choices: tuple[Scalar, ...] = ()
-    """What is worth trying where the job sets no limit; none where tuner/space.py works that out from the job."""
+    """Values worth trying where the job sets no limit; none where tuner/space.py works them out from the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,13 +343,13 @@ class Key:
     meaning: str
     knob: Knob | None = None
     is_bounded: bool = False
-    """Whether ``tuning.knobs`` may have bounds for it, though it is no knob of its own."""
+    """Whether ``tuning.knobs`` may have bounds for this key, though it is no knob of its own."""
     replaces: tuple[str, ...] = ()
-    """The keys whose start-up values are out of force where this one is given."""
+    """The keys whose start-up values are out of force where this key is given."""
 
     @property
     def is_tunable(self) -> bool:
-        """Whether a tuner may be given bounds for it."""
+        """Whether a tuner may be given bounds for this key."""
         return self.is_bounded or self.knob is not None
 
 
@@ -431,7 +431,7 @@ class DataloaderSection(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSection(Section):
-    """What the optimizer multiplies with."""
+    """The optimizer's learning rate and weight decay."""
 
     section: ClassVar[str] = "optimizer"
     learning_rate: float | None = row(
@@ -482,7 +482,7 @@ class ParallelismSection(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationSection(Section):
-    """How gradients travel."""
+    """How gradients travel between ranks."""
 
     section: ClassVar[str] = "communication"
     bucket_cap_mb: float | str | None = row(
@@ -561,9 +561,9 @@ KEYS: Mapping[str, Key] = {
     **_OF_THE_WHOLE,
     **{path: key for kind in SECTION_TYPES for path, key in keys_of(kind).items()},
 }
-"""The whole table, by dotted key."""
+"""The whole table of keys, by dotted key."""
 TUNABLE = tuple(_TUNABLE)
-"""What a tuner may be given bounds for."""
+"""The keys that a tuner may be given bounds for."""
 SECTIONS = (
     "communication",
     "parallelism",
@@ -574,7 +574,7 @@ SECTIONS = (
     "tuning",
     "user",
 )
-"""What ``section_of`` can answer, in the order in which a change is applied."""
+"""The sections that ``section_of`` gives, in the order in which a change is applied."""
 
 
 # --- what is asked of the table ---------------------------------------------------------------------------------------

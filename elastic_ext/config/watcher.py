@@ -62,7 +62,7 @@ _CHANGES: list[type[FileSystemEvent]] = [
 
 
 class FolderEvents(FileSystemEventHandler):
-    """Watches what ``follow`` was last given and calls ``told``, from a thread of watchdog's, at each change.
+    """Watches the folders that a path depends on, and calls ``told`` from a thread of watchdog's at each change.
 
     ``told(True)`` means that the way to the file has changed: ``follow`` has to be called, on another thread.
     """
@@ -77,7 +77,7 @@ class FolderEvents(FileSystemEventHandler):
         self._gave_up = False
 
     def follow(self, path: Path) -> bool:
-        """Watch the folders that ``path`` depends on now; True when they are others than before.
+        """Watch the folders that ``path`` depends on now; gives True when they are others than before.
 
         Call it again after each change and now and then. True means that something may have been missed: look.
         """
@@ -147,9 +147,9 @@ class FolderEvents(FileSystemEventHandler):
 
 @contextlib.contextmanager
 def _stopping(observer: BaseObserver) -> Iterator[None]:
-    """Within it watchdog's threads of this observer may be stopped while they are being told of something.
+    """A context in which watchdog's threads of this observer may be stopped while they are told of something.
 
-    They say so as an error, which it is not: what they were told is dropped.
+    They would log an error, which it is not: what they were told is dropped.
     """
     threads = {emitter.ident for emitter in observer.emitters}
 
@@ -216,10 +216,10 @@ _CLOSE_SECONDS = 10.0
 
 
 class ConfigWatcher:
-    """Watches one config file from ``start()`` (or ``with``) to ``close()``.
+    """The newest valid config of one file, followed from ``start()`` (or ``with``) to ``close()``.
 
-    ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place
-    is seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one
+    ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place is
+    seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one
     file, one ``warns``.
     """
 
@@ -234,7 +234,7 @@ class ConfigWatcher:
     ) -> None:
         self.path = path_given("path", path).absolute()
         self.on_news: Callable[[], None] = _nobody
-        """Called on the watching thread when another config is held, or none will be any more."""
+        """Called on the watching thread when another config is held, or when that thread dies."""
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
@@ -253,7 +253,7 @@ class ConfigWatcher:
         self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
 
     def start(self) -> None:
-        """Look at the file now, then follow it on a thread."""
+        """Look at the config file now, then follow it on a thread."""
         if self._thread.is_started:
             raise ElasticError(f"the watcher of {self.path} was started before; make a new one")
         self.refresh()
@@ -294,7 +294,7 @@ class ConfigWatcher:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread is following the file."""
+        """Whether the watching thread is following the file."""
         return self._thread.is_alive()
 
     def refresh(self) -> ElasticConfig | None:
@@ -330,7 +330,7 @@ class ConfigWatcher:
             self._die(error)
 
     def _told_of_change(self, must_follow: bool) -> None:
-        """Look at once, on the thread that brings the event; the watcher's own is woken only for what is left to do."""
+        """Look at the file at once, on the thread that brings the event; wake the watcher's own only if needed."""
         try:
             self._look(must_read=True)
         except Exception as error:  # the top of a thread, as in _run

@@ -17,11 +17,11 @@ _MOST_MICRO_BATCHES = 1 << 22  # of a step, on all ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step: how many samples each rank takes in each micro-step."""
+    """How one step is cut: how many samples each rank takes in each micro-step."""
 
     global_batch: int
     micro_batches: tuple[tuple[int, ...], ...]
-    """By rank, then by micro-step; every number is at least 1, but in a tail of a plan that is not even."""
+    """Samples per micro-batch, by rank, then by micro-step; at least 1, but in a tail of a plan that is not even."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -38,7 +38,7 @@ class StepPlan:
         return min(size for sizes in self.micro_batches for size in sizes if size)
 
     def weight(self, rank: int, micro_step: int) -> float:
-        """What a mean loss of that micro-batch counts, for gradients that are averaged over the ranks."""
+        """What the mean loss of a rank's micro-batch counts, for gradients that are averaged over the ranks."""
         return self.micro_batches[rank][micro_step] * len(self.micro_batches) / self.global_batch
 
 
@@ -50,11 +50,14 @@ class BatchPlan:
     num_ranks: int
     micro_batch: int
     weights: tuple[float, ...] | None = None
-    """What each rank's share is in proportion to; None for equal shares, which a tail has that cannot be cut so."""
+    """What ranks' shares are in proportion to; None for equal shares, which a tail has that cannot be cut so."""
     drop_last: bool = False
     is_even: bool = True
-    """All ranks have as many micro-batches. Else a tail is a last micro-step that some ranks may have no part in: every
-    sample comes, and no rank has more of one than of a full step's."""
+    """Whether all ranks have as many micro-batches in every step.
+
+    Else a tail is a last micro-step that some ranks may have no part in: every sample comes, and no rank has more of
+    one than of a full step's.
+    """
     full_step: StepPlan = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class BatchPlan:
         object.__setattr__(self, "full_step", step)
 
     def next_step(self, remaining: int | None, carried: tuple[int, ...] | None = None) -> StepPlan | None:
-        """The step that comes when so many samples of the epoch remain (None: it never ends); None when it is over.
+        """The step that comes when ``remaining`` samples of the epoch remain (None: it never ends); None at its end.
 
         ``carried`` are the sizes, by rank, of the micro-batch that the loop has in hand already, as it was cut before
         something changed: the first of the step, at its own size.
@@ -84,13 +87,13 @@ class BatchPlan:
         return plan_step(batch, self.num_ranks, self.micro_batch, weights)
 
     def carried_over(self, sizes: tuple[int, ...], remaining: int | None) -> tuple[int, ...] | None:
-        """``sizes`` of the micro-batch in hand, where the step that comes would not begin with such a one anyway."""
+        """``sizes`` of the micro-batch in hand; None where the coming step begins with such a micro-batch anyway."""
         usual = self.next_step(remaining)
         begins_so = usual is not None and sizes == tuple(each[0] for each in usual.micro_batches)
         return None if begins_so else sizes
 
     def _after_carried(self, remaining: int | None, carried: tuple[int, ...]) -> StepPlan:
-        """A step whose first micro-batch has these sizes; the others are cut from what is missing to a step."""
+        """A step whose first micro-batch has the sizes ``carried``; the others are cut from the rest of the step."""
         num_carried = sum(carried)
         usual = self.next_step(remaining)
         missing = 0 if usual is None else usual.global_batch - num_carried
@@ -103,7 +106,10 @@ class BatchPlan:
         return StepPlan(global_batch=num_carried + missing, micro_batches=micro_batches)
 
     def _dealt(self, tail: int) -> list[int]:
-        """Each rank's part of fewer samples than a full step has: one each where they go round, the rest as they do."""
+        """Each rank's part of a tail with fewer samples than a full step.
+
+        One sample each if there are enough, the others in proportion to a full step's parts.
+        """
         full = [sizes[0] for sizes in self.full_step.micro_batches]
         least = int(tail >= self.num_ranks)
         spare, room = tail - least * self.num_ranks, sum(full) - least * self.num_ranks
@@ -137,7 +143,7 @@ def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = 
 
 
 def can_cut(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequence[float] | None = None) -> bool:
-    """Whether ``plan_step`` can; equal shares always can be cut."""
+    """Whether ``plan_step`` can cut this global batch; equal shares always can be cut."""
     _, largest = _count(shares(global_batch, num_ranks, weights), micro_batch)
     return largest <= micro_batch + 1
 

@@ -23,11 +23,11 @@ __all__ = ["Epochs", "Indexed", "Running"]
 
 
 class Running(Protocol):
-    """One loop: an iterator over its batches."""
+    """A loop over a dataset: an iterator over its batches, which counts those that are consumed."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody loops any more."""
+        """Whether the loop is over: nobody takes batches from it any more."""
 
     @property
     def num_handed(self) -> int:
@@ -35,43 +35,43 @@ class Running(Protocol):
 
     @property
     def carried(self) -> tuple[int, ...] | None:
-        """The sizes, by rank, of the first of them, where it was handed out before steps were cut otherwise."""
+        """The sizes, by rank, of the first batch not consumed, if steps were cut otherwise since it was handed out."""
 
     def __len__(self) -> int:
-        """How many batches it hands out in all, as far as that is known."""
+        """How many batches the loop hands out in all, as far as that is known."""
 
     def __next__(self) -> Any: ...
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from what is consumed on."""
+        """Cut steps by ``plan`` from now on, beginning after the last consumed sample."""
 
     def commit(self, num_batches: int | None = None) -> None:
-        """The first so many batches that were handed out are consumed, or all."""
+        """Take the first ``num_batches`` that were handed out, or all, as consumed."""
 
     def rollback(self) -> None:
-        """What was handed out and is not consumed comes again."""
+        """Hand out again the batches that are not consumed."""
 
     def end(self) -> None:
-        """The loop is over: nothing is asked for any more."""
+        """End the loop: no more batches are asked for."""
 
 
 class Epochs(Protocol):
-    """The loops over one dataset. A loop goes on where a state was; else it is over the epoch after the last one."""
+    """The loops over one dataset, one after another: each goes on from a loaded state, or is over the next epoch."""
 
     auto_collation: bool
-    """Several samples are asked for at once, as a list."""
+    """Whether several samples are asked for at once, as a list."""
 
     @property
     def asked(self) -> Any:
-        """What those who make batches ask for samples, instead of the dataset itself."""
+        """What workers ask for samples, instead of the dataset itself."""
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:
-        """What makes a batch of what it gives."""
+        """Makes a batch of the samples that ``asked`` gives."""
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether the number of workers stays what it was while somebody loops."""
+        """Whether the number of workers stays the same during a loop."""
 
     @property
     def has_own_positions(self) -> bool:
@@ -79,11 +79,11 @@ class Epochs(Protocol):
 
     @property
     def why_no_position(self) -> str | None:
-        """Why a loop cannot go on where this one is, None if it can."""
+        """Why a later loop cannot go on where this one is; None if it can."""
 
     @property
     def running(self) -> Running | None:
-        """The last loop."""
+        """The loop that was begun last."""
 
     @property
     def remaining(self) -> int | None:
@@ -91,69 +91,69 @@ class Epochs(Protocol):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
+        """Whether the loop under way, or the last one, has no samples left, as far as it has seen."""
 
     @property
     def num_workers(self) -> int | None:
-        """With how many workers alone the loop that comes can go on; None: any."""
+        """The number of workers that the next loop needs to go on; None where any will do."""
 
     @property
     def num_ranks(self) -> int:
-        """Among how many the samples are shared out, as far as that is known."""
+        """Among how many ranks the samples are shared out, as far as that is known."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether the loop that comes goes on with an epoch that was under way."""
+        """Whether the next loop goes on with an epoch that was under way."""
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
-        """Have the workers of the loops that come make batches so."""
+        """Have the workers of later loops make batches with this function."""
 
     def draw_seed(self) -> None:
-        """Draw what the loop that comes is shuffled by, where torch draws that before what workers are seeded from."""
+        """Draw the seed that shuffles the next loop, where torch draws it before the workers' seed."""
 
     def begin(self, making: Making) -> Running:
-        """The loop that comes."""
+        """Begin the next loop, whose batches ``making`` makes."""
 
     def num_batches(self) -> int:
-        """How many batches the loop that comes has on this rank."""
+        """How many batches the next loop has on this rank."""
 
     def why_not_resize(self, batch_size: int) -> str | None:
-        """Why batches cannot have so many samples where nobody plans them, None if they can."""
+        """Why batches cannot have ``batch_size`` samples where no trainer plans them; None if they can."""
 
     def resize(self, batch_size: int) -> None:
-        """Batches of so many samples, where nobody plans them."""
+        """Have batches of ``batch_size`` samples, where no trainer plans them."""
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from the last commit on."""
+        """Cut steps by ``plan`` from the last commit on."""
 
     def leave_epoch(self) -> None:
-        """Nobody goes on with the epoch of the last loop, if that is over."""
+        """Give up the rest of the last loop's epoch, if that loop is over."""
 
     def set_epoch(self, epoch: int) -> None:
-        """The loop that comes is over this one; one that is under way, or was loaded, goes on where it stands."""
+        """Have the next loop be over this epoch; one that is under way, or was loaded, goes on where it stands."""
 
     @property
     def seed(self) -> int | None:
-        """What the order is drawn from, where it is to be the same on all ranks."""
+        """The seed of the order, where the order is to be the same on all ranks."""
 
     @property
     def draws_order(self) -> bool:
-        """Whether more than that may say the order."""
+        """Whether the order may depend on more than the seed and the epoch."""
 
     def take_seed(self, seed: int) -> None:
-        """Draw the orders that come from this one."""
+        """Draw later orders from this seed."""
 
     def order_to_come(self) -> Mapping[str, Any] | None:
-        """What the order of the loop that comes is, or of the one under way, as plain values."""
+        """The order of the next loop, or of the one under way, as plain values that ranks compare."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands."""
+        """The position of the epoch, as a state for a checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the loop that comes."""
+        """Have the next loop go on from a state."""
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the loop that is under way, or in the one that comes."""
+        """Have the loop under way, or the next one, go on from a state."""
 
 
 # --- the loops over a dataset that is asked for samples by index -----------------------------------------------------
@@ -161,7 +161,7 @@ class Epochs(Protocol):
 
 
 class Indexed:
-    """The epochs of a sampler's order, which is one of samples, or of whole batches of them."""
+    """The epochs of a dataset with indices, in a sampler's order: one of samples, or of whole batches of samples."""
 
     num_workers = None
     keeps_workers = False
@@ -201,12 +201,12 @@ class Indexed:
 
     @property
     def seed(self) -> int | None:
-        """What the order is drawn from; None where each rank has batches of its own."""
+        """The seed of the order; None where each rank has batches of its own."""
         return None if self._is_of_batches else self._sampler.seed
 
     @property
     def draws_order(self) -> bool:
-        """Whether a sampler says the order, which more may depend on than seed and epoch."""
+        """Whether a sampler gives the order, which may depend on more than seed and epoch."""
         return not self._is_of_batches and self._sampler.sampler is not None
 
     @property
@@ -229,14 +229,14 @@ class Indexed:
         return place.position > 0 or bool(place.completed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loop that is under way, which a copy has none of: it stands where that one does."""
+        """The state of a copy, which has no loop under way: it stands where that loop does."""
         return {**self.__dict__, "running": None, "_place": self._now}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
     def draw_seed(self) -> None:
-        """An order is drawn from a seed that stays."""
+        """Nothing to draw: an order is drawn from a seed that stays."""
 
     def begin(self, making: Making) -> Ahead:
         if self.running is not None and self._given_plan is not None:
@@ -355,12 +355,12 @@ class Indexed:
 
     @property
     def _is_under_way(self) -> bool:
-        """Somebody loops."""
+        """Whether a loop is under way."""
         return self.running is not None and not self.running.has_ended
 
     @property
     def _now(self) -> EpochPosition:
-        """Where the loop under way stands, or the last one left it, or the one that comes will begin.
+        """The position of the loop under way, or where the last one left the epoch, or where the next one begins.
 
         A loop by itself has taken what it was given; of one that a trainer counts, what is committed counts alone.
         """
@@ -381,11 +381,11 @@ class Indexed:
         return place.at(self.epoch) if place.named is None and place.epoch != self.epoch else place.to_come()
 
     def _start_of(self, place: EpochPosition) -> int:
-        """The position at which a loop from there begins: the sampler's own state may say it."""
+        """The position at which a loop from a place begins, which the sampler's own state may say."""
         return place.position or (self._sampler.goes_on_at if place.epoch == self.epoch else 0)
 
     def _order(self, place: EpochPosition) -> Order:
-        """The epoch's, to the position at which it ends for a loop that begins at a place."""
+        """The order of the epoch, up to the position at which it ends for a loop that begins at ``place``."""
         order: Order = self._sampler.order
         if self._is_of_batches:
             order = BatchOrder(order)
@@ -395,7 +395,7 @@ class Indexed:
         return EvenOrder(order, order.num_samples + num_more) if num_more else order
 
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
-        """How many samples a loop from a place has, of an epoch of so many.
+        """How many samples a loop from a place has, in an epoch of ``num_samples``.
 
         Where the sampler leaves out those that do not go round among ranks, or gives some again, all have as many; with
         a trainer, whose steps go round by themselves, none comes again.
@@ -410,7 +410,7 @@ class Indexed:
         return num_left
 
     def _planned(self, batch_size: int | None = None) -> BatchPlan:
-        """The plan that was given, or that of a loader by itself."""
+        """The plan that a trainer gave, or the one by which a loader by itself cuts its batches."""
         if self._given_plan is not None:
             return self._given_plan
         size = batch_size or self._batch_size
@@ -432,5 +432,5 @@ class Indexed:
 
 
 def _num_after(place: EpochPosition, num_samples: int) -> int:
-    """How many of so many samples are not consumed at a place."""
+    """How many of an epoch's samples are not consumed at a place."""
     return num_samples - place.position - sum(stop - start for start, stop in place.completed)

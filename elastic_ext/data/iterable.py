@@ -42,23 +42,23 @@ NO_STATE = (
 
 
 class StreamMaker(Protocol):
-    """Who asks workers for batches."""
+    """What asks data workers for batches of their streams."""
 
     @property
     def num_ahead(self) -> int:
-        """How many it should be asked for before the first of them is taken."""
+        """How many batches to ask for before the first of them is taken."""
 
     def submit(self, indices: list[Any], slot: int | None = None) -> int:
-        """Have the worker of that slot answer a request; gives its number."""
+        """Have the worker of slot ``slot`` answer a request; gives the request's number."""
 
     def take(self, number: int) -> Any:
-        """The answer."""
+        """The answer to the request of this number, once it is there."""
 
     def first_made(self, numbers: Sequence[int]) -> int:
         """Which of these numbers' answers has come first, once one has; none of them was taken."""
 
     def forget(self, number: int) -> None:
-        """Nobody will take it."""
+        """Drop the request of this number: nobody will take its answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class _RequestedBatch:
     start: int
     number: int
     turn: int
-    """Whose it is to be asked after it."""
+    """The worker whose turn it is after this batch was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Handed:
 
     chunk: Chunk
     place: tuple[tuple[int, ...], int]
-    """Where the streams stood after it."""
+    """Where the streams stood after this batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,20 +86,20 @@ class StreamSettings:
 
     batch_size: int
     drop_last: bool
-    """Leave out a last batch that is too small."""
+    """Whether a last batch with too few samples is left out."""
     collate_fn: Callable[[Any], Any]
     """Makes a batch of samples."""
     told_length: int | None = None
     """How many samples the dataset says it has: more than these are warned of."""
     passes_samples: bool = False
-    """Pass samples to come to a place of which the dataset has told no state."""
+    """Whether samples are drawn and dropped to come to a place where the dataset has told no state."""
     wants_states: bool = False
     in_order: bool = True
     seed: int = 0
 
 
 class Streams:
-    """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
+    """One rank's loop over an IterableDataset: an iterator over batches, whose sizes may change.
 
     With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
     have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
@@ -121,9 +121,9 @@ class Streams:
         rank: int = 0,
     ) -> None:
         self.wants_states = settings.wants_states
-        """Somebody may go on where it stands after any batch."""
+        """Whether somebody may want to go on from any batch, so that streams have to tell their states."""
         self.seed = settings.seed
-        """What a data pipe shuffles by."""
+        """The seed by which a data pipe shuffles."""
         self._maker = maker
         self._settings = settings
         self._batch_size = settings.batch_size
@@ -137,7 +137,7 @@ class Streams:
         self._go_to(position)
 
     def __len__(self) -> int:
-        """What the dataset says of itself."""
+        """How many batches the loop has, by the length that the dataset gives."""
         if self._num_batches is None:
             raise TypeError("it is not known how many batches there are")
         return self._num_batches()
@@ -180,12 +180,12 @@ class Streams:
 
     @property
     def num_workers(self) -> int:
-        """Among whom the streams are shared out; 0: the one is this process's own."""
+        """Among how many workers the streams are shared out; 0: the only stream is this process's own."""
         return self._turns.num_workers
 
     @property
     def position(self) -> StreamsPosition:
-        """What is consumed."""
+        """How far each stream is consumed."""
         return self._turns.position
 
     @property
@@ -194,19 +194,19 @@ class Streams:
         return len(self._handed)
 
     def resize(self, batch_size: int) -> None:
-        """Have batches of so many samples from the next one on."""
+        """Have batches of ``batch_size`` samples from the next one on."""
         if batch_size != self._batch_size:
             self._batch_size = batch_size
             self._cut()
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from what is consumed on."""
+        """Cut steps by ``plan`` from now on, beginning after the last consumed sample."""
         if (plan, rank) != (self._plan, self._rank):
             self._plan, self._rank = plan, rank
             self._cut()
 
     def commit(self, num_batches: int | None = None) -> None:
-        """The first batches that were handed out are consumed, or all; those after them begin the next step.
+        """Take the first ``num_batches`` that were handed out, or all, as consumed; the others begin the next step.
 
         A step that was cut short there is followed by one that begins there.
         """
@@ -222,25 +222,25 @@ class Streams:
                 self._cut()
 
     def rollback(self) -> None:
-        """What was handed out and is not consumed comes again."""
+        """Hand out again the batches that are not consumed."""
         self._handed.clear()
         self.carried = None
         if self._turns.rollback():
             self._cut()
 
     def go_to(self, position: StreamsPosition) -> None:
-        """Go on elsewhere."""
+        """Have the loop go on from another position."""
         self.close()
         self._attempt += 1
         self._go_to(position)
 
     def close(self) -> None:
-        """Nobody takes what was asked for."""
+        """Forget all batches that are asked for and were not taken."""
         while self._asked:
             self._maker.forget(self._asked.popleft().number)
 
     def end(self) -> None:
-        """The loop is over: nothing is asked for any more."""
+        """End the loop: no more batches are asked for."""
         self.close()
         self.has_ended = True
 
@@ -250,7 +250,7 @@ class Streams:
         self._cut()
 
     def _cut(self) -> None:
-        """Begin a step at what is consumed, with what is handed out already."""
+        """Cut the next step after what is consumed; batches that are handed out already are its first ones."""
         self._take_back()
         self._to_come = self._sizes()
         self._ask()
@@ -263,7 +263,7 @@ class Streams:
         return islice(to_come, len(self._handed), None)
 
     def _take_back(self, *again: Chunk) -> None:
-        """Nobody takes what was asked for, and the same sizes are asked for again; first of all what is given."""
+        """Forget the batches that are asked for, and ask again for their sizes, after those of ``again``."""
         sizes = [*again, *(asked.chunk for asked in self._asked)]
         self.close()
         if sizes:
@@ -327,14 +327,14 @@ class Streams:
         return answer
 
     def _pass(self, asked: _RequestedBatch) -> None:
-        """It is handed out, also where it cannot be made."""
+        """Count a batch as handed out, also where it cannot be made."""
         self._asked.remove(asked)
         asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
 
     def _find_again(self, slot: WorkerStream, chunk: Chunk) -> None:
-        """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
+        """Have a stream's new worker told where to go on; WorkerDiedError, once, where that place is not known.
 
-        The chunk that it was to give is then to come from another.
+        The chunk that the stream was to give is then to come from another.
         """
         if slot.passed and slot.marks[0].state is None and not self._settings.passes_samples:
             slot.end = slot.passed  # after a rollback too
@@ -347,7 +347,7 @@ class Streams:
         slot.is_found = False
 
     def _pieced_together(self, slot: WorkerStream, chunk: Chunk) -> list[Any] | None:
-        """As many samples of a stream that has too few, and of those after it; None where all have too few."""
+        """Samples for a batch from a stream that has too few and from those after it; None where all are over."""
         self._take_back()
         samples: list[Any] = []
         each: WorkerStream | None = slot
@@ -363,7 +363,7 @@ class Streams:
         return None  # all of them are over now
 
     def _raw(self, slot: WorkerStream, chunk: Chunk, num_samples: int) -> StreamAnswer:
-        """The next samples of one stream as they are."""
+        """The answer with the next samples of one stream, not collated."""
         while True:
             answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
             if not answer.is_lost:
@@ -379,7 +379,7 @@ class Streams:
 
 
 def _warn_of_more(turns: Turns, told_length: int) -> None:
-    """Warn of each batch with which more samples have come than there are, in words that begin as torch's do."""
+    """Warn of a batch with which more samples have come than the dataset has, in words that begin as torch's do."""
     num_samples = sum(slot.handed for slot in turns.slots)
     if num_samples <= told_length:
         return
@@ -400,7 +400,7 @@ def _warn_of_more(turns: Turns, told_length: int) -> None:
 
 
 class StreamedEpochs:
-    """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
+    """The epochs of an IterableDataset: the dataset shares its samples out among ranks and workers itself."""
 
     remaining = seed = None
     draws_order = False
@@ -449,7 +449,7 @@ class StreamedEpochs:
 
     @property
     def asked(self) -> Stream:
-        """A new one: loops that go on side by side do not draw from the same."""
+        """A new Stream of the dataset: loops that go on side by side do not draw from the same."""
         return Stream(
             self._dataset,
             self._collate_fn,
@@ -467,7 +467,7 @@ class StreamedEpochs:
 
     @property
     def why_no_position(self) -> str | None:
-        """Why a loop cannot go on where this one is, None if it can."""
+        """Why a later loop cannot go on where this one is; None if it can."""
         running = self.running
         if self._can_go_on or running is None or running.position.is_over or not any(running.position.num_passed):
             return None
@@ -478,7 +478,7 @@ class StreamedEpochs:
         return self._position is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loop that is under way, which a copy has none of: it says where that one stands."""
+        """The state of a copy, which has no loop under way: it tells where that loop stands."""
         left = self._left if self.running is None else self.running.position
         return {**self.__dict__, "running": None, "_left": left}
 
@@ -556,10 +556,10 @@ class StreamedEpochs:
             self._dataset.set_epoch(epoch)
 
     def take_seed(self, seed: int) -> None:
-        """It has none."""
+        """Nothing to do: the dataset gives its own order, and no seed draws it."""
 
     def order_to_come(self) -> None:
-        """It has none."""
+        """None: the dataset gives its own order."""
 
     def state_dict(self) -> dict[str, Any]:
         self._wants_states = True
@@ -608,12 +608,12 @@ class StreamedEpochs:
 
     @property
     def _goes_on_shuffled(self) -> bool:
-        """The loop that comes goes on with one whose data pipe was shuffled by a seed that is known."""
+        """Whether the next loop goes on with one whose data pipe was shuffled by a known seed."""
         return self._position is not None and self._pipe_seed is not None
 
     @property
     def _is_under_way(self) -> bool:
-        """Somebody loops."""
+        """Whether a loop is under way."""
         return self.running is not None and not self.running.has_ended
 
     def _num_batches(self) -> int:
@@ -622,7 +622,7 @@ class StreamedEpochs:
         return num_samples // size if self._drop_last else -(-num_samples // size)
 
     def _seed_of_epoch(self) -> int:
-        """What a data pipe shuffles by where nothing was drawn: alike on all ranks, without asking."""
+        """The seed by which a data pipe shuffles where none was drawn: alike on all ranks, without asking."""
         seed = self._seed
         if seed is None:
             seed = 0 if self._generator is None else self._generator.initial_seed()
@@ -636,7 +636,7 @@ class StreamedEpochs:
 
 @dataclass(frozen=True)
 class _SharesPipe:
-    """Has a data pipe's own parts shuffle alike everywhere, and give each worker of each rank its share, as torch's."""
+    """Shuffles a data pipe alike on all ranks, and gives each worker of each rank its share, as torch's loader does."""
 
     rank: int
     num_ranks: int

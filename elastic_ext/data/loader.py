@@ -51,11 +51,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """What a loader was given to order samples by."""
+    """The arguments by which a loader orders samples."""
 
     sampler: Any
     batches: Iterable[Any] | None
-    """A batch sampler that decides itself how many samples a batch has."""
+    """A batch sampler that decides itself how many samples a batch has; None without one."""
     shuffle: bool
     seed: int | None
 
@@ -120,7 +120,7 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
 
 
 def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted: DataloaderSection) -> str | None:
-    """The reason in words, None if they can; ``batches`` is a batch sampler that decides sizes itself."""
+    """Why a loader's workers and sizes cannot be as ``wanted``; ``batches`` is a batch sampler that decides sizes."""
     if loader.persistent_workers and wanted.num_workers == 0:
         return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
     changes_workers = wanted.num_workers is not None and wanted.num_workers != loader.num_workers
@@ -156,7 +156,7 @@ def fixed_settings(*, keeps_workers: bool, can_pin: bool) -> dict[str, str]:
 
 
 class Following:
-    """Takes what a file says, between two batches; ``close`` it."""
+    """Follows the config file of a loader without a trainer, and applies it between two batches; ``close`` it."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Following:
         self._seen: ElasticConfig | None = None
 
     def look(self) -> None:
-        """Take what the file says if that is another than before; costs next to nothing where it is not."""
+        """Apply what the file says, if that has changed; costs next to nothing where it has not."""
         if not self._has_news:
             return
         if not self._is_started:
@@ -197,7 +197,7 @@ class Following:
         _logger.info("%s of %s is in force in this loader", new.label, self._watcher.path)
 
     def close(self) -> None:
-        """Follow no more; twice is allowed."""
+        """Stop following the file. Closing twice is allowed."""
         self._watcher.close()
 
     def _note(self) -> None:
@@ -307,7 +307,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
         self.timeline: Timeline | None = None
-        """Where it is noted that a loop waits for a batch."""
+        """The timeline in which the loader notes that a loop waits for a batch."""
         self.on_batch: Callable[[Any], None] | None = None
         """Called with each batch before the loop has it."""
         self.is_in_step: Callable[[], bool] = _never
@@ -338,13 +338,13 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return _Loop(self, running, None)
 
     def __len__(self) -> int:
-        """How many batches the loop that comes has on this rank."""
+        """How many batches the next loop has on this rank."""
         if self._epochs.running is None or self._epochs.running.has_ended:
             self._take_size()
         return self._epochs.num_batches()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
+        """The state of a copy, which has no loops under way, no workers, and follows no file."""
         own = {
             "_making": None,
             "_kept_for": None,
@@ -368,7 +368,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody tells it what is consumed."""
+        """Whether no trainer tells this loader what is consumed."""
         return self._is_alone
 
     # ---- as a trainer sees it ----
@@ -380,12 +380,12 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
+        """Whether the loop under way, or the last one, has no samples left, as far as it has seen."""
         return self._epochs.is_at_end
 
     @property
     def num_handed(self) -> int:
-        """Batches that the loop was given and that no commit has passed."""
+        """Batches that the loop was given and that no commit has taken as consumed."""
         running, before = self._epochs.running, self._step_before
         return (0 if running is None else running.num_handed) + (0 if before is None else before.num_handed)
 
@@ -402,17 +402,17 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def why_no_position(self) -> str | None:
-        """Why it cannot go on where another was, None if it can."""
+        """Why another loader cannot go on from where this one is; None if it can."""
         return self._epochs.why_no_position
 
     @property
     def seed(self) -> int | None:
-        """What the order is drawn from, where it is to be the same on all ranks."""
+        """The seed of the order, where the order is to be the same on all ranks."""
         return self._epochs.seed
 
     @property
     def draws_order(self) -> bool:
-        """Whether a sampler says the order, which may give each rank another one."""
+        """Whether a sampler gives the order, which may give each rank another one."""
         return self._epochs.draws_order
 
     @property
@@ -421,15 +421,15 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return self._batches is not None and self._epochs.has_own_positions
 
     def take_seed(self, seed: int) -> None:
-        """Draw the orders that come from this one; workers are seeded as before."""
+        """Draw later orders from this seed; workers are seeded as before."""
         self._epochs.take_seed(seed)
 
     def order_to_come(self) -> Mapping[str, Any] | None:
-        """What the order of the loop that comes is, or of the one under way, as plain values."""
+        """The order of the next loop, or of the one under way, as plain values that ranks compare."""
         return self._epochs.order_to_come()
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from the last commit on."""
+        """Cut steps by ``plan`` from the last commit on."""
         if self.batch_size is None:
             raise ValueError("batch_size is None, which makes no batches; give a number for a trainer to change")
         if self._following is not None:
@@ -438,7 +438,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._epochs.plan(plan, rank)
 
     def commit(self, num_micro_batches: int | None = None) -> None:
-        """The first so many batches that were handed out are consumed, or all; the others begin the next step."""
+        """Take the first batches that were handed out, or all, as consumed; the others begin the next step."""
         before, running = self._step_before, self._epochs.running
         if self._ending is not None:
             self._ending.close()
@@ -460,45 +460,45 @@ class ElasticDataLoader(DataLoader[_Sample]):
             self._epochs.rewind(before.state)
 
     def leave_epoch(self) -> None:
-        """Go on with the next epoch, where the last loop was left before it had all; one under way goes on."""
+        """Give up the rest of the last loop's epoch, so that the next epoch comes; a loop under way goes on."""
         self._epochs.leave_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands: what is not consumed comes from there, whatever the ranks, sizes and workers.
+        """The position of the epoch: samples that are not consumed come from there, with any ranks, sizes and workers.
 
         Over an IterableDataset it is this rank's own, and for as many workers.
         """
         return self._epochs.state_dict() if self._step_before is None else dict(self._step_before.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the loop that comes; ValueError where this loader cannot."""
+        """Have the next loop go on from a state; ValueError where this loader cannot."""
         self._epochs.load_state_dict(state)
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the loop that is under way, or in the one that comes. Called between two steps."""
+        """Have the loop under way, or the next one, go on from a state. Called between two steps."""
         self._epochs.rewind(state)
 
     @property
     def fixed_settings(self) -> dict[str, str]:
-        """Which of its settings cannot change while a loop is over it, each with the reason."""
+        """The settings of this loader that cannot change during a loop, each with the reason."""
         return fixed_settings(keeps_workers=self._epochs.keeps_workers, can_pin=_can_pin())
 
     @property
     def least_workers(self) -> int:
-        """The fewest that it can have."""
+        """The fewest workers that this loader can have."""
         return int(self.persistent_workers)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has the workers that it is to have, and none is still on its way."""
+        """Whether all wanted workers are running, and none is still on its way."""
         return all(making.is_settled for making in self._makings)
 
     def check(self, new: ElasticConfig) -> str | None:
-        """Why the workers and their like cannot change so."""
+        """Why this loader's workers and sizes cannot be as in ``new``; None where they can."""
         return why_not_change(self, self._batches, self._epochs, new.dataloader)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        """Have as many workers, and so on; more workers are started beside training."""
+        """Set workers, prefetching and pinning as in ``new``; more workers are started beside training."""
         wanted = new.dataloader
         workers, prefetch, pins = self._started_with
         self.num_workers = workers if wanted.num_workers is None else wanted.num_workers
@@ -515,7 +515,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
     # ---- how it is made ----
 
     def _keep_step(self) -> None:
-        """A loop begins within the step that had the last batches of the loop before: what that had still counts."""
+        """Keep the step that had the last batches of the loop before, where a loop begins within that step."""
         running = self._epochs.running
         has_ended = running is not None and running is self._finished and running.num_handed > 0
         if running is None or not has_ended or not self.is_in_step():
@@ -526,7 +526,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._step_before = _StepBefore(state, num_handed)
 
     def _take_size(self) -> None:
-        """Take up a size that was set at torch's own batch sampler, as torch's loader does for the loop that comes."""
+        """Take up a batch size that was set at torch's own batch sampler, as torch's loader does for the next loop."""
         batches = self.batch_sampler
         if type(batches) is not BatchSampler or batches.batch_size == self.batch_size:
             return
@@ -540,7 +540,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self.__dict__["batch_size"] = size  # which torch refuses to be set otherwise
 
     def _resize(self, batch_size: int | None) -> None:
-        """Have batches of so many samples, or of as many as it was made with."""
+        """Have batches of ``batch_size`` samples, or of as many as this loader was made with."""
         if self._batches is None:
             size = batch_size or self.batch_size
             if size is not None:
@@ -552,7 +552,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return partial(pinned, device=self.pin_memory_device) if self.pin_memory and _can_pin() else None
 
     def _made_by(self, num_workers: int) -> Making:
-        """Who makes the batches of a loop."""
+        """The workers that make the batches of a loop: new ones, or those that are kept from loop to loop."""
         making = self._making
         if making is not None and self._epochs.keeps_workers:
             if self.is_alone and self._kept_for is not None and not self._kept_for.has_ended:
@@ -593,7 +593,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return making
 
     def _draw_seed(self) -> int:
-        """What workers are seeded from, drawn with or without any: those that come later change no random number."""
+        """Draw the workers' seed, with or without workers: those that come later change no random number."""
         generator = self.generator
         if generator is None and self._epochs.goes_on:  # with an epoch that has had it drawn
             generator = torch.Generator()
@@ -601,7 +601,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
     def _warn_of_pinning(self) -> None:
-        """Of what torch warns of, in words that begin as its do."""
+        """Warn of unsuitable pinning, as torch does, in words that begin as torch's do."""
         if self.pin_memory and self.pin_memory_device:
             warnings.warn(
                 "pin_memory_device is deprecated, the current accelerator will be used as the device; leave it out",
@@ -625,7 +625,7 @@ class _StepBefore:
 
 
 class _Loop:
-    """One loop over a loader; with it end the workers that are its own."""
+    """One loop over a loader; as it ends, the workers end that are its own."""
 
     def __init__(self, loader: ElasticDataLoader, running: Running, making: Making | None) -> None:
         self._loader = loader
@@ -633,7 +633,7 @@ class _Loop:
         self._making = making
 
     def __len__(self) -> int:
-        """How many batches it has from its beginning on, as they are cut now."""
+        """How many batches the loop has from its beginning on, as they are cut now."""
         return len(self._running)
 
     def __iter__(self) -> _Loop:
@@ -680,7 +680,7 @@ class _Loop:
 
 
 def _says_more(given: Mapping[str, Any]) -> bool:
-    """Whether somebody who gave a batch sampler gave what does not go with one, which torch refuses."""
+    """Whether arguments were given beside a batch sampler that do not go with one, which torch refuses."""
     return given.get("batch_size", 1) != 1 or any(given.get(name) for name in ("shuffle", "sampler", "drop_last"))
 
 

@@ -39,27 +39,27 @@ __all__ = [
 # --- where the loops over an order of samples stand, one value from which the next one is told -----------------------
 
 Ranges = tuple[tuple[int, int], ...]
-"""Positions, each time from the first one to before the second; sorted, and none in two of them."""
+"""Ranges of positions, each from the first to before the second number; sorted, without overlaps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPosition:
-    """An epoch, and how many of its samples are consumed. It never changes: what happens makes another one of it."""
+    """An epoch, and which of its samples are consumed, before and after a loop; immutable."""
 
     epoch: int = 0
     position: int = 0
-    """All samples before it are consumed."""
+    """All samples before this position are consumed."""
     completed: Ranges = ()
-    """What is consumed of those after it, where batches come as they are made."""
+    """Ranges after ``position`` that are consumed too, where batches come as they are made."""
     is_left: bool = False
-    """A loop has taken of the epoch, or there was nothing to take: the next loop is over another one."""
+    """Whether a loop took samples of the epoch, or there were none: the next loop is over another epoch."""
     is_over: bool = False
-    """A state that was loaded says that nothing more of it comes."""
+    """Whether a loaded state says that no more samples of the epoch come."""
     named: int | None = None
-    """The epoch of the next loop, which was named while one was under way."""
+    """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
-        """The place when an epoch is named: what no loop has taken of goes on, all else begins anew."""
+        """The position once an epoch is set: an epoch that no loop has taken from goes on, any other begins anew."""
         goes_on = epoch == self.epoch and not self.is_left
         return (
             EpochPosition(epoch=epoch, position=self.position, completed=self.completed)
@@ -68,16 +68,16 @@ class EpochPosition:
         )
 
     def to_come(self) -> EpochPosition:
-        """Where the next loop begins."""
+        """The position at which the next loop begins."""
         if self.named is not None:
             return self.at(self.named)
         return EpochPosition(epoch=self.epoch + 1) if self.is_left else self
 
 
 def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
-    """Where an order of so many samples stands, of which those at ``left`` still come.
+    """The position of an order of which only the samples at ``left`` still come, and the ranges after it that do not.
 
-    That is the first position that comes, and what does not come of the positions after it.
+    That position is the first one that comes.
     """
     if not left:
         return num_samples, ()
@@ -104,7 +104,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class Order(Protocol):
-    """An epoch's samples, each at its position."""
+    """The order of an epoch's samples: which index is at which position."""
 
     @property
     def num_samples(self) -> int: ...
@@ -113,11 +113,11 @@ class Order(Protocol):
         """The indices at positions from ``start`` to before ``stop``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What this order is: plain values, equal where the order is."""
+        """Plain values that tell this order from others: equal where the orders are."""
 
 
 class InTurn:
-    """As they lie in the dataset."""
+    """The order in which samples lie in the dataset."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = _checked(num_samples)
@@ -130,10 +130,10 @@ class InTurn:
 
 
 class Shuffled:
-    """A permutation that ``seed`` and ``epoch`` choose, computed where it is asked for and kept nowhere.
+    """A random order that ``seed`` and ``epoch`` choose, computed where it is asked for and not kept in memory.
 
-    Of many samples it is a bijection of all numbers with as many bits: each of its steps can be undone, and its
-    keys are drawn; it is repeated until the result is an index. Of few it is a sorted list of random numbers.
+    Of many samples it is a bijection of all numbers with as many bits: each of its steps can be undone, and its keys
+    are drawn; it is repeated until the result is an index. Of few it is a sorted list of random numbers.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -179,7 +179,7 @@ class Shuffled:
         return self._kept[1]
 
     def _permuted(self, positions: _Words) -> _Words:
-        """Of all numbers with as many bits; overflow is cut off, as it is meant to be."""
+        """Positions permuted among all numbers with as many bits; overflow is cut off, as it is meant to be."""
         all_bits = np.uint64((1 << self._num_bits) - 1)
         half = np.uint64((self._num_bits + 1) // 2)
         *keys, last = self._keys
@@ -195,7 +195,7 @@ class Shuffled:
 
 
 class Drawn:
-    """What a sampler gave, kept as it came."""
+    """The order that a sampler gave, kept in memory as it came."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
         told = told_length(indices)
@@ -211,7 +211,7 @@ class Drawn:
 
     @classmethod
     def of_batches(cls, batches: Iterable[Any], num_samples: int | None) -> Drawn:
-        """What a batch sampler gave, of a dataset that has so many samples, if that is known."""
+        """The batches that a batch sampler gave, of a dataset with ``num_samples`` samples, if that is known."""
         drawn = cls(())
         drawn._keep([_own(batch) for batch in _some_of(batches, num_samples or 0)])
         return drawn
@@ -239,7 +239,7 @@ class BatchOrder:
         self.num_samples = order.num_samples
 
     def indices(self, start: int, stop: int) -> list[Any]:
-        """Those of the one batch at ``start``."""
+        """The indices of the one batch at ``start``."""
         assert stop == start + 1
         return list(self._order.indices(start, stop)[0])
 
@@ -248,7 +248,7 @@ class BatchOrder:
 
 
 class EvenOrder:
-    """An order that ends at a position of its own: before the last samples, or once some of the first came again."""
+    """An order cut short, or with some of the first samples again at its end, so that all ranks have as many."""
 
     def __init__(self, order: Order, num_samples: int) -> None:
         self._order = order
@@ -279,7 +279,7 @@ class Without:
         return [index for part in self.places(start, stop) for index in self._order.indices(*part)]
 
     def places(self, start: int, stop: int) -> Ranges:
-        """Where positions from ``start`` to before ``stop`` lie in the whole order."""
+        """The positions in the whole order of the positions from ``start`` to before ``stop`` of this one."""
         found = []
         num_before = 0  # positions that are left out before this one
         for first, last in self._completed:
@@ -297,7 +297,7 @@ class Without:
 
 
 def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
-    """All of them; ValueError where they come to no end."""
+    """The batches of a batch sampler; ValueError where they come to no end."""
     told = told_length(batches)
     most, num_given = max(_MOST_IN_BATCHES, _MOST_TIMES * num_samples), 0
     for number, batch in enumerate(batches, 1):
@@ -312,7 +312,7 @@ def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
 
 
 def told_length(thing: Any) -> int | None:
-    """Its length, None where it has none, or does not tell."""
+    """The length that an object tells; None where it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):  # it may have the method, and no length
@@ -320,7 +320,7 @@ def told_length(thing: Any) -> int | None:
 
 
 def _own(index: Any) -> Any:
-    """What a sampler has yielded, as it is now: it may fill one list, or one array, over and over again."""
+    """A copy of an index that a sampler has yielded: the sampler may fill one list, or one array, again and again."""
     if type(index) is int:
         return index
     if isinstance(index, list | set | dict | deque):
@@ -335,7 +335,7 @@ def _checked(num_samples: int) -> int:
 
 
 def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
-    """Numbers that look random, the same wherever they are made."""
+    """Keys drawn from seed and epoch: numbers that look random, the same on every machine."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=64).digest()
     told = b"".join(
         hashlib.blake2b(digest, digest_size=8, person=b"%d" % number).digest() for number in range(num_keys)
@@ -344,7 +344,7 @@ def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
 
 
 def _drawn(num_samples: int, key: np.uint64) -> npt.NDArray[np.int64]:
-    """All numbers below, sorted by random ones, of which each is a word's upper part."""
+    """All numbers below ``num_samples``, sorted by random ones, of which each is a word's upper part."""
     numbers = np.arange(num_samples, dtype=np.uint64)
     number_bits = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
     by_chance: _Words = np.sort(_mixed(numbers, key) & ~number_bits | numbers)
@@ -373,8 +373,9 @@ class Chunk:
     start: int
     stop: int
     passes: int
-    """The position that the micro-step ends at, on all ranks."""
+    """The position at which the micro-step of this micro-batch ends, over all ranks."""
     ends_step: bool
+    """Whether this is the last micro-batch of its step."""
     sizes: tuple[int, ...] = field(default=(), compare=False)
     """How many samples each rank has in this micro-step."""
 
@@ -410,7 +411,7 @@ def chunks(
 
 
 def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
-    """How many micro-batches ``chunks`` gives of so many samples."""
+    """How many micro-batches ``chunks`` gives in an epoch of ``num_samples`` samples."""
     num_full = num_samples // plan.global_batch
     if (
         plan.is_even and not plan.drop_last
@@ -422,39 +423,39 @@ def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
 
 
 class Cursor:
-    """The position of one rank's loader in one epoch; what was handed out counts once it is passed."""
+    """One rank's position in an epoch: what is handed out, and what of that is consumed."""
 
     def __init__(self, num_samples: int | None, *, position: int = 0) -> None:
         if position < 0 or (num_samples is not None and position > num_samples):
             raise ValueError(f"the position is {position}; allowed: 0 to {num_samples}, the samples of the epoch")
         self.num_samples = num_samples
         self.passed = position
-        """All samples before it are consumed, and none after it is."""
+        """The position before which all samples are consumed, and after which none is."""
         self.handed = position
-        """All samples before it are handed out, on the ranks together."""
+        """The position before which all samples are handed out, by all ranks together."""
 
     @property
     def remaining(self) -> int | None:
-        """Samples that nothing has passed."""
+        """Samples that are not consumed; None where the epoch never ends."""
         return None if self.num_samples is None else self.num_samples - self.passed
 
     def hand_out(self, chunk: Chunk) -> None:
-        """It goes to the loop; the other ranks hand out theirs of the same micro-step."""
+        """Count a micro-batch as handed out; the other ranks hand out theirs of the same micro-step."""
         self.handed = chunk.passes
 
     def hand_out_rest(self) -> None:
-        """What is left goes to the other ranks."""
+        """Count all that is left as handed out, by the other ranks."""
         assert self.num_samples is not None
         self.handed = self.num_samples
 
     def commit(self, position: int | None = None) -> bool:
-        """What was handed out is consumed, up to ``position`` or all of it; whether that is something."""
+        """Count what was handed out, up to ``position`` or all, as consumed; gives whether that was anything."""
         before = self.passed
         self.passed = self.handed if position is None else position
         return self.passed != before
 
     def rollback(self) -> bool:
-        """What was handed out since the last commit comes again; whether that is something."""
+        """Have all be handed out again that is not consumed; gives whether that was anything."""
         has_moved = self.passed != self.handed
         self.handed = self.passed
         return has_moved

@@ -24,7 +24,7 @@ __all__ = ["Ahead", "BatchNotReady", "Maker", "can_be_recut", "cut", "join"]
 
 
 def can_be_recut(collate_fn: Callable[[Any], Any]) -> bool:
-    """Whether batches are made as is known here: by default_collate, which nobody has taught other types."""
+    """Whether batches can be cut and joined: default_collate makes them, which nobody has taught other types."""
     known = default_collate.__module__
     return collate_fn is default_collate and all(
         getattr(each, "__module__", None) == known for each in default_collate_fn_map.values()
@@ -32,7 +32,7 @@ def can_be_recut(collate_fn: Callable[[Any], Any]) -> bool:
 
 
 def cut(batch: Any, start: int, stop: int, num_samples: int) -> Any:
-    """The samples from ``start`` to before ``stop`` of a batch of so many; ValueError where it cannot be cut."""
+    """The samples from ``start`` to before ``stop`` of a batch with ``num_samples``; ValueError if it cannot be cut."""
     if isinstance(batch, torch.Tensor):
         if batch.dim() == 0 or batch.shape[0] != num_samples:
             raise ValueError(f"a tensor of shape {list(batch.shape)} is no batch of {num_samples} samples")
@@ -45,7 +45,7 @@ def cut(batch: Any, start: int, stop: int, num_samples: int) -> Any:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """One batch of the samples of all; ValueError where they are not alike."""
+    """One batch of the samples of all these batches; ValueError where they are not alike."""
     first = batches[0]
     if len(batches) == 1:
         return first
@@ -66,12 +66,12 @@ def join(batches: Sequence[Any]) -> Any:
 
 
 def _is_of_texts(batch: Any) -> bool:
-    """Texts are left as they are: a sequence of them has one for each sample."""
+    """Whether a batch is a sequence of texts, one for each sample, which is cut as it is."""
     return isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(part, (str, bytes)) for part in batch)
 
 
 def _parts(batch: Any) -> list[Any]:
-    """What a sample consists of, each part a batch."""
+    """The parts that a sample consists of, each as a batch; ValueError where a batch of this type cannot be cut."""
     if isinstance(batch, Mapping) and type(batch) is dict:
         return list(batch.values())
     if type(batch) in (list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
@@ -101,14 +101,14 @@ _NOT_TAKEN: Any = object()
 
 
 class Maker(Protocol):
-    """Who makes batches, some of them before they are taken."""
+    """What makes batches, some of them before they are taken."""
 
     @property
     def num_ahead(self) -> int:
-        """How many it should be asked for before the first of them is taken."""
+        """How many batches to ask for before the first of them is taken."""
 
     def submit(self, indices: list[Any], *, turn: int) -> int:
-        """Have a batch made of these, after so many others of the loop; gives its number."""
+        """Have a batch made of these indices, the one after ``turn`` others of the loop; gives its number."""
 
     def take(self, number: int) -> Any:
         """The batch of that number, once it is made."""
@@ -117,18 +117,18 @@ class Maker(Protocol):
         """Which of these numbers' batches has come first, once one has; none of them was taken."""
 
     def forget(self, number: int) -> None:
-        """Nobody will take it."""
+        """Drop the batch of this number: nobody will take it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Made:
-    """A batch that is asked for."""
+    """A batch that was asked for, of the samples from ``start`` to before ``stop``."""
 
     start: int
     stop: int
     number: int
     num_uses: int = 0
-    """By how many of the batches that are handed out."""
+    """How many of the batches that are handed out are cut from this one."""
     batch: Any = _NOT_TAKEN
 
     @property
@@ -138,14 +138,14 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BatchesToHand:
-    """A batch that is to be handed out, and the prefetched batches that it is, or is cut from, in order."""
+    """A batch that is to be handed out, and the prefetched batches from which it is cut, in order."""
 
     chunk: Chunk
     made: tuple[_Made, ...]
 
 
 class Ahead:
-    """The rest of an epoch on one rank: an iterator over batches, of sizes that may change between any two.
+    """The rest of an epoch with indices on one rank: an iterator over prefetched batches, whose sizes may change.
 
     With ``can_recut`` batches are as default_collate makes them: those of other sizes that are on their way are cut and
     joined. Else their samples are asked for again.
@@ -180,7 +180,7 @@ class Ahead:
         self._cut()
 
     def __len__(self) -> int:
-        """How many batches it hands out in all: those it has, and the rest as they are cut now."""
+        """How many batches the loop hands out in all: those that it has, and the rest as they are cut now."""
         left = (self.cursor.num_samples or 0) - self.cursor.handed
         return self._num_passed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
 
@@ -213,13 +213,13 @@ class Ahead:
 
     @property
     def remaining(self) -> int | None:
-        """Samples of the epoch that nothing has passed."""
+        """Samples of the epoch that are not consumed; None where the epoch never ends."""
         left = self.cursor.remaining
         return None if left is None else left - sum(chunk.num_samples for chunk in self._early)
 
     @property
     def standing(self) -> tuple[int, Ranges]:
-        """The position in ``order`` that is consumed, and what is consumed of those after it."""
+        """The position in ``order`` before which all is consumed, and the ranges after it that are consumed."""
         if self._rest is self.order and not self._early:
             return self.cursor.passed, ()
         early = [(chunk.start, chunk.stop) for chunk in self._early]
@@ -236,19 +236,19 @@ class Ahead:
         return len(self._handed)
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from what is consumed on."""
+        """Cut steps by ``plan`` from now on, beginning after the last consumed sample."""
         if (plan, rank) != (self._plan, self._rank):
             self._plan, self._rank = plan, rank
             self._cut()
 
     def keep_order(self) -> None:
-        """Hand out in order what comes from now on, whichever is made first."""
+        """Hand out later batches in order, whichever is made first."""
         if self._as_they_come:
             self._as_they_come = False
             self._cut()
 
     def commit(self, num_batches: int | None = None) -> None:
-        """The first batches that were handed out are consumed, or all; those after them begin the next step.
+        """Take the first ``num_batches`` that were handed out, or all, as consumed; the others begin the next step.
 
         A step that was cut short there is followed by one that begins there.
         """
@@ -269,14 +269,14 @@ class Ahead:
                 self._cut()
 
     def rollback(self) -> None:
-        """What was handed out and is not consumed comes again."""
+        """Hand out again the batches that are not consumed."""
         self._handed.clear()
         self.carried = None
         if self.cursor.rollback():
             self._cut()
 
     def go_to(self, order: Order, position: int, completed: Ranges = ()) -> None:
-        """Go on elsewhere."""
+        """Have the loop go on from another position, in this order."""
         keeps_places = self._rest is self.order and not self._early and not completed
         if not keeps_places or order.state_dict() != self.order.state_dict():
             self.close()
@@ -286,12 +286,12 @@ class Ahead:
         self._cut()
 
     def close(self) -> None:
-        """Nobody takes what was asked for."""
+        """Forget all batches that are asked for and were not taken."""
         while self._asked:
             self._release(self._asked.popleft())
 
     def end(self) -> None:
-        """The loop is over: nothing is asked for any more."""
+        """End the loop: no more batches are asked for."""
         self.close()
         self.has_ended = True
 
@@ -302,7 +302,7 @@ class Ahead:
         self._early: list[Chunk] = []  # handed out before those ahead of them, which are not; in order
 
     def _cut(self) -> None:
-        """Begin at what is consumed, with what is handed out already; what still comes is not asked for again."""
+        """Cut the next step after what is consumed; batches on their way are used again where they fit."""
         if self._early:
             self.close()
             self._begin_at(self.order, *self.standing)
@@ -334,7 +334,7 @@ class Ahead:
             self._asked.append(_BatchesToHand(chunk, made))
 
     def _cover(self, chunk: Chunk, on_the_way: Sequence[_Made]) -> tuple[_Made, ...]:
-        """Batches that have all of a chunk, and what is asked for now in between; none if nothing of it is there."""
+        """Batches on their way, and new ones between, that have all of a chunk; none if nothing of it is on its way."""
         for made in on_the_way:
             if (made.start, made.stop) == (chunk.start, chunk.stop):
                 return (made,)
@@ -355,7 +355,7 @@ class Ahead:
 
     @property
     def _num_begun(self) -> int:
-        """Batches of the loop that were handed out, or are asked for."""
+        """How many batches of the loop were handed out, or are asked for."""
         return self._num_passed + len(self._handed) + len(self._asked)
 
     def _submit(self, start: int, stop: int, turn: int) -> _Made:
@@ -399,7 +399,7 @@ class Ahead:
         return made.batch
 
     def _first_made(self) -> _BatchesToHand:
-        """What may be handed out first: once its first batch has come that was not taken."""
+        """The batch that may be handed out first: the first one whose parts have come."""
         waiting: dict[int, _BatchesToHand] = {}
         for asked in self._asked:
             missing = next((made.number for made in asked.made if made.batch is _NOT_TAKEN), None)

@@ -83,7 +83,7 @@ class ElasticDistributedSampler(Sampler[Any]):
 
     @property
     def order(self) -> Order:
-        """The epoch's; drawn anew where the dataset has another length now."""
+        """The order of this epoch; drawn anew where the dataset has another length now."""
         if self._order is not None and (self.dataset is None or self._order.num_samples == len(self.dataset)):
             return self._order
         if self.sampler is not None:
@@ -101,33 +101,33 @@ class ElasticDistributedSampler(Sampler[Any]):
 
     @property
     def goes_on_at(self) -> int:
-        """The position at which the next iteration begins: 0, or that of a state that was loaded."""
+        """The position at which the next iteration begins: 0, or that of a loaded state."""
         return self._goes_on_at
 
     @property
     def told_length(self) -> int:
-        """How many samples the next epoch has, as a ``sampler`` says it now; of one that does not, as it drew last."""
+        """How many samples the next epoch has: as ``sampler`` says now, else as it drew last."""
         try:
             return len(self.sampler) if isinstance(self.sampler, Sized) else self.order.num_samples
         except (TypeError, NotImplementedError):  # a sampler may have the method, and no length
             return self.order.num_samples
 
     def draw_anew(self) -> None:
-        """Ask ``sampler`` again, which may have changed since it was asked; not one that gives its samples once."""
+        """Draw the order from ``sampler`` again, which may have changed; not from one that gives samples once."""
         if self.sampler is not None and not isinstance(self.sampler, Iterator):
             self._order = None
 
     def begin_elsewhere(self) -> None:
-        """A loader takes what a state that was loaded has left: the next iteration here is over the whole epoch."""
+        """Leave the rest of a loaded state to a loader: the next iteration here is over a whole epoch."""
         self._goes_on_at = 0
 
     def reseed(self, seed: int) -> None:
-        """Draw from another seed."""
+        """Draw later orders from another seed."""
         if seed != self.seed:
             self.seed, self._order = seed, None
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
+        """Begin another epoch; one that is under way already, as after ``load_state_dict``, goes on."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._begin_anew()
@@ -152,7 +152,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             yield order.indices(place, place + 1)[0]
 
     def state_dict(self, num_taken: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands once this rank has taken ``num_taken`` samples of the last iteration.
+        """The position of the epoch once this rank has taken ``num_taken`` samples of the last iteration.
 
         By default all that were asked for; a loader with workers asks for more than it has handed out. Ranks whose
         shares weigh more than 1 stand together only between two rounds.
@@ -169,7 +169,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration go on from there, with however many ranks; ValueError where its order is another."""
+        """Have the next iteration go on from a state, with any number of ranks; ValueError if its order is another."""
         missing = sorted({"epoch", "position", "order"} - set(state))
         if missing:
             raise ValueError(f"the state has no {', '.join(missing)}, and is none of such a sampler")
@@ -197,7 +197,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         return sum(self.share_weights)
 
     def _begin_anew(self) -> None:
-        """The epoch is another: nothing of it is taken, and its order is not drawn."""
+        """Begin another epoch: no samples are taken, and its order is not drawn yet."""
         self._start = self._taken = self._goes_on_at = 0
         self._order = None
 
@@ -229,9 +229,10 @@ class ElasticDistributedSampler(Sampler[Any]):
 
 
 class OfTorch(ElasticDistributedSampler):
-    """The same samples for the same ranks as torch's DistributedSampler has, in an order that ranks do not change.
+    """An ElasticDistributedSampler that gives each rank the samples of torch's DistributedSampler.
 
-    The DistributedSampler's epoch stays the one there is: whoever calls its ``set_epoch`` names the epoch here too.
+    Its order does not change with ranks. The DistributedSampler's epoch stays the one there is: whoever calls its
+    ``set_epoch`` names the epoch here too.
     """
 
     def __init__(self, of: DistributedSampler[Any]) -> None:
@@ -267,14 +268,14 @@ class OfTorch(ElasticDistributedSampler):
 
 
 class OwnBatches(ElasticDistributedSampler):
-    """What a rank's own batch sampler gives, which may share batches out by itself: nobody else does."""
+    """The batches of a rank's own batch sampler, which may share them out by itself: nobody else does."""
 
     def __init__(self, batches: Iterable[Any], of: Any, seed: int) -> None:
         super().__init__(None, 1, 0, sampler=batches, seed=seed)
         self._of = of  # the dataset
 
     def _check(self, sampler: Any) -> None:
-        """It is as good as any."""
+        """Any batch sampler will do, also one that shares its batches out."""
 
     def _taken_from(self, sampler: Any) -> Drawn:
         return Drawn.of_batches(sampler, told_length(self._of))

@@ -27,7 +27,7 @@ __all__ = ["Copied", "SeededDataset", "SeededOrder", "SeededSample", "seeded"]
 
 
 class SeededSample(NamedTuple):
-    """What a seeded dataset is asked for."""
+    """A sample's index with the seed for its random numbers: what a SeededDataset is asked for."""
 
     index: Any
     seed: int
@@ -37,7 +37,7 @@ class SeededSample(NamedTuple):
 
 
 class SeededOrder:
-    """An order whose indices come with the seeds of their samples, which another epoch has otherwise."""
+    """An order whose indices come with the seeds of their samples, which differ from epoch to epoch."""
 
     def __init__(self, order: Order, *, seed: int, epoch: int) -> None:
         self._order = order
@@ -60,7 +60,7 @@ class SeededOrder:
 
 
 class SeededDataset:
-    """A dataset that is asked for seeded samples. In the training process itself random states stay what they were."""
+    """A dataset that seeds random numbers before each sample; in the training process their states are restored."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -81,7 +81,7 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """In here random numbers of this process are those of a seed; afterwards they go on as before."""
+    """A context in which this process's random numbers are those of a seed; afterwards they go on as before."""
     plain, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         _seed(seed)
@@ -98,14 +98,14 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy. It travels to another process as the bytes that it is, and nobody unpickles it on the way."""
+    """A copy of a value, as bytes: these travel to another process, and nobody unpickles them on the way."""
 
     content: Any
     is_pickled: bool
 
     @classmethod
     def of(cls, value: Any) -> Copied:
-        """What a value is now."""
+        """A copy of a value as it is now."""
         written = io.BytesIO()
         try:
             _Pickler(written).dump(value)
@@ -114,12 +114,12 @@ class Copied:
         return cls(written.getvalue(), is_pickled=True)
 
     def value(self) -> Any:
-        """The value, another object each time."""
+        """The value that was copied, as another object each time."""
         return ForkingPickler.loads(self.content) if self.is_pickled else copy.deepcopy(self.content)
 
 
 class _Pickler(ForkingPickler):
-    """multiprocessing's without what is registered there, which has tensors shared among processes, and not copied."""
+    """A pickler that copies tensors, where multiprocessing's has them shared among processes."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, 5)

@@ -40,7 +40,7 @@ class MicroBatchSource(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """The micro-batch that it was made with, on one rank; a loader that has None there has sizes of its own."""
+        """Samples per micro-batch on one rank, as the loader was made; None where it has sizes of its own."""
 
     @property
     def drop_last(self) -> bool:
@@ -54,10 +54,10 @@ class MicroBatchSource(Protocol):
         """
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
-        """Cut steps like this from the last commit on. Called between two steps, and before the first."""
+        """Cut steps by ``plan`` from the last commit on. Called between two steps, and before the first."""
 
     def commit(self, num_micro_batches: int) -> None:
-        """The first so many that were handed out since the last commit are consumed. Called at every step boundary.
+        """Take the first micro-batches handed out since the last commit as consumed. Called at every step boundary.
 
         What was handed out after them begins the next step, at the size that it has.
         """
@@ -68,18 +68,18 @@ class MicroBatchSource(Protocol):
 
 @runtime_checkable
 class CountedSource(MicroBatchSource, Protocol):
-    """One that says how many micro-batches it has handed out.
+    """A MicroBatchSource that says how many micro-batches it has handed out.
 
     A loop may take the next one before its micro-step has ended. One that is further ahead is refused.
     """
 
     @property
     def num_handed(self) -> int:
-        """On this rank: those that no commit has consumed, and no rollback has taken back."""
+        """Micro-batches handed out on this rank that no commit has consumed, and no rollback has taken back."""
 
     @property
     def carried(self) -> tuple[int, ...] | None:
-        """The sizes, by rank, of the first of them, where steps have been cut otherwise since it was handed out.
+        """The sizes, by rank, of the first such micro-batch, where steps were cut otherwise since it was handed out.
 
         None where the step that comes begins with a micro-batch of that size anyway. ``BatchPlan.next_step`` takes it.
         """
@@ -87,13 +87,13 @@ class CountedSource(MicroBatchSource, Protocol):
 
 @runtime_checkable
 class ResumableSource(MicroBatchSource, Protocol):
-    """One whose position can be kept in a checkpoint: plain values, the same on every rank after a commit."""
+    """A MicroBatchSource whose position goes into checkpoints: plain values, the same on every rank after a commit."""
 
     def state_dict(self) -> Any:
-        """Where its epoch stands: what no commit has passed comes from there, whatever the number of ranks."""
+        """The position of the epoch: samples that are not consumed come from there, with any number of ranks."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there, with the loop that comes.
+        """Have the next loop go on from a state.
 
         At an epoch's end that may be the next epoch, or the empty rest of the one that is over, as ``remaining`` then
         says; a trainer passes such a rest itself.
@@ -102,42 +102,42 @@ class ResumableSource(MicroBatchSource, Protocol):
 
 @runtime_checkable
 class RewindableSource(ResumableSource, Protocol):
-    """One that can go back while somebody loops over it."""
+    """A ResumableSource that can go back during a loop."""
 
     def rewind(self, state: Any) -> None:
-        """Go on from there, in the loop that is under way, or with the one that comes. Called between two steps."""
+        """Have the loop under way, or the next one, go on from a state. Called between two steps."""
 
 
 @runtime_checkable
 class OwnPositions(RewindableSource, Protocol):
-    """One whose position may be each rank's own, so that as many ranks have to go on from theirs."""
+    """A RewindableSource that may have another position on each rank, so that as many ranks have to resume."""
 
     @property
     def has_own_positions(self) -> bool:
-        """Whether it is."""
+        """Whether each rank has a position of its own."""
 
     @property
     def why_no_position(self) -> str | None:
-        """Why it cannot go on where it is now, None if it can."""
+        """Why no later loop can go on from where the loader is now; None if one can."""
 
 
 @runtime_checkable
 class OrderedSource(MicroBatchSource, Protocol):
-    """One that draws the order of an epoch on each rank, where it has to be the same."""
+    """A MicroBatchSource that draws an epoch's order on each rank, where the order has to be the same."""
 
     @property
     def seed(self) -> int | None:
-        """What the order is drawn from, if something is."""
+        """The seed of the order, if there is one."""
 
     @property
     def draws_order(self) -> bool:
-        """Whether more than that may say it, so that ranks have to compare what they have drawn."""
+        """Whether the order may depend on more than the seed, so that ranks have to compare their orders."""
 
     def take_seed(self, seed: int) -> None:
-        """Draw the orders that come from this one."""
+        """Draw later orders from this seed."""
 
     def order_to_come(self) -> Any:
-        """What the order of the loop that comes is, as plain values. Called where an epoch begins."""
+        """The order of the next loop, as plain values that ranks compare. Called where an epoch begins."""
 
 
 @runtime_checkable
@@ -146,18 +146,18 @@ class BatchDrawingSource(Protocol):
 
     @property
     def draws_batches(self) -> bool:
-        """Whether it does."""
+        """Whether each rank draws its batches for itself."""
 
     def order_to_come(self) -> Any:
-        """What the batches of the loop that comes are, as plain values. Called where an epoch begins."""
+        """The batches of the next loop, as plain values that ranks compare. Called where an epoch begins."""
 
 
 @runtime_checkable
 class LeavableSource(MicroBatchSource, Protocol):
-    """One whose state says where a loop was left, and so has to be told that nobody will go on there."""
+    """A MicroBatchSource that has to be told that no loop will go on where the last one was left."""
 
     def leave_epoch(self) -> None:
-        """The epoch is over, where the loop over it is: the one that comes is over the next one, as its state says."""
+        """Give up the rest of the epoch if its loop has ended: the next loop and the state are of the next one."""
 
 
 @runtime_checkable
@@ -166,12 +166,12 @@ class EndingSource(Protocol):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
+        """Whether the loop under way, or the last one, has no samples left, as far as it has seen."""
 
 
 @runtime_checkable
 class ShowingSource(Protocol):
-    """One that shows each batch to somebody before the loop has it."""
+    """A loader that calls ``on_batch`` with each batch before the loop has it."""
 
     on_batch: Callable[[Any], None] | None
 
@@ -190,9 +190,9 @@ class FixedBatches:
 
     micro_batch: int
     num_batches: int | None = None
-    """Of an epoch; None where it is not known."""
+    """Batches of an epoch; None where it is not known how many."""
     last_batch: int | None = None
-    """Samples in the last one; None where it is as large as the others."""
+    """Samples in the last batch; None where it is as large as the others."""
 
     @classmethod
     def of(cls, loader: Any) -> FixedBatches | None:
@@ -221,7 +221,7 @@ class FixedBatches:
 
     @classmethod
     def _of_sampler(cls, sampler: Any) -> FixedBatches | None:
-        """What a batch sampler gives, through those that accelerate puts around it."""
+        """The batches of a batch sampler, through those that accelerate puts around it."""
         inner = getattr(sampler, "batch_sampler", None)
         if inner is None:
             return cls._known(getattr(sampler, "batch_size", None), sampler, sampler)
@@ -238,7 +238,7 @@ class FixedBatches:
 
     @classmethod
     def _sharded(cls, shard: Any, whole: FixedBatches) -> FixedBatches | None:
-        """A rank's part of batches that each go to one rank, or of each of which every rank has a slice.
+        """A rank's part of batches: each goes to one rank, or is sliced among all ranks.
 
         Where ``even_batches`` makes up for what is missing with samples from the beginning, all of them are whole.
         """
@@ -260,7 +260,7 @@ class FixedBatches:
 
     @classmethod
     def _dispatched(cls, loader: Any, whole: FixedBatches | None) -> FixedBatches | None:
-        """A rank's slice of what the first rank reads: one batch of it, or as many as there are ranks."""
+        """A rank's slices of what the first rank reads at once: one batch, or as many as there are ranks."""
         if whole is None:
             return None
         num_ranks = loader.state.num_processes

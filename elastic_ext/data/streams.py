@@ -34,15 +34,15 @@ class Mark:
     """A place in a stream from which it can go on."""
 
     num_samples: int
-    """That lie before it."""
+    """How many samples of the stream lie before this place."""
     state: Copied | None = None
-    """What the dataset's ``state_dict`` gave there; without one, the way to it is to pass all samples before it."""
+    """What the dataset's ``state_dict`` gave there; None: to come there, all samples before it are passed."""
 
 
 START = Mark(0)
 
 _SAMPLES_PER_STATE = 50.0
-"""How many times as long samples have to take as the state that is told of them, where nobody is known to want it."""
+"""How many times as long samples take as the states told of them, where nobody is known to want these."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -51,23 +51,23 @@ class StreamRequest:
 
     slot: int
     loop: int
-    """Which loop over the dataset they are of."""
+    """The number of the loop over the dataset that asks."""
     attempt: int
-    """How often the loop has gone elsewhere."""
+    """How often this loop has gone to another position before."""
     start: int
     num_samples: int
     keep_from: int
-    """Samples before it are not asked for again."""
+    """The number of the first sample that may be asked for again; those before it are dropped."""
     mark: Mark | None = None
-    """At or before ``start``: where to go if the stream is not there; without one it answers that it is lost."""
+    """A place at or before ``start`` to go to if the stream is not there; None: it answers that it is lost."""
     is_raw: bool = False
-    """As a list of samples, not collated."""
+    """Whether the samples are wanted as a list, not collated."""
     is_whole: bool = False
-    """Fewer samples than that make no batch: they are counted, and not collated."""
+    """Whether only a full batch is wanted: fewer samples are counted, and not collated."""
     is_marked: bool = False
-    """Somebody will want to go on behind it: the dataset tells its state there, whatever that takes."""
+    """Whether somebody will go on behind this batch: the dataset tells its state there, whatever that takes."""
     seed: int = 0
-    """What a data pipe shuffles by in this loop, alike in all workers and on all ranks."""
+    """The seed by which a data pipe shuffles in this loop, alike in all workers and on all ranks."""
 
     def __repr__(self) -> str:
         last = self.start + self.num_samples - 1
@@ -81,22 +81,22 @@ class StreamAnswer:
 
     batch: Any = None
     num_samples: int = 0
-    """In the batch; fewer than asked for where the stream ends."""
+    """Samples in the batch; fewer than asked for where the stream ends."""
     mark: Mark | None = None
-    """Behind the last of them, where the dataset has told its state."""
+    """The place behind the last sample, where the dataset has told its state."""
     is_lost: bool = False
-    """The stream is not where the request begins: ask again, and say how to come there."""
+    """Whether the stream is not where the request begins: ask again, with a mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What came in the place of a sample: it counts as one, and comes again where the sample would."""
+    """An exception that came instead of a sample: it counts as one, and comes again where the sample would."""
 
     error: BaseException
 
 
 def can_tell_state(dataset: Any) -> bool:
-    """Whether a dataset can go on from where it was."""
+    """Whether a dataset can save and load its position, by ``state_dict`` and ``load_state_dict``."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
@@ -107,7 +107,7 @@ class PipeSharing(Protocol):
 
 
 class Stream:
-    """One worker's; ``stream[request]`` is the answer.
+    """One worker's samples of an IterableDataset: ``stream[request]`` is the answer to a StreamRequest.
 
     A state may be large, and often nobody ever goes on from it: where no request is marked, all states together take a
     fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
@@ -177,9 +177,9 @@ class Stream:
         return StreamAnswer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
 
     def _pass_to(self, place: int, *, keeps: bool) -> BaseException | None:
-        """Draw what lies before a place. A sample that cannot be had counts as one: no batch waits for it.
+        """Draw all samples before a place; gives the exception that came instead of the last one, if one did.
 
-        Gives what came instead of the last one, if that could not be had.
+        A sample that cannot be had counts as one: no batch waits for it.
         """
         error = None
         while self._at < place and not self._has_ended:
@@ -187,7 +187,7 @@ class Stream:
         return error
 
     def _draw(self, *, keeps: bool = True) -> BaseException | None:
-        """Draw the next sample, if there is one; gives what came instead of it."""
+        """Draw the next sample, if there is one; gives the exception that came instead, if one did."""
         failed = None
         try:
             sample = next(self._iterator)
@@ -205,7 +205,7 @@ class Stream:
         return failed
 
     def _marked(self, is_wanted: bool) -> Mark | None:
-        """The place behind what is drawn, if it is wanted, or its state has become due."""
+        """The place behind the drawn samples with the dataset's state, if it is wanted or has become due."""
         if not is_wanted and self._num_seconds < self._due_seconds:
             return None
         began = self._clock()
@@ -238,7 +238,7 @@ class Stream:
 
 
 class _Raising(Iterator[Any]):
-    """The samples of a dataset that could not even begin: whoever asks for one is told why, as often as they ask."""
+    """An iterator for a dataset that could not begin: it raises the reason each time that it is asked for a sample."""
 
     def __init__(self, error: BaseException) -> None:
         self._error, self._trace = error, error.__traceback__
@@ -254,13 +254,13 @@ class _Raising(Iterator[Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamsPosition:
-    """How far each worker's stream is consumed, and who comes next."""
+    """How far each worker's stream is consumed, and whose turn is next."""
 
     num_passed: tuple[int, ...]
     marks: tuple[Mark, ...]
-    """One of each stream, at or before what is passed."""
+    """For each stream a place to go on from, at or before what is consumed."""
     num_workers: int
-    """0: the one stream is this process's own."""
+    """The number of workers; 0: the only stream is this process's own."""
     turn: int = 0
     is_over: bool = False
 
@@ -270,7 +270,7 @@ class StreamsPosition:
         return cls(num_passed=(0,) * num_streams, marks=(START,) * num_streams, num_workers=num_workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, but for what the dataset's own states hold."""
+        """This position as plain values, but for what the dataset's own states hold."""
         return {
             "num_workers": self.num_workers,
             "streams": [
@@ -288,7 +288,7 @@ class StreamsPosition:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StreamsPosition:
-        """What ``state_dict`` gave."""
+        """The position that ``state_dict`` gave."""
         streams = state["streams"]
         return cls(
             num_passed=tuple(int(each["passed"]) for each in streams),
@@ -307,13 +307,17 @@ class WorkerStream:
 
     number: int
     passed: int
+    """How many samples are consumed."""
     marks: deque[Mark]
+    """Places to go on from, in order; the first is at or before what is consumed."""
     asked: int = 0
+    """How many samples are asked for."""
     handed: int = 0
+    """How many samples are handed out."""
     end: int | None = None
-    """How many it has, once that is known."""
+    """How many samples the stream has, once that is known."""
     is_found: bool = False
-    """Its worker knows where to go on."""
+    """Whether the stream's worker knows where to go on."""
 
     def __post_init__(self) -> None:
         self.asked = self.handed = self.passed
@@ -323,13 +327,13 @@ class WorkerStream:
         return self.end is not None and self.asked >= self.end
 
     def drop_marks(self) -> None:
-        """All but the last one that can still be needed, and those behind it."""
+        """Drop the marks that are not needed any more: all before the last one that is at or before ``passed``."""
         while len(self.marks) > 1 and self.marks[1].num_samples <= self.passed:
             self.marks.popleft()
 
 
 class Turns:
-    """All streams from a position on. Workers take turns, and one whose stream has ended is left out."""
+    """How far all streams of a loop are asked for, handed out and consumed; workers take turns until each ends."""
 
     def __init__(self, position: StreamsPosition) -> None:
         self.num_workers = position.num_workers
@@ -342,7 +346,7 @@ class Turns:
 
     @property
     def position(self) -> StreamsPosition:
-        """What is consumed."""
+        """How far each stream is consumed, as a position that a loop can go on from."""
         return StreamsPosition(
             num_passed=tuple(slot.passed for slot in self.slots),
             marks=tuple(slot.marks[0] for slot in self.slots),
@@ -352,7 +356,7 @@ class Turns:
         )
 
     def next_slot(self, num_asked: Mapping[int, int] | None = None) -> WorkerStream | None:
-        """Who is to be asked, of those whose stream may have more.
+        """The stream to ask next, of those that may have more samples; None where all have ended.
 
         It is the one whose turn it is, or, where it is told how much each has to answer, the one with least of it.
         """
@@ -366,11 +370,11 @@ class Turns:
 
     @property
     def place(self) -> tuple[tuple[int, ...], int]:
-        """How much of each stream is handed out, and whose turn is next; for ``commit``."""
+        """How far each stream is handed out, and whose turn is next; for ``commit``."""
         return tuple(slot.handed for slot in self.slots), self.handed
 
     def commit(self, place: tuple[tuple[int, ...], int] | None = None) -> None:
-        """What was handed out is consumed, up to ``place`` or all of it."""
+        """Count what was handed out, up to ``place`` or all of it, as consumed."""
         handed, turn = place or self.place
         for slot, passed in zip(self.slots, handed, strict=True):
             slot.passed = passed
@@ -378,7 +382,7 @@ class Turns:
         self._passed = turn
 
     def rollback(self) -> bool:
-        """What was handed out and is not consumed comes again; whether that is something."""
+        """Have all be handed out again that is not consumed; gives whether that was anything."""
         has_moved = any(slot.handed != slot.passed for slot in self.slots)
         if has_moved:
             self.is_over = False
@@ -388,13 +392,13 @@ class Turns:
         return has_moved
 
     def take_back(self) -> None:
-        """What was asked for and not handed out is asked for again."""
+        """Have all be asked for again that was not handed out."""
         for slot in self.slots:
             slot.asked = slot.handed
         self.asked = self.handed
 
     def hand_out_asked(self) -> None:
-        """All that was asked for is handed out."""
+        """Count all that was asked for as handed out."""
         for slot in self.slots:
             slot.handed = slot.asked
         self.handed = self.asked

@@ -36,7 +36,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Public names, imported when they are asked for: what is pure here does without torch."""
+    """Import public names when they are asked for: pure ones do without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -29,7 +29,7 @@ from .plan import blocks_recomputed
 __all__ = ["RecomputeTrial", "Units", "blocks_of", "recompute", "why_not_recompute"]
 
 Units: TypeAlias = type[nn.Module] | Sequence[str] | None
-"""A class of modules, their names, or None for the repeated blocks that are found."""
+"""How to find a model's blocks: by a class of modules, by their names, or None for repeated blocks that are found."""
 
 _NOT_ALIKE = (
     "activation_checkpoint is given, and a block, {kind}, does not come to the same when it is computed again: {how}. "
@@ -42,7 +42,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module, units: Units = None) -> list[nn.Module]:
-    """The model's blocks, in its order; ValueError where what was given names none."""
+    """The model's blocks, in its order; ValueError where ``units`` names none."""
     if units is None:
         return _repeated(model)
     if isinstance(units, type) and issubclass(units, nn.Module):
@@ -81,7 +81,7 @@ def recompute(blocks: Sequence[nn.Module], ratio: float) -> None:
 
 
 class RecomputeTrial:
-    """Whether blocks can be computed again: the next pass of a model computes the first of each kind twice, on copies.
+    """Whether blocks can be computed again: the next pass computes the first block of each kind twice, on copies.
 
     What each computation keeps for the backward pass has to be the same: else gradients are wrong, or the backward pass
     fails. Nothing is left of either, and hooks are not called. Not tried are compiled models, blocks that have units of
@@ -89,9 +89,9 @@ class RecomputeTrial:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, raises: bool = False) -> None:
-        """``raises`` has the pass raise ValueError for what it finds."""
+        """With ``raises``, the pass raises ValueError where blocks cannot be computed again."""
         self.why_not: str | None = None
-        """Why they cannot, as far as passes have told."""
+        """Why blocks cannot be computed again, as far as passes have told; None where nothing stands against it."""
         self._raises = raises
         kinds = {} if any(map(is_compiled, model.modules())) else {type(block): block for block in reversed(blocks)}
         self._handles: dict[nn.Module, RemovableHandle] = {
@@ -102,11 +102,11 @@ class RecomputeTrial:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more that a pass could tell."""
+        """Whether no coming pass can tell anything more."""
         return not self._handles
 
     def stop(self) -> None:
-        """Leave passes alone."""
+        """End the trial: leave later passes alone."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -122,7 +122,7 @@ class RecomputeTrial:
 
 
 class _SharingTensors(TorchFunctionMode):
-    """Copies have the same tensors."""
+    """A context in which copies of objects share their tensors with the originals."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if function is torch.Tensor.__deepcopy__ else function(*args, **(kwargs or {}))
@@ -160,7 +160,7 @@ def _why_not_alike(block: nn.Module, arguments: tuple[Any, ...], options: dict[s
 
 
 def _saved_by(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[_Saved]:
-    """What a block keeps for its backward pass, in order; none of it is kept here, and its hooks are not called."""
+    """Shapes and types of what a block keeps for its backward pass, in order; its hooks are not called."""
     found: list[_Saved] = []
 
     def note(tensor: torch.Tensor) -> None:
@@ -177,7 +177,7 @@ def _no_backward(kept: object) -> NoReturn:
 
 @contextmanager
 def _as_it_is(block: nn.Module) -> Iterator[None]:
-    """Have what passes change of a block's modules, their attributes and buffers, be as it was afterwards.
+    """A context after which a block's modules, their attributes and buffers are as before it.
 
     What users have hooked is not called meanwhile: it would keep what it is given, and the pass would use it.
     """
@@ -197,7 +197,7 @@ def _as_it_is(block: nn.Module) -> Iterator[None]:
 
 
 def _kind(block: nn.Module) -> str:
-    """As its author has called it: fully_shard gives it a class of its own."""
+    """The name that a block's class has from its author: fully_shard gives the block a class of its own."""
     return next(kind for kind in type(block).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
@@ -206,7 +206,7 @@ def _told(saved: _Saved | None) -> str:
 
 
 def why_not_recompute(model: nn.Module, blocks: Sequence[nn.Module], ratio: float) -> str | None:
-    """Why a share of the model's blocks cannot be computed again, None where it can."""
+    """Why a share of the model's blocks cannot be computed again; None where it can."""
     if ratio and not blocks:
         return "activation_checkpoint is given, and no repeated blocks were found; name them with units="
     if ratio and _are_in_compiled(model, {id(block) for block in blocks}, is_within=False):
@@ -229,7 +229,7 @@ def _are_in_compiled(module: nn.Module, blocks: Collection[int], *, is_within: b
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """What lists of modules repeat; and what a list has one of, where others repeat it, or nothing is repeated."""
+    """The blocks that lists of modules repeat, and those that stand alone in a list, in the order of the model."""
     several = list(_several(model))
     found = several + list(_lone(model, {type(block) for block in several}))
     chosen = {id(block) for block in found}
@@ -237,7 +237,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _several(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost lists' candidates, where there are several in one."""
+    """The blocks in the outermost lists that hold several of them."""
     chosen = _candidates(module)
     for part in _parts(module):
         if len(chosen) > 1 and any(part is each for each in chosen):
@@ -247,7 +247,10 @@ def _several(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _lone(module: nn.Module, kinds: Collection[type[nn.Module]]) -> Iterator[nn.Module]:
-    """Of lists with one candidate: those of these kinds; where there are none, those that hold no other."""
+    """The blocks in lists that hold only one, if the block is of one of these kinds.
+
+    Where there are no kinds: those that hold no other.
+    """
     chosen = _candidates(module)
     for part in _parts(module):
         is_chosen = any(part is each for each in chosen)
@@ -261,7 +264,7 @@ def _lone(module: nn.Module, kinds: Collection[type[nn.Module]]) -> Iterator[nn.
 
 
 def _candidates(module: nn.Module) -> list[nn.Module]:
-    """What may be blocks of a list: modules of one class, each of several parts, beside whatever has none."""
+    """The modules of a list that may be blocks: of one class, each of several parts, beside modules without parts."""
     if not isinstance(module, _LISTS):
         return []
     parts = _parts(module)
@@ -297,7 +300,7 @@ def _composable() -> Any:
 
 
 def _recomputing(block: nn.Module) -> Any:
-    """What composable checkpointing keeps of a block, None where it was never put on."""
+    """What composable checkpointing keeps of a block; None where it was never put on the block."""
     checkpoint = _composable()
     try:
         state = checkpoint.state(block)

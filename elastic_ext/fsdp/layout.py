@@ -34,33 +34,33 @@ __all__ = [
 # Pure, on numbers alone.
 
 Point = tuple[int, ...]
-"""One number per dimension."""
+"""Coordinates in a space or a tensor: one number per dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A block of a space, all of whose elements the same ones hold."""
+    """A block of a space whose elements all have the same holders."""
 
     start: Point
     end: Point
     holders: tuple[int, ...]
-    """By their places in what Regions was given, smallest first; nobody where empty."""
+    """Indices of the blocks given to Regions that hold this region, smallest first; empty where none does."""
 
 
 class TooManyRegions(Exception):
-    """Blocks cut each other into more regions than was allowed."""
+    """Raised where blocks cut each other into more regions than was allowed."""
 
 
 @dataclass(slots=True)
 class _Slabs:
-    """One dimension of a space, cut; and each slab's further dimensions, or its holders where it has none."""
+    """One dimension of a space, cut into slabs, each with its further dimensions, or its holders in the last one."""
 
     cuts: list[int]
     inner: list[_Slabs | tuple[int, ...]]
 
 
 class Regions:
-    """A space of one dimension or more, as the blocks in it cut it; near-linear in their number where few overlap."""
+    """A space of one dimension or more, cut by blocks into regions; near-linear in their number where few overlap."""
 
     def __init__(self, sizes: Point, blocks: Sequence[tuple[Point, Point]], *, most: float = math.inf) -> None:
         """TooManyRegions where it would have to be cut more than ``most`` times: blocks that overlap in several
@@ -97,7 +97,7 @@ class Regions:
         return slabs
 
     def within(self, start: Point, end: Point) -> Iterator[Region]:
-        """What a block of the space is made of, in row-major order of the places where it is cut."""
+        """The regions of which a block of the space is made, in row-major order of the places where it is cut."""
         return _regions(self._root, (), (), start, end)
 
     def everywhere(self) -> Iterator[Region]:
@@ -122,12 +122,12 @@ def num_in(start: Point, end: Point) -> int:
 
 
 def row_major(sizes: Point) -> Point:
-    """How far apart neighbours lie in each dimension, in memory whose last dimension is dense."""
+    """The strides of row-major memory: how far apart neighbours lie in each dimension."""
     return tuple(accumulate(sizes[:0:-1], int.__mul__, initial=1))[::-1] if sizes else ()
 
 
 def cut_run(sizes: Point, low: int, high: int) -> Iterator[tuple[Point, Point]]:
-    """The blocks, in order, of a run of elements in row-major order; at most 2N - 1 of them in N dimensions."""
+    """The blocks, in order, that make up a run of elements in row-major order; at most 2N - 1 in N dimensions."""
     if low >= high:
         return
     if len(sizes) <= 1:
@@ -149,7 +149,7 @@ def cut_run(sizes: Point, low: int, high: int) -> Iterator[tuple[Point, Point]]:
 
 
 def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point, Point]]:
-    """A block in so many parts, as equal as cuts across a dimension make them; some are empty where it is small."""
+    """A block cut into ``num_parts`` parts, as equal as cuts across a dimension make them; some may be empty."""
     sizes = tuple(map(int.__sub__, end, start))
     whole = math.prod(sizes)
     if num_parts == 1 or whole <= 1:
@@ -181,7 +181,7 @@ def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point,
 # boxes.
 
 _MOST_CUTS, _MOST_CUTS_PER_BLOCK = 1 << 14, 1 << 8
-"""How often the blocks of one tensor may cut each other: those that tile it cut each other seldom."""
+"""How often the blocks of one tensor may cut each other, in all and per block: those that tile it seldom do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +191,16 @@ class Block:
     start: Point
     end: Point
     offset: int
-    """Of the element at ``start`` in the box's own memory."""
+    """The offset of the element at ``start`` in the box's own memory."""
     strides: Point
-    """How far apart neighbours lie there, per dimension of the tensor."""
+    """The strides in the box's own memory: how far apart neighbours lie, per dimension of the tensor."""
 
     @property
     def num_elements(self) -> int:
         return num_in(self.start, self.end)
 
     def offset_of(self, point: Point) -> int:
-        """Where one of its elements lies in the box's own memory."""
+        """The offset of one of the block's elements in the box's own memory."""
         return self.offset + sum(
             (at - first) * stride for at, first, stride in zip(point, self.start, self.strides, strict=True)
         )
@@ -215,11 +215,11 @@ class Box:
     """
 
     shape: Point
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     start: Point
-    """One number: into the flattened tensor. One per dimension: a block of it."""
+    """The box's first index: one number into the flattened tensor, or one per dimension for a block."""
     end: Point
-    """Exclusive."""
+    """The box's end, exclusive, as ``start``."""
 
     @classmethod
     def flat(cls, shape: Sequence[int], start: int, end: int) -> Box:
@@ -227,7 +227,7 @@ class Box:
 
     @classmethod
     def block(cls, shape: Sequence[int], start: Sequence[int], end: Sequence[int]) -> Box:
-        """The block between two corners; flat if its elements are one run, so that equal parts are equal boxes."""
+        """The block between two corners, as a flat box if its elements are one run: equal parts are equal boxes."""
         box = cls(tuple(shape), tuple(start), tuple(end))
         if not len(box.shape) == len(box.start) == len(box.end) or any(map(int.__gt__, box.start, box.end)):
             return box
@@ -264,12 +264,12 @@ class Box:
 
     @property
     def sizes(self) -> Point:
-        """Of its own memory, which is row-major: one number if it is flat."""
+        """The sizes of the box's own memory, which is row-major: one number if the box is flat."""
         return tuple(map(int.__sub__, self.end, self.start))
 
     @property
     def hull(self) -> tuple[int, int]:
-        """The smallest flat range that it lies in."""
+        """The smallest flat range in which the box lies: its start and its end."""
         if len(self.start) == 1:
             return self.start[0], self.end[0]
         if self.is_empty:
@@ -283,7 +283,7 @@ class Box:
         return f"elements {ranges} of {self.shape}" if self.is_flat else f"[{ranges}] of {self.shape}"
 
     def fault(self) -> str | None:
-        """Why it is not a part of its tensor, None if it is."""
+        """Why the box is not a part of its tensor; None if it is."""
         if min(self.shape, default=0) < 0:
             return f"a tensor cannot have the shape {self.shape}; sizes are 0 or more"
         limits = (math.prod(self.shape),) if len(self.start) == 1 else self.shape
@@ -297,7 +297,7 @@ class Box:
         return f"outside of the tensor: {self}; allowed: ranges within " + ", ".join(f"0:{limit}" for limit in limits)
 
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks that it is made of, in order, and where each lies in its own memory: at most 2N - 1."""
+        """The blocks of which the box is made, in order, and where each lies in the box's memory: at most 2N - 1."""
         if self.is_empty:
             return ()
         if not self.is_flat or len(self.shape) == 1:
@@ -309,13 +309,13 @@ class Box:
         )
 
     def blocks_in(self, space: Point) -> tuple[Block, ...]:
-        """The same in one of the spaces that ``space_of`` gives."""
+        """The blocks of which the box is made, in one of the spaces that ``space_of`` gives."""
         if len(space) == 1:
             return () if self.is_empty else (Block(self.start, self.end, 0, (1,)),)
         return self.blocks()
 
     def split(self, num_parts: int) -> tuple[Box, ...]:
-        """Boxes that tile it, in order, as equal as can be: to one element if it is flat. Some may be empty."""
+        """Boxes that tile this one, in order, as equal as can be: to one element if it is flat. Some may be empty."""
         box = self if self.is_flat else Box.block(self.shape, self.start, self.end)
         if box.is_flat:
             low, size = box.start[0], box.num_elements
@@ -325,7 +325,7 @@ class Box:
 
 
 class Boxes(Sequence[Box]):
-    """Boxes by holder in memory for those alone that have something, however many holders there are."""
+    """Boxes by holder, which take memory only for holders that have something."""
 
     __slots__ = ("_empty", "_num_holders", "held")
 
@@ -364,7 +364,7 @@ class Layout:
 
     shape: Point
     boxes: tuple[Box, ...] | Boxes
-    """By holder."""
+    """The part of the tensor that each holder has, by holder."""
 
     def __hash__(self) -> int:
         return hash((self.shape, len(self.boxes), *self.held()))
@@ -380,7 +380,7 @@ class Layout:
         return ((holder, box) for holder, box in enumerate(self.boxes) if not box.is_empty)
 
     def holders_of_boxes(self) -> dict[Box, list[int]]:
-        """Who has each box that is not empty; replicas together."""
+        """The holders of each box that is not empty; replicas together."""
         found: dict[Box, list[int]] = {}
         for holder, box in self.held():
             found.setdefault(box, []).append(holder)
@@ -416,7 +416,7 @@ class Layout:
         return reach == math.prod(self.shape)
 
     def _uneven(self, replicas: bool) -> str | None:
-        """The first part of the tensor that nobody holds, or more than one."""
+        """Why a part of the tensor is held by nobody, or by more than one holder; None where neither is so."""
         found = self.holders_of_boxes()
         holders = list(found.values())
         space = space_of(self.shape, found)
@@ -438,11 +438,11 @@ class Layout:
         return None
 
     def shares(self, *, least: int, salt: str = "") -> Layout:
-        """Each element held once: replicas split their box between them.
+        """A layout in which each element is held once: replicas split their box between them.
 
         ``least`` elements or fewer are not split but left to one of the replicas. ``salt``, such as the tensor's name,
-        says whose turn it is, so that over many tensors the work is spread evenly. Boxes that overlap otherwise are
-        cut down; ValueError where that would leave a holder with what is no box.
+        says whose turn it is, so that over many tensors the work is spread evenly. Boxes that overlap otherwise are cut
+        down; ValueError where that would leave a holder with what is no box.
         """
         shares = [Box.empty(self.shape)] * len(self.boxes)
         turn = turn_of(salt)
@@ -458,27 +458,27 @@ class Layout:
 
 
 def num_worth(num_elements: int, least: int, num_holders: int) -> int:
-    """Between how many holders so much is split, if ``least`` elements or fewer are not."""
+    """Between how many holders ``num_elements`` are split, if ``least`` elements or fewer are not."""
     return max(1, min(num_holders, -(-num_elements // max(1, least))))
 
 
 def turn_of(salt: str) -> int:
-    """A number that a name always gives, and that many names spread evenly."""
+    """A number that follows from a name alone; those of many names are spread evenly."""
     return int.from_bytes(hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def space_of(shape: Point, boxes: Iterable[Box]) -> Point:
-    """The sizes of what some boxes of a tensor are compared in: the flattened tensor, where that is enough."""
+    """The sizes of the space in which boxes of a tensor are compared: the flattened tensor where all are flat."""
     return (math.prod(shape),) if all(len(box.start) == 1 for box in boxes) else shape
 
 
 def box_in(shape: Point, start: Point, end: Point) -> Box:
-    """The box of a block in such a space."""
+    """The box of a block in a space that ``space_of`` gives."""
     return Box(shape, start, end) if len(start) == 1 else Box.block(shape, start, end)
 
 
 def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
-    """Boxes cut down to what no box before them has; those come before that begin earlier, or there and reach further.
+    """Boxes without the elements that earlier boxes have: those that begin earlier, or there and reach further.
 
     ValueError where that leaves what is no box, and another order does so too.
     """
@@ -516,7 +516,7 @@ def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
 
 
 def _joined(box: Box, parts: Sequence[tuple[Point, Point]]) -> Box | None:
-    """Parts of a box as one, None where they are none."""
+    """Parts of a box as one box; None where they do not make one."""
     num_elements = sum(num_in(start, end) for start, end in parts)
     if num_elements == box.num_elements:
         return box
@@ -540,19 +540,21 @@ _Runs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One dimension of a tensor, cut into as many parts as a dimension of the mesh has ranks."""
+    """A cut of one dimension of a tensor, into as many parts as one dimension of the mesh has ranks."""
 
     dim: int
     num_parts: int
     part: int
-    """This rank's."""
+    """The number of this rank's part."""
     num_outer: int = 1
-    """Into how many parts the dimension was cut before, each of which is cut by this: torch's ``split_factor``. It is
-    more than one where mesh dimensions that come later have cut first, as fully_shard of tensor parallelism does."""
+    """How many parts the dimension was cut into before, each of which this cuts: torch's ``split_factor``.
+
+    It is more than one where mesh dimensions that come later have cut first, as fully_shard of tensor parallelism does.
+    """
 
 
 def box_after(shape: Sequence[int], cuts: Sequence[Cut]) -> Box | None:
-    """What cuts leave of a tensor, in the order of the mesh's dimensions; None if that is not one block."""
+    """The part of a tensor that cuts leave, in the order of the mesh's dimensions; None if it is not one block."""
     runs: list[_Runs] = []
     for dim, size in enumerate(shape):
         kept = [(0, size)] if size else []
@@ -567,7 +569,7 @@ def box_after(shape: Sequence[int], cuts: Sequence[Cut]) -> Box | None:
 
 
 def _in_order(cuts: Sequence[Cut]) -> list[Cut]:
-    """Cuts of one dimension as they were made: one that came after all the later ones is put after them.
+    """Cuts of one dimension in the order in which they were made: one after all the later ones is put after them.
 
     Where sizes do not divide evenly, ``split_factor`` by itself says otherwise; this is what fully_shard does.
     """
@@ -591,7 +593,7 @@ def _part_of(runs: _Runs, cut: Cut) -> _Runs:
 
 
 def _chunk(runs: _Runs, num_chunks: int, chunk: int) -> _Runs:
-    """One of the parts that ``torch.chunk`` makes: all of them full until nothing is left."""
+    """One of the parts that ``torch.chunk`` makes of runs: all parts are full until nothing is left."""
     size = sum(high - low for low, high in runs)
     full = -(-size // num_chunks)
     first, last = full * chunk, min(full * (chunk + 1), size)

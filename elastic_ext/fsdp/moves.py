@@ -1,4 +1,4 @@
-"""Moves: what has to be copied where, so that a tensor lies by another layout. Pure; carriers do the copying."""
+"""Moves: the copies between holders by which a tensor comes to lie by another layout. Pure; carriers do the copying."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Move:
     target: int
     sizes: Point
     source_offset: int
-    """In elements, as the strides are, in the source box's own row-major memory."""
+    """The first element's place in the source box's own row-major memory, in elements, as the strides are."""
     source_strides: Point
     target_offset: int
     target_strides: Point
@@ -37,7 +37,7 @@ class Move:
 
     @property
     def stays(self) -> bool:
-        """Whether it would copy a holder's elements onto themselves, if its memory for both boxes is the same."""
+        """Whether the move changes nothing, if the holder has one memory for both boxes."""
         return (
             self.source == self.target
             and self.source_offset == self.target_offset
@@ -48,7 +48,7 @@ class Move:
 def moves_into(
     box: Box, old: Layout, *, target: int, prefers: Sequence[int] = (), least: int = _LEAST, salt: str = ""
 ) -> list[Move]:
-    """Everything that ``box`` needs, each element once; ValueError where no holder of ``old`` has one.
+    """The moves that fill ``box``, each element once; ValueError where no holder of ``old`` has an element.
 
     What ``target`` has in ``old`` it takes from itself; give -1 where the holders are files. Of holders of the same
     elements the first one in ``prefers`` gives them, and where none is there, all give equal parts; but ``least``
@@ -70,7 +70,7 @@ def moves_into(
 
 
 def _of_ranges(low: int, high: int, old: Layout, target: int) -> list[Move] | None:
-    """What ranges have of a range, where each element is in one of them; else None."""
+    """The moves that fill a range of a tensor from ranges, where each element is in one of them; else None."""
     found = []
     for holder, held in old.held():
         start, end = max(low, held.start[0]), min(high, held.end[0])
@@ -88,7 +88,7 @@ def _of_ranges(low: int, high: int, old: Layout, target: int) -> list[Move] | No
 def moves(
     old: Layout, new: Layout, *, least: int = _LEAST, salt: str | int = "", same_memory: bool = True
 ) -> list[Move]:
-    """From one layout to another, each needed element once; ValueError where no holder of ``old`` has one.
+    """The moves from one layout to another, each needed element once; ValueError where no holder of ``old`` has one.
 
     Holders with the same number are the same, and take from themselves what they have. Where a holder's memory for its
     two boxes is the same, what stays in its place is left out, and what it moves within must be read before it is
@@ -110,11 +110,11 @@ def moves(
 
 @dataclass(frozen=True, slots=True)
 class _HeldBlock:
-    """A block of a target's elements that the same ranks hold."""
+    """A block of elements that a target needs and that the same ranks hold."""
 
     target: int
     into: Block
-    """Of the target's box."""
+    """The block of the target's box in which these elements lie."""
     region: Region
 
     def move(self, source: int, held: Block) -> Move:
@@ -122,7 +122,7 @@ class _HeldBlock:
 
 
 class _Giving:
-    """What the holders of a layout have, and what is asked of them."""
+    """What the holders of a layout have, and which elements targets need of them."""
 
     def __init__(self, old: Layout, held: Mapping[Box, Sequence[int]], boxes: Sequence[Box]) -> None:
         """With the holders of each box that matters, and those boxes together with the ones that will be asked for."""
@@ -135,14 +135,14 @@ class _Giving:
         self._holders = list(held.values())
         self._parts = [(place, block) for box, place in self._places.items() for block in box.blocks_in(self._space)]
         self._wanted: dict[tuple[int, ...], list[_HeldBlock]] = {}
-        """By the boxes that have it."""
+        """Blocks that targets need of others, by the boxes that have them."""
 
     @cached_property
     def _regions(self) -> Regions:
         return Regions(self._space, [(block.start, block.end) for _, block in self._parts])
 
     def ask(self, target: int, box: Box) -> list[Move]:
-        """What a target has itself of what it needs; the rest is asked of the others."""
+        """The moves of what a target has itself of ``box``; the rest is asked of the others, for ``given``."""
         into = box.blocks_in(self._space)
         mine = self._places.get(self._boxes[target]) if 0 <= target < len(self._boxes) else None
         own = [] if mine is None else _common(target, self._boxes[target].blocks_in(self._space), into)
@@ -161,7 +161,7 @@ class _Giving:
                     self._wanted.setdefault(places, []).append(_HeldBlock(target, into, region))
 
     def given(self, least: int, turn: int, prefers: Sequence[int] = ()) -> Iterator[Move]:
-        """What others give of what was asked for."""
+        """The moves of what was asked of other holders."""
         for places, pieces in self._wanted.items():
             if len(places) == 1 and len(self._holders[places[0]]) == 1:  # as most are
                 for piece in pieces:
@@ -173,7 +173,7 @@ class _Giving:
     def _dealt(
         self, pieces: Sequence[_HeldBlock], givers: Sequence[tuple[int, int]], least: int, turn: int
     ) -> Iterator[Move]:
-        """The same where several can give it: holders, each with the place of its box among those that have it."""
+        """The moves of pieces that several holders can give; each giver has the place of its box among those boxes."""
         sizes = [num_in(piece.region.start, piece.region.end) for piece in pieces]
         for at, low, high, part in _parts(sizes, len(givers), least):
             piece = pieces[at]
@@ -189,7 +189,7 @@ class _Giving:
 
 
 def _common(holder: int, held: Sequence[Block], into: Sequence[Block]) -> list[Move]:
-    """What lies in the blocks of both of a holder's boxes."""
+    """The moves of elements that lie both in a holder's old and in its new blocks."""
     found = []
     for new in into:
         for old in held:
@@ -200,7 +200,7 @@ def _common(holder: int, held: Sequence[Block], into: Sequence[Block]) -> list[M
 
 
 def _preferred(givers: Sequence[tuple[int, int]], prefers: Sequence[int]) -> Sequence[tuple[int, int]]:
-    """Those of some holders who shall give: the one that is named first, or all of them."""
+    """The holders that shall give: the one that ``prefers`` names first, or all of them."""
     for holder in prefers:
         named = [giver for giver in givers if giver[0] == holder]
         if named:
@@ -231,7 +231,7 @@ def _parts(sizes: Sequence[int], num_givers: int, least: int) -> Iterator[tuple[
 
 
 def _move(source: int, target: int, start: Point, end: Point, held: Block, into: Block) -> Move:
-    """The copy of a block, between two that it lies in."""
+    """The move of a block's elements between two blocks in which it lies."""
     if len(start) == 1 and held.strides == into.strides == (1,):
         sizes, offset, at = (end[0] - start[0],), held.offset + start[0] - held.start[0], start[0] - into.start[0]
         return Move(source, target, sizes, offset, (1,), into.offset + at, (1,))
@@ -247,7 +247,7 @@ def _move(source: int, target: int, start: Point, end: Point, held: Block, into:
 
 
 def _in_order(found: Iterable[Move]) -> list[Move]:
-    """Moves by target and source; what is a run in both memories is one move."""
+    """Moves sorted by target and source; neighbours that are a run in both memories are one move."""
     moved: list[Move] = []
     for move in sorted(found, key=lambda move: (move.target, move.source, move.target_offset)):
         if moved and _continues(moved[-1], move):

@@ -29,13 +29,13 @@ class NamedTensor:
 
     name: str
     tensor: torch.Tensor
-    """The very object, which is what optimizers know parameters by."""
+    """The model's own tensor object, by which optimizers know parameters."""
     kind: Literal["parameter", "buffer"]
     is_alias_of: str | None
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every name that it has; wrappers have the name of what they wrap."""
+    """Every module under every name that it has; a wrapper has the name of the module that it wraps."""
     return _modules_under(model, "")
 
 
@@ -81,7 +81,7 @@ def _add(
 
 
 def _own_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
-    """By the tensor's identity: whichever name comes first in the alphabet, so that no order of wrapping changes it."""
+    """The own name of each tensor, by its identity: the first in the alphabet, so that wrapping never changes it."""
     own: dict[int, str] = {}
     for name, tensor in tensors:
         own[id(tensor)] = min(name, own.get(id(tensor), name))

@@ -51,7 +51,7 @@ _NOT_VALUES = frozenset({"params", "param_names"})
 
 
 def packed_groups(optimizer: Optimizer, trained: Mapping[int, Trained]) -> Plain:
-    """The class of an optimizer and its groups, as JSON can hold them; TypeError names a value that it cannot."""
+    """The class and the groups of an optimizer, as JSON can hold them; TypeError names a value that it cannot."""
     groups: list[Plain] = []
     for number, group in enumerate(optimizer.param_groups):
         where = f"group {number} of {type(optimizer).__name__}: "
@@ -66,7 +66,7 @@ def packed_groups(optimizer: Optimizer, trained: Mapping[int, Trained]) -> Plain
 def put_groups(
     optimizers: Sequence[Optimizer], parameters: Sequence[OptimizedParameter], groups: Sequence[Plain]
 ) -> None:
-    """Give every group the values that were saved of the group of the same parameters, in whatever order.
+    """Give every parameter group the values that were saved of the group with the same parameters, in any order.
 
     CheckpointMismatch, and nothing is changed, where the parameters were grouped otherwise. Values that were not saved
     stay as they are, and so do ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which only say how a step
@@ -79,15 +79,17 @@ def put_groups(
 
 
 def are_same_kinds(optimizers: Sequence[Optimizer], groups: Sequence[Plain]) -> bool:
-    """Whether what was saved is of optimizers of the same classes."""
+    """Whether the saved groups are of optimizers of the same classes."""
     return sorted(type(optimizer).__name__ for optimizer in optimizers) == sorted(_classes(groups))
 
 
 def matching_groups(
     optimizers: Sequence[Optimizer], parameters: Sequence[OptimizedParameter], groups: Sequence[Plain]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every group with the values that were saved of it; CheckpointMismatch where parameters were grouped otherwise,
-    or for another optimizer."""
+    """Every parameter group with the values that were saved of it.
+
+    CheckpointMismatch where parameters were grouped otherwise, or for another optimizer.
+    """
     if not are_same_kinds(optimizers, groups):
         here = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise CheckpointMismatch(
@@ -181,7 +183,7 @@ class _Shaped(Protocol):
 
 
 class SavedTensor(Protocol):
-    """What is asked of a checkpoint's word on a tensor: its ``TensorMeta``."""
+    """What a checkpoint's metadata tells of a tensor: its ``TensorMeta``."""
 
     @property
     def dtype(self) -> str: ...
@@ -193,14 +195,16 @@ class SavedTensor(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOptimizers:
-    """What a model's optimizers hold on this rank."""
+    """What a model's optimizers hold on this rank: state tensors, other state, and parameter groups."""
 
     tensors: list[LocalShard]
     values: dict[str, Plain]
-    """State that is no tensor, such as a count that is an int, or a list of tensors; of parameters that this rank has
-    something of."""
+    """Optimizer state that is no tensor, such as a count that is an int, or a list of tensors, by name.
+
+    It is of parameters that this rank has something of.
+    """
     groups: list[Plain]
-    """Per optimizer its class and its groups: names of parameters, and values such as lr. The same on every rank."""
+    """The class and groups of each optimizer: names of parameters, and values such as lr. The same on every rank."""
 
 
 def held_of_optimizers(
@@ -272,7 +276,7 @@ def put_values(
     values: Mapping[str, Plain],
     saved: Mapping[str, SavedTensor],
 ) -> list[str]:
-    """Put state that is no tensor in its place; gives the names that no optimizer has a place for.
+    """Put saved state that is no tensor into optimizers; gives the names that no optimizer has a place for.
 
     Tensors in it that were ``saved`` are made as zeros, to be loaded into.
     """
@@ -290,7 +294,7 @@ def put_values(
 
 
 class _Kinds:
-    """How the state of one optimizer goes with its parameters: decided by key, over all of them."""
+    """How the state of one optimizer goes with its parameters: decided by key, over all parameters."""
 
     def __init__(self, optimizer: Optimizer, trained: Sequence[Trained]) -> None:
         self._trained = trained
@@ -310,7 +314,7 @@ class _Kinds:
                     self._unlike.add(key)
 
     def entries(self) -> Iterator[tuple[Trained, str, object]]:
-        """All that the optimizer holds of parameters which this rank has something of."""
+        """All state that the optimizer holds of parameters which this rank has something of."""
         for each in self._trained:
             if each.parameter.tensor not in each.optimizer.state or each.parameter.is_elsewhere:
                 continue

@@ -1,4 +1,4 @@
-"""Packed: plain values as ``value_encoding.py`` packs them, read as JSON, and what they refer to; without torch."""
+"""Plain values as ``value_encoding.py`` packs them: read from JSON, and what tensors they refer to; without torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 __all__ = ["MARK", "MAX_DEPTH", "read_plain", "tensors_in"]
 
 MARK = "!"
-"""The key of an object that stands for what JSON does not have."""
+"""The key of a JSON object that stands for a value that JSON does not have."""
 MAX_DEPTH = 100
-"""Levels that a value may nest."""
+"""How many levels deep a packed value may nest."""
 _MAX_DEPTH_OF_FILE = MAX_DEPTH + 20  # levels around values
 _MAPPINGS = ("dict", "ordered", "counter")
-"""Marks of what has pairs."""
+"""Marks of values that have pairs."""
 
 
 def read_plain(data: bytes) -> Any:
-    """What stands in JSON that holds packed values; ValueError where ``pack`` would not have nested them so deeply."""
+    """The value of JSON text that holds packed values; ValueError where they nest deeper than ``pack`` allows."""
     too_deep = f"it nests deeper than what is saved, which has at most {MAX_DEPTH} levels"
     try:
         read = json.loads(data)
@@ -46,7 +46,7 @@ def tensors_in(packed: object) -> dict[str, str]:
 
 
 def _within(packed: Any) -> Iterator[Any]:
-    """What is a level deeper than a packed value: what stands for a dict has pairs, which are no values themselves."""
+    """The values one level deeper in a packed value: a dict is packed as pairs, which are no values themselves."""
     if isinstance(packed, dict) and MARK in packed:
         is_mapping = packed[MARK] in _MAPPINGS
         packed = packed.get("of")

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 MOST_MIB = 1 << 20
-"""Of a bucket: a tebibyte."""
+"""The largest size of a bucket in MiB: a tebibyte."""
 
 UNEVEN = (
     "{} is cut along dimension {}, whose {} cannot be shared out evenly over {} ranks, as fully_shard needs it there"
@@ -46,26 +46,26 @@ class Degrees:
         return self.replicate * self.shard
 
     def layout(self, shape: tuple[int, ...], dim: int = 0) -> Layout:
-        """Where a tensor lies that is cut along ``dim``, in parts as ``torch.chunk`` makes them."""
+        """The layout of a tensor that is cut along ``dim``, in parts as ``torch.chunk`` makes them."""
         return Layout(shape, parts_of(shape, dim, self.shard) * self.replicate)
 
 
 class Layouts:
-    """Where tensors lie by some degrees; a model repeats its shapes, and each is worked out once."""
+    """Layouts of tensors by given degrees; a model repeats its shapes, and each layout is worked out once."""
 
     def __init__(self, degrees: Degrees) -> None:
         self._degrees = degrees
         self._known: dict[tuple[tuple[int, ...], int], Layout] = {}
 
     def of(self, shape: tuple[int, ...], dim: int = 0) -> Layout:
-        """Of a tensor that is cut along ``dim``."""
+        """The layout of a tensor that is cut along ``dim``."""
         if (shape, dim) not in self._known:
             self._known[shape, dim] = self._degrees.layout(shape, dim)
         return self._known[shape, dim]
 
 
 def parts_of(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[Box, ...]:
-    """What is left of a tensor to each of so many ranks when it is cut along ``dim``."""
+    """The part of a tensor for each of ``num_parts`` ranks when it is cut along ``dim``."""
     boxes = [box_after(shape, [Cut(dim, num_parts, part)]) for part in range(num_parts)]
     return tuple(box for box in boxes if box is not None)  # a single cut leaves one block
 
@@ -110,22 +110,22 @@ class ParallelPlan:
 
     @property
     def ratio(self) -> float:
-        """The share of blocks that are computed again."""
+        """The share of blocks whose activations are computed again."""
         assert isinstance(self.activation_checkpoint, float)
         return self.activation_checkpoint
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether what was gathered for the forward pass is gathered again for the backward pass."""
+        """Whether units give gathered parameters back after the forward pass, and gather them anew for the backward."""
         return STRATEGIES[self.strategy].gathers_again
 
     @property
     def is_replicated(self) -> bool:
-        """Parameters are plain tensors, whole on each rank, and DDP averages their gradients."""
+        """Whether parameters are plain tensors, whole on each rank, and DDP averages their gradients."""
         return not STRATEGIES[self.strategy].is_sharded
 
     def degrees(self, num_ranks: int, num_local: int) -> Degrees:
-        """On so many ranks, ``num_local`` to a machine; ValueError where they cannot be shared out so."""
+        """The degrees on ``num_ranks`` ranks, ``num_local`` to a machine; ValueError where they do not divide."""
         if self.is_replicated:
             return Degrees(num_ranks, 1)
         shard = self.shard_degree
@@ -152,7 +152,7 @@ def blocks_recomputed(num_blocks: int, ratio: float) -> list[bool]:
 
 
 def units_of_blocks(num_blocks: int, unit: int | Literal["whole"]) -> list[range]:
-    """The blocks of each unit, in order; none where the whole model is one. The last one may be smaller."""
+    """The numbers of the blocks of each unit, in order; none where the whole model is one. The last may be smaller."""
     if unit == "whole":
         return []
     return [range(first, min(first + unit, num_blocks)) for first in range(0, num_blocks, unit)]

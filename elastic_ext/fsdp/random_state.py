@@ -1,4 +1,4 @@
-"""Random state: of every generator that this process draws from, as tensors, without pickle."""
+"""The random state of every generator that this process draws from, as tensors, without pickle."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["random_tensors", "restore_random"]
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
-    """The states of Python's generator, numpy's where it is imported, torch's, and one for each CUDA device in use.
+    """Copies of this process's random states: of Python, numpy if imported, torch, and each CUDA device in use.
 
-    They are copies: of this moment. The device that is current goes by no number, since it may have another one where
-    this is restored.
+    The device that is current goes by no number, since it may have another one where this is restored.
     """
     found = {"python": _text(random.getstate()), "torch": torch.get_rng_state()}
     numpy: Any = sys.modules.get("numpy")
@@ -31,7 +30,7 @@ def random_tensors() -> dict[str, torch.Tensor]:
 
 
 def restore_random(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Put generators back to where they were; gives the names of those that this process does not have.
+    """Restore the states of random generators; gives the names of those that this process does not have.
 
     ValueError where a state is not one of its generator's; those before it are then restored all the same.
     """
@@ -69,7 +68,7 @@ def _restore(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _text(state: object) -> torch.Tensor:
-    """JSON, as bytes."""
+    """A random state as a tensor of the bytes of JSON text."""
     data = json.dumps(state, default=lambda array: array.tolist()).encode()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

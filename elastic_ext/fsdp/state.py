@@ -56,47 +56,50 @@ class LocalShard:
 
     name: str
     tensor: torch.Tensor
-    """Plain and detached, in the memory that is trained in. Its elements in row-major order are the box's, though its
-    shape may be another, and its memory strided."""
+    """A plain, detached tensor in the memory that is trained in.
+
+    Its elements in row-major order are the box's, though its shape may be another, and its memory strided.
+    """
     box: Box
     dtype: str
-    """As safetensors names it."""
+    """The name of the dtype in safetensors."""
     kind: Kind
     is_alias_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizedParameter:
-    """A parameter with the state that its optimizer has of it."""
+    """A parameter as its optimizer has it: its name, its tensor, and the part that lies on this rank."""
 
     name: str
     tensor: torch.Tensor
-    """The very object."""
+    """The parameter's own object, by which optimizers know it."""
     box: Box
-    """What lies on this rank."""
+    """The part of the parameter that lies on this rank."""
     is_range: bool
-    """FSDP1 cuts it, so that ``tensor`` is one dimension of whatever range of the whole lies here."""
+    """Whether FSDP1 cuts the parameter: ``tensor`` is one dimension of whatever range of it lies here."""
 
     @property
     def is_elsewhere(self) -> bool:
-        """All of it lies on other ranks, and FSDP1 has this rank's optimizer pass it over: its state here is stale."""
+        """Whether all of it lies on other ranks: FSDP1 has this rank's optimizer pass it over, its state is stale."""
         return self.is_range and self.box.is_empty and 0 not in self.box.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldModel:
-    """What a model holds on this rank."""
+    """What a model holds on this rank: its tensors, and its parameters."""
 
     tensors: list[LocalShard]
-    """Further names of a tensor as aliases."""
+    """Parameters and buffers; further names of a tensor are aliases."""
     parameters: list[OptimizedParameter]
-    """Each once, under its own name, for whoever looks into its optimizer's state."""
+    """Each parameter once, under its own name, for whoever looks into its optimizer's state."""
 
 
 def held_of_model(model: nn.Module) -> HeldModel:
-    """Every parameter, and every buffer that ``state_dict()`` has.
+    """The parameters of a model, and the buffers that ``state_dict()`` has, as they lie on this rank.
 
-    Between two steps. What was gathered for a pass that is over is given back first; otherwise nothing is exchanged.
+    Called between two steps. What was gathered for a pass that is over is given back first; otherwise nothing is
+    exchanged.
     """
     placed = list(_placed(model))
     parameters = [each for each in placed if each.named.kind == "parameter" and each.named.is_alias_of is None]
@@ -104,7 +107,7 @@ def held_of_model(model: nn.Module) -> HeldModel:
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:
-    """What modules that define ``get_extra_state`` give, by the name that ``state_dict()`` has for it."""
+    """The extra states of modules that define ``get_extra_state``, by their names in ``state_dict()``."""
     return {
         f"{prefix}_extra_state": module.get_extra_state()
         for prefix, module in named_modules(model)
@@ -120,7 +123,7 @@ def put_extra_states(model: nn.Module, values: Mapping[str, object]) -> None:
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    """What lies on this rank of a tensor: all of it, or what its placements say."""
+    """The part of a tensor that lies on this rank: all of it, or what its placements say."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
@@ -155,13 +158,13 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank, in the same memory, detached."""
+    """The part of a tensor that lies on this rank, in the same memory, detached."""
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def held(name: str, tensor: torch.Tensor, box: Box, kind: Kind, is_alias_of: str | None = None) -> LocalShard:
-    """A tensor with what is said of it; ValueError where its memory cannot be read and written as it is."""
+    """A LocalShard of a tensor; ValueError where its memory cannot be read and written as it is."""
     local = local_of(tensor)
     dtype = name_of(local.dtype)
     fault = _fault(local)
@@ -180,16 +183,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
-    """A tensor of the model, and what lies here of it."""
+    """A tensor of the model, with the part that lies on this rank."""
 
     named: NamedTensor
     box: Box
     is_range: bool
-    """FSDP1 cuts it."""
+    """Whether FSDP1 cuts the tensor."""
 
 
 def _placed(model: nn.Module) -> Iterator[_Placed]:
-    """Every tensor of the model."""
+    """Every tensor of the model, with the part that lies on this rank."""
     flat: dict[int, FlatPart] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -231,7 +234,7 @@ def _flat_box(each: NamedTensor, part: FlatPart) -> Box:
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
-    """Why the memory of a local tensor is not simply its elements."""
+    """Why the memory of a local tensor is not simply its elements; None where it is."""
     if tensor.device.type == "meta":
         return "is on the meta device, where there is nothing to save or to load into; call to_empty() first"
     if tensor.layout != torch.strided:
@@ -250,7 +253,7 @@ def _fault(tensor: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """A parameter in the group that an optimizer has it in."""
+    """A parameter with the optimizer that trains it, and the group in which it is."""
 
     parameter: OptimizedParameter
     optimizer: Optimizer
@@ -282,7 +285,7 @@ def trained_by(optimizers: Sequence[Optimizer], parameters: Iterable[OptimizedPa
 
 
 def by_name_of(trained: Mapping[int, Trained]) -> dict[str, Trained]:
-    """The same by the parameters' own names."""
+    """Trained parameters by the parameters' own names."""
     return {each.parameter.name: each for each in trained.values()}
 
 
@@ -296,7 +299,7 @@ def place_of(name: str, by_name: Mapping[str, Trained]) -> tuple[Trained, str] |
 
 
 def put_in(current: object, new: object) -> object:
-    """What takes the place of a value: a tensor stays the tensor that it is, and gets the new number."""
+    """The value to put in place of ``current``: a tensor stays the tensor that it is, and gets the new number."""
     if isinstance(current, torch.Tensor) and isinstance(new, (bool, int, float, complex)):
         with torch.no_grad():
             current.fill_(new)

@@ -57,7 +57,7 @@ def pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None = No
 
 
 def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """The value; ValueError where ``pack`` has not made this."""
+    """The value that ``pack`` has packed; ValueError where ``pack`` has not made ``packed``."""
     if isinstance(packed, list):
         return [unpack(each, tensors) for each in packed]
     if not isinstance(packed, dict):
@@ -138,7 +138,7 @@ def _pack_tensor(value: Any, where: str, tensors: dict[str, torch.Tensor] | None
 
 
 def _tensor_of(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
-    """In the array's own memory, where torch can have that: not where it is read-only or gone through backwards."""
+    """A tensor in an array's memory, or in a copy where the array is read-only or goes through memory backwards."""
     can_be_shared = array.flags.writeable and min(array.strides, default=0) >= 0
     return torch.from_numpy(array if can_be_shared else array.copy())
 
@@ -199,12 +199,12 @@ _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: torch.dtype) -> str | None:
-    """The name of a dtype, None where no file could hold it."""
+    """The name of a dtype in files; None where no file could hold it."""
     return _NAMES_OF_DTYPES.get(dtype)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name."""
+    """The dtype of a name in files."""
     if name not in DTYPES:
         raise ValueError(f"{name} is not a dtype that torch {torch.__version__} has; allowed: {', '.join(DTYPES)}")
     return DTYPES[name]

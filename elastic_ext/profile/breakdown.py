@@ -1,4 +1,4 @@
-"""What a step of one rank consists of, from the windows that its profile is written in: pure.
+"""Where the time of one rank's steps goes, from the windows of its profile. Pure.
 
 Medians of single steps where noise would count else: in passes, in the optimizer's step, in waiting for others. What
 comes in bursts is counted as it is, or it would not be seen: several workers that are too slow give several batches at
@@ -21,29 +21,29 @@ _LEAST_STEPS = 3
 _MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
 _IN_BURSTS = (Phase.DATA, Phase.OTHER)
 _WITHIN_STEP = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
-"""What the time of steps that were not looked at is shared out among."""
+"""The phases that share the time of steps which were not measured phase by phase."""
 _PHASES = {phase.label: phase for phase in Phase}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankView:
-    """What is known of one rank."""
+    """What is known of one rank's training: its profile window, and what its device, loader and plan are like."""
 
     host: str
     window: StepWindow
-    """One, or several that ``merged`` has made one of."""
+    """A profile window of this rank, or several that ``merged`` has made one of."""
     census: StepCensus | None = None
     calibration: NodeCalibration | None = None
-    """Of the rank's node."""
+    """What the rank's node does at best."""
     num_workers: int | None = None
-    """Of its loader; 0 where it loads itself, None where that is not known."""
+    """The data workers of this rank's loader; 0 where it makes batches itself, None where that is not known."""
     micro_batch: int | None = None
-    """Now, if it may be another than that of the census."""
+    """Samples per micro-batch now, where they may differ from those of the census."""
     num_micro_steps: int = 1
     waits_in_passes: bool = False
-    """Whether its passes wait for parameters of other ranks, as those of a sharded model do."""
+    """Whether the rank's passes wait for parameters of other ranks, as those of a sharded model do."""
     trace: StepTrace | None = None
-    """Of a step whose passes do, which alone tells how long."""
+    """A traced step of this rank, where passes wait for other ranks: a trace alone tells how long."""
 
     @property
     def rank(self) -> int:
@@ -52,38 +52,38 @@ class RankView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """What a step would take at least, in seconds, if one thing alone took time."""
+    """The seconds that a step would take at least if arithmetic, memory or the host alone took time."""
 
     compute: float
-    """Arithmetic at the device's best,"""
+    """Seconds that a step's arithmetic takes at the device's best."""
     memory: float
-    """... reading and writing,"""
+    """Seconds that a step's reading and writing of memory takes at the device's best."""
     host: float
-    """... having operations done at all."""
+    """Seconds that the host takes to start a step's operations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
-    """One rank's time."""
+    """Where one rank's time goes: a step by phase, shares of all time, waiting, and time without a processor."""
 
     rank: int
     host: str
     step: Mapping[Phase, float]
     """Seconds of a step, by phase."""
     shares: Mapping[Phase, float]
-    """Of all of its time, by phase."""
+    """The share of all of this rank's time that each phase takes."""
     is_known: bool
-    """Whether what is within steps is known by phase; else it is in ``Phase.STEP``."""
+    """Whether the time within steps is known by phase; else it is in ``Phase.STEP``."""
     processor_share: float | None
-    """How much of a processor the training thread had while it should have computed; None where that tells nothing."""
+    """How much of a processor the training thread had while it should have computed; None where nobody can tell."""
     is_on_accelerator: bool
     roofline: Roofline | None
     waiting_seconds: float
-    """For other ranks, in all steps but a few."""
+    """Seconds that this rank waits for other ranks in a step, in all steps but a few."""
     steady_seconds: float
-    """What this rank is busy with by itself, in all steps but a few."""
+    """Seconds of a step that this rank is busy with by itself, in all steps but a few."""
     overlapped_seconds: float | None = None
-    """Of a step, in which gradients or parameters are on their way and something is computed; of steps traced alone."""
+    """Seconds of a step in which communication and computing overlap; None where no step was traced."""
 
     @property
     def step_seconds(self) -> float:
@@ -91,7 +91,7 @@ class Weighed:
 
     @property
     def local_seconds(self) -> float:
-        """What this rank is busy with by itself in a step: all but waiting for others."""
+        """Seconds of a step that this rank is busy with by itself: all but waiting for other ranks."""
         return sum(seconds for phase, seconds in self.step.items() if phase not in WAITING)
 
     @property
@@ -100,9 +100,9 @@ class Weighed:
 
     @property
     def lost_share(self) -> float:
-        """Of the time of steps, what the training thread should have computed in and had no processor for.
+        """The share of steps in which the training thread should have computed and had no processor.
 
-        In all, and not in a step in the middle: short steps have a processor or have none, one after another.
+        It is of all steps, and not of a median one: short steps have a processor or have none, one after another.
         """
         if self.processor_share is None or self.in_steps <= 0:
             return 0.0
@@ -111,20 +111,20 @@ class Weighed:
 
     @property
     def in_step_share(self) -> float:
-        """Which part of training's time goes to steps, the rest to what holds them up."""
+        """The share of training's time that goes to steps; the rest goes to what holds them up."""
         training = 1 - self.shares.get(Phase.STARTUP, 0.0) - self.shares.get(Phase.OUTSIDE, 0.0)
         return min(self.in_steps / training, 1.0) if training > 0 else 0.0
 
     @property
     def in_steps(self) -> float:
-        """Which part of all of its time goes to steps."""
+        """The share of all of this rank's time that goes to steps."""
         return sum(self.shares.get(phase, 0.0) for phase in IN_STEPS)
 
 
 def merged(windows: Sequence[StepWindow]) -> StepWindow:
-    """One window that says what several of one rank say; ValueError where they are not of one rank under one config.
+    """One window made of several of one rank; ValueError where they are not of one rank under one config.
 
-    What it says of quantiles is true of all steps, if less sharp than it was: each is the largest of the windows'.
+    Its quantiles are true of all steps, if less sharp: each is the largest of the windows'.
     """
     if not windows:
         raise ValueError("no windows were given to be merged; give at least one")
@@ -147,12 +147,12 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
 
 
 def replicas_of(window: StepWindow, told: int | None) -> int:
-    """How many replicas of the model take samples of their own: ``told``, or as many as there are ranks."""
+    """How many replicas of the model take samples of their own: ``told``, or one per rank without it."""
     return told if told is not None and 0 < told <= _MOST else max(window.world_size, 1)
 
 
 def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
-    """Why nothing can be said of these ranks together, None where something can."""
+    """Why no verdict can be made from these ranks' windows together; None where one can."""
     if not views:
         return "no rank has told where its time goes yet"
     for view in views:
@@ -178,7 +178,7 @@ def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
 
 
 def weigh(view: RankView) -> Weighed:
-    """A rank's time, in the parts that a verdict is made from; of a window that holds steps."""
+    """One rank's time in the parts that a verdict is made from; its window holds steps."""
     window = view.window
     seconds = _by_phase(window.seconds)
     split = _split(seconds)
@@ -232,11 +232,11 @@ _ADDING: Mapping[str, Callable[[list[Any]], Any]] = {
     "most": lambda values: max((each for each in values if each is not None), default=None),
     "any": any,
 }
-"""By the words of ADDED_UP."""
+"""How to merge a field of several windows, by the words of ADDED_UP."""
 
 
 def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
-    """The mean of what is typical, each window counting as many times as it had steps that were looked at."""
+    """The mean of windows' typical steps, each window weighed by its steps that were measured phase by phase."""
     seen = [each for each in windows if each.num_detailed > 0]
     total = sum(each.num_detailed for each in seen)
     names = dict.fromkeys(name for each in seen for name in each.typical)
@@ -244,14 +244,14 @@ def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
 
 
 def _mean_low(told: Sequence[tuple[int, float | None]]) -> float | None:
-    """As of what is typical, of what windows tell that had so many steps that were looked at."""
+    """The mean of windows' seconds, each weighed by its number of measured steps; None where no window tells any."""
     seen = [(number, seconds) for number, seconds in told if seconds is not None]
     total = sum(number for number, _ in seen)
     return sum(number * seconds for number, seconds in seen) / total if total > 0 else None
 
 
 def _by_phase(table: Mapping[str, float]) -> dict[Phase, float]:
-    """A phase that is not known here, of a newer version, is something else that the loop does."""
+    """Seconds by Phase, from a table by name; a name that is not known here, of a newer version, is ``Phase.OTHER``."""
     found: dict[Phase, float] = {}
     for label, spent in table.items():
         phase = _PHASES.get(label, Phase.OTHER)
@@ -260,7 +260,7 @@ def _by_phase(table: Mapping[str, float]) -> dict[Phase, float]:
 
 
 def _split(seconds: Mapping[Phase, float]) -> dict[Phase, float]:
-    """With the steps that were not looked at shared out as those that were.
+    """Seconds by phase, with steps that were not measured by phase shared out as those that were.
 
     Where no pass was seen, what lies around the passes is not told apart from them: it is in ``Phase.STEP`` too.
     """
@@ -289,7 +289,7 @@ def _step_of(window: StepWindow, split: Mapping[Phase, float]) -> dict[Phase, fl
 
 
 def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase, float]:
-    """With what passes wait for other ranks counted as that, by the part that it had of a step that was traced."""
+    """A step by phase, with the passes' waiting for other ranks moved to communication, as in the traced step."""
     passes = step.get(Phase.FORWARD, 0.0) + step.get(Phase.BACKWARD, 0.0)
     if trace is None or passes <= 0:
         return step
@@ -302,13 +302,16 @@ def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase
 
 
 def _waiting_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
-    """What steps wait for others at least, but a few; ``whole`` is ``step`` with what its passes wait too."""
+    """Seconds that all steps but a few wait for other ranks at least.
+
+    ``whole`` is ``step`` with what its passes wait too.
+    """
     usual, in_all = (sum(each.get(phase, 0.0) for phase in WAITING) for each in (step, whole))
     return in_all if window.waiting_seconds is None else in_all - usual + min(window.waiting_seconds, usual)
 
 
 def _steady_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
-    """What a rank does by itself in all steps but a few: of what comes in bursts, the mean as ever."""
+    """Seconds that a rank is busy with by itself in all steps but a few; phases that come in bursts count as means."""
     usual, in_all = (sum(each.get(phase, 0.0) for phase in (Phase.TRANSFER, *COMPUTING)) for each in (step, whole))
     local = sum(seconds for phase, seconds in whole.items() if phase not in WAITING)
     if window.computing_seconds is None or usual <= 0:
@@ -321,12 +324,12 @@ def _is_told(trace: StepTrace) -> bool:
 
 
 def _seconds_of(traced: float, step: Mapping[Phase, float], trace: StepTrace) -> float:
-    """What in a step takes the part that it took of the one that was traced."""
+    """Seconds of a step that take the same share of it as ``traced`` took of the traced step."""
     return min(traced / trace.step_seconds, 1.0) * sum(step.get(phase, 0.0) for phase in _WITHIN_STEP)
 
 
 def _processor_share(view: RankView, seconds: Mapping[Phase, float]) -> float | None:
-    """Of the phases in which the training thread has nothing to wait for."""
+    """How much of a processor the training thread had in phases where it has nothing to wait for."""
     had = _by_phase(view.window.processor_seconds)
     phases = (Phase.OPTIMIZER,) if view.waits_in_passes else COMPUTING
     spent = sum(seconds.get(phase, 0.0) for phase in phases)
@@ -358,7 +361,7 @@ def _roofline(view: RankView) -> Roofline | None:
 
 
 def is_usable(census: StepCensus, best: NodeCalibration) -> bool:
-    """Whether they hold what can be counted and measured: files are not to be trusted."""
+    """Whether a census and a calibration hold possible numbers: they are read from files."""
     counts = (census.num_ops, census.num_bytes, census.num_flops, census.optimizer_ops, census.optimizer_bytes)
     speeds = (best.flops_per_second, best.bytes_per_second)
     return (

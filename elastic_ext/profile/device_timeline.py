@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 _MOST_BEHIND = 64  # steps
 _Marks = list[tuple[int, "Event"]]
-"""Phases that ended, each with the event at its end."""
+"""Phases that ended, each with the event on the stream at its end."""
 
 
 class Event(Protocol):
@@ -29,17 +29,17 @@ class Event(Protocol):
     def record(self) -> Any: ...
 
     def query(self) -> bool:
-        """Whether the device has come past it."""
+        """Whether the device has come past this event."""
 
     def synchronize(self) -> Any:
-        """Return once it has."""
+        """Wait until the device has come past this event."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to there."""
+        """Milliseconds on the device from this event to ``end_event``."""
 
 
 class DeviceTimeline(Timeline):
-    """One thread's, of one device. Where events fail it goes on by the host's clock, and says so."""
+    """The training thread's time by phase, on one device's clock; where events fail, by the host's, with a warning."""
 
     __slots__ = ("_begun", "_device", "_free", "_is_captured", "_is_lost", "_last", "_make", "_marks", "_steps")
 
@@ -115,7 +115,7 @@ class DeviceTimeline(Timeline):
         return found
 
     def finish(self) -> None:
-        """Wait for the device, and take up what it has spent."""
+        """Wait for the device, and count the time of all events that were recorded."""
         super().finish()
         if self._is_lost:
             return
@@ -138,7 +138,7 @@ class DeviceTimeline(Timeline):
             self._last = event
 
     def _lose_device(self, error: RuntimeError) -> None:
-        """From here on by the host's clock, as if nothing had been read of the other."""
+        """Go on by the host's clock, as if no event of the device had been read."""
         self._is_lost = True
         self._marks, self._last = [], None
         self._steps.clear()
@@ -147,5 +147,5 @@ class DeviceTimeline(Timeline):
 
 
 def _is_within(number: int, begun: int | None, phase: int) -> bool:
-    """Whether it is something that the loop did besides, within the step that has begun."""
+    """Whether a mark is of ``Phase.OTHER`` and within the step that has begun."""
     return phase == Phase.OTHER and begun is not None and number >= begun

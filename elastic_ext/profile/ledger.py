@@ -40,16 +40,16 @@ _TOUCHING_SECONDS = 1e-3
 _MOST_WINDOWS = 40_000
 _SHORT_SECONDS = 1.0
 _MOST_AT_ONCE = 8
-"""Processes that write into one file at the same time; there should be one."""
+"""How many processes may write into one file at the same time; there should be one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """The windows of one process, one after another without a gap."""
+    """The profile windows of one process, one after another without a gap."""
 
     windows: tuple[StepWindow, ...]
     shift_seconds: float = 0.0
-    """How much later than its clock said it is taken to have been, as its clock had been put back."""
+    """Seconds added to the times of this process, whose clock had been put back."""
 
     @property
     def begin(self) -> float:
@@ -65,12 +65,12 @@ class Life:
 
     @property
     def first_step(self) -> int:
-        """The step that it went on from."""
+        """The step from which this process went on."""
         return self.windows[0].step - self.windows[0].num_steps
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has the process's first window; otherwise what came before could not be read."""
+        """Whether the process's first window is here; otherwise its earlier windows could not be read."""
         return _is_first(self.windows[0])
 
 
@@ -83,13 +83,13 @@ class WindowPiece:
     begin: float
     end: float
     first_step: int
-    """The step that training stood at as the window began: later than at its end where it went back."""
+    """The step that training was at as the window began: later than at its end where training went back."""
 
 
 def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
-    """The processes that have written these into one file, in the order of its lines.
+    """The processes that wrote one file's windows, each with its own, in the order of the file's lines.
 
-    Of very many windows, neighbours are made one, so that the memory for them stays small.
+    Of very many windows, neighbours are merged, so that the memory for them stays small.
     """
     found: list[list[StepWindow]] = []
     lines: list[tuple[int, int]] = []  # of each the first and the last
@@ -119,7 +119,7 @@ def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
 
 
 def merged(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
-    """The same with neighbours of one config made one, where they are no longer than this together."""
+    """These windows with neighbours of one config made one, where the merged window is no longer than ``longest``."""
     kept: list[StepWindow] = []
     for window in windows:
         goes_back = len(kept) > 1 and kept[-1].step < kept[-2].step
@@ -131,12 +131,12 @@ def merged(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
 
 
 def in_order(lives: Iterable[Life]) -> list[Life]:
-    """By their beginnings, whichever file they are from."""
+    """Processes sorted by when they began, whichever file their windows are from."""
     return sorted(lives, key=lambda each: each.begin)
 
 
 def pieces_of(lives: Sequence[Life]) -> list[WindowPiece]:
-    """The windows of all lives, none overlapping another; ``lives`` as ``in_order`` gives them.
+    """Profile windows of all processes, cut so that none overlaps another; ``lives`` as ``in_order`` gives them.
 
     Where two processes have written for the same time, the one whose window began first counts.
     """
@@ -177,17 +177,17 @@ def trainings_of(lives: Sequence[Life], launches: Sequence[float] | None) -> lis
 
 
 def within(lives: Iterable[Life], begin: float, end: float) -> list[Life]:
-    """Those that belong to the training that began at ``begin``, if the next one began at ``end``."""
+    """The processes that belong to the training that began at ``begin``, if the next one began at ``end``."""
     return [each for each in lives if begin <= _begun(each) < end]
 
 
 def _first_steps(life: Life) -> list[int]:
-    """Where training stood as each window began. Not every step that has ended in it has committed."""
+    """The step that training was at as each window began. Not every step that ended in a window has committed."""
     return [max(life.first_step, 0), *(each.step for each in life.windows[:-1])]
 
 
 def _begun(life: Life) -> float:
-    """When its first step began: later than what differs between the starts of ranks that belong together."""
+    """When a process's first step began, which is after the starts of all ranks that belong together."""
     return life.windows[0].end + life.shift_seconds if life.is_whole else life.begin
 
 
@@ -198,7 +198,7 @@ def _is_afresh(life: Life, before: Life, launches: Sequence[float] | None) -> bo
 
 
 def _is_first(window: StepWindow) -> bool:
-    """Whether it is a process's first, which ends as its first step begins."""
+    """Whether a window is the first one of its process, which ends as the first step begins."""
     return window.num_steps == 0 and window.seconds.get(_STARTUP, 0.0) > 0
 
 
@@ -212,7 +212,7 @@ def _can_be_one(first: StepWindow, second: StepWindow) -> bool:
 
 
 def _one(first: StepWindow, second: StepWindow) -> StepWindow:
-    """Both as one; what is said of a step in the middle is that of the one with more of them."""
+    """Two neighbouring windows as one; typical times are those of the window with more measured steps."""
     typical = first if first.num_detailed > second.num_detailed else second
     return replace(
         second,
@@ -234,9 +234,9 @@ def _sums(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, 
 
 
 def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> Life:
-    """What was written after another life had ended, at ``until``, and says that it was before: the clock was put back.
+    """A process's windows, moved to begin at ``until`` where they say that they ended before it.
 
-    It is taken to have begun then.
+    ``until`` is when the process before had ended: the clock was put back since.
     """
     is_late = windows[0].end < until
     return Life(windows=tuple(windows), shift_seconds=until - windows[0].begin if is_late else 0.0)
@@ -260,14 +260,14 @@ def _goes_on(before: StepWindow, window: StepWindow) -> bool:
 
 
 class TimeUse(Enum):
-    """What time of a training went into; the names stand in JSON."""
+    """What the time of a training went into: an entry of the ledger; the names stand in JSON."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     TRANSFER = "transfer"
     STEP = "step"
-    """Steps of a process of which none was looked at closely."""
+    """Steps of a process in which no step was measured phase by phase."""
     COMMUNICATION = "communication"
     OTHER = "other"
     DATA = "data"
@@ -275,18 +275,18 @@ class TimeUse(Enum):
     CHECKPOINT = "checkpoint"
     CHANGE = "change"
     ROLLED_BACK = "rolled-back"
-    """Steps that were taken back by the process itself."""
+    """Steps that the process itself rolled back."""
     AGAIN = "again"
-    """Steps that came to nothing, as training went on from a step before them."""
+    """Steps that were lost because training went on from a step before them, and took them again."""
     STARTUP = "startup"
-    """Of a rank's first process, and of one that begins after nothing was running."""
+    """The start of a rank's first process, or of one that begins after nothing was running."""
     RESTART = "restart"
-    """From a failure, or another end of a process, to the first step of the one in its place."""
+    """Time from a failure, or another end of a process, to the first step of the process in its place."""
     UNSEEN = "unseen"
-    """What a process did after its last window, which it had no time to write; up to its failure."""
+    """Time of a process after its last window, which it could not write, up to its failure."""
     OUTSIDE = "outside"
     STOPPED = "stopped"
-    """Nothing was running, and nobody was about to start it."""
+    """Time in which no process ran, and no launcher was about to start one."""
 
 
 ENTRIES = tuple(TimeUse)
@@ -304,7 +304,7 @@ USEFUL = frozenset(
 _OF_PHASE = {phase.label: TimeUse(phase.label) for phase in Phase}
 _STEP = Phase.STEP.label
 _REPEATED = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
-"""What of a step is lost with it."""
+"""The entries that are lost with a step that is taken again."""
 _LOOKED_AT = tuple(
     phase.label
     for phase in (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.OTHER)
@@ -313,34 +313,34 @@ _LOOKED_AT = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Happened:
-    """What is known from others than the rank itself."""
+    """What is known of a training from others than the rank itself: starts on all ranks, failures, launchers."""
 
     begun: tuple[tuple[float, int], ...] = ()
-    """When training began on any rank, and the step that it went on from."""
+    """The starts of training on any rank: when, and the step that it went on from."""
     failures: tuple[float, ...] = ()
     """When processes were seen to have failed, or to hang."""
     stopped: tuple[tuple[float, float], ...] = ()
-    """From when to when no launcher ran."""
+    """The spans in which no launcher ran: from when to when."""
     has_launcher: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A part of a rank's time, and what went into it; the parts follow one another without a gap."""
+    """A part of a rank's time, and what it went into; slices follow one another without a gap."""
 
     begin: float
     end: float
     seconds: Mapping[TimeUse, float]
-    """They add up to its length."""
+    """Seconds of this slice by entry; they add up to its length."""
     piece: WindowPiece | None = None
-    """What it is known from; None where nothing was written."""
+    """The profile window that tells of this slice; None where nothing was written."""
     kept: float = 1.0
-    """Which share of its steps did not come to nothing."""
+    """The share of this slice's steps that were not taken again later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What went into a wall time; ``seconds`` has every entry."""
+    """What the wall time of a rank or a job went into; ``seconds`` has every entry."""
 
     wall_seconds: float
     seconds: Mapping[TimeUse, float]
@@ -351,11 +351,11 @@ class Ledger:
 
     @property
     def goodput(self) -> float:
-        """The share of useful time; 0 where there was no time."""
+        """The share of useful seconds in the wall time; 0 where there was no time."""
         return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """The ledger as plain values for JSON."""
         return {
             "wall_seconds": self.wall_seconds,
             "goodput": self.goodput,
@@ -365,7 +365,7 @@ class Ledger:
 
 
 def slices_of(lives: Sequence[Life], happened: Happened, *, until: float = 0.0) -> list[Slice]:
-    """A rank's time from its first process on, without a gap; ``lives`` in order.
+    """One rank's time from its first process on, in slices without a gap; ``lives`` in order.
 
     It ends with the rank's last window, or at ``until`` if that is later: what lies between is time without a process.
     """
@@ -390,7 +390,7 @@ def slices_of(lives: Sequence[Life], happened: Happened, *, until: float = 0.0) 
 
 
 def ledger_of_slices(slices: Sequence[Slice]) -> Ledger:
-    """One rank's."""
+    """The ledger of one rank, from its slices."""
     seconds = dict.fromkeys(ENTRIES, 0.0)
     for each in slices:
         for entry, spent in each.seconds.items():
@@ -400,7 +400,7 @@ def ledger_of_slices(slices: Sequence[Slice]) -> Ledger:
 
 
 def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]]) -> Ledger:
-    """All ranks' together; ``spans`` is from when to when each rank was known.
+    """The ledger of a job, from those of all ranks; ``spans`` is from when to when each rank was known.
 
     Each entry is a mean over the ranks that there were, so that it adds up to the job's wall time; a moment at which no
     rank was known is one at which nothing was running.
@@ -419,7 +419,7 @@ def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]
 
 
 def _kept(pieces: Sequence[WindowPiece], happened: Happened) -> list[float]:
-    """For each piece, which share of its steps was not taken again later."""
+    """The share of each piece's steps that was not taken again later."""
     kept = [1.0] * len(pieces)
     lowest = float("inf")  # the step that later ones went on from
     begun = sorted(happened.begun, reverse=True)
@@ -438,14 +438,14 @@ def _kept(pieces: Sequence[WindowPiece], happened: Happened) -> list[float]:
 
 
 def _division(window: StepWindow) -> dict[str, float]:
-    """How a step that was looked at closely is divided; empty where none was."""
+    """The share of each phase in a typical step of a window; empty where no step was measured phase by phase."""
     found = {label: window.typical.get(label, 0.0) for label in _LOOKED_AT}
     total = sum(found.values())
     return {label: part / total for label, part in found.items() if part > 0} if total > 0 else {}
 
 
 def _told(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_again: bool) -> Slice:
-    """What a window says, brought to the length of the piece."""
+    """The slice of a window's piece: the window's seconds by entry, scaled to the length of the piece."""
     length = piece.end - piece.begin
     phases = {label: spent for label, spent in piece.window.seconds.items() if label in _OF_PHASE and spent > 0}
     total = sum(phases.values())
@@ -470,7 +470,7 @@ def _told(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_
 
 
 def _gap(before: WindowPiece, after: WindowPiece, happened: Happened) -> list[Slice]:
-    """The time between two lives."""
+    """The time between two processes, as slices: unseen, a restart, or stopped."""
     begin, end = before.end, after.begin
     if end <= begin:
         return []
@@ -501,7 +501,7 @@ def _without(begin: float, end: float, happened: Happened, *, default: TimeUse) 
 
 
 def _union_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of them lasted."""
+    """How many seconds at least one of these spans covers."""
     total, told = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(end - max(begin, told), 0.0)

@@ -35,14 +35,14 @@ class Sink(Protocol):
     """
 
     def write(self, profile: StepProfile) -> None:
-        """Some steps have ended: those of a second or more."""
+        """Write the profile of some steps that have ended, over a second or more."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish writing: no profile comes any more."""
 
 
 class Sinks:
-    """Those of one rank."""
+    """The sinks that one rank's trainer writes its profile to."""
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
@@ -50,17 +50,17 @@ class Sinks:
 
     @property
     def are_there(self) -> bool:
-        """Whether anything is to be written."""
+        """Whether there is a sink to write to."""
         return bool(self._sinks)
 
     def add(self, sink: Sink) -> None:
-        """Have it written to from here on. ElasticError once training has ended."""
+        """Write profiles to ``sink`` too from now on. ElasticError once training has ended."""
         if self._is_closed:
             raise ElasticError("training has ended, and a sink was added; add it before")
         self._sinks.append(sink)
 
     def write(self, profile: StepProfile) -> None:
-        """To all of them."""
+        """Write a profile to all sinks; one that raises is dropped."""
         for sink in tuple(self._sinks):
             try:
                 sink.write(profile)
@@ -71,7 +71,7 @@ class Sinks:
                 )
 
     def close(self) -> None:
-        """All of them, those that were dropped apart. Twice is allowed."""
+        """Close all sinks that were not dropped. Closing twice is allowed."""
         self._is_closed = True
         while self._sinks:
             sink = self._sinks.pop()
@@ -94,7 +94,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def write(self, profile: StepProfile) -> None:
-        """Add a point to each curve."""
+        """Add a point of this profile to each curve."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -103,7 +103,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, global_step=profile.step, walltime=profile.time)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Close TensorBoard's writer, which writes what is left."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -130,7 +130,7 @@ def _scalars(profile: StepProfile) -> Iterator[tuple[str, float]]:
 # each.
 
 _MOST_READ = 16
-"""Windows of other ranks for one line: each takes about 35 µs."""
+"""How many windows of other ranks are read for one line of the log: each takes about 35 µs."""
 _MOST_KEPT = 1024  # of the rank's own
 
 
@@ -139,7 +139,7 @@ class TrainingFacts:
     """Facts of a training that are needed to judge a profile window and that the window does not have."""
 
     num_replicas: int
-    """Of the model, each of which takes samples of its own."""
+    """Replicas of the model, each of which takes samples of its own."""
     num_micro_steps: int
     num_workers: int | None
     waits_in_passes: bool
@@ -147,7 +147,7 @@ class TrainingFacts:
 
 
 class Showing:
-    """One rank's; ``see`` each window, and ``close`` it when training ends."""
+    """One rank's profile as it is shown: metrics, a line of the log, and sinks; ``see`` each window, then ``close``."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Showing:
         know: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
-        """``hosts`` are those of all ranks. Lines come after ``every_seconds`` of training; with 0 there are none."""
+        """``hosts`` are all ranks' hosts. Lines come after ``every_seconds`` of training; with 0 there are none."""
         self._folder = folder
         self._rank, self._hosts = rank, tuple(hosts)
         self._every_seconds = every_seconds
@@ -170,7 +170,7 @@ class Showing:
         self._seconds = 0.0  # of them, and of those under the config before
 
     def see(self, window: StepWindow) -> None:
-        """A window has ended."""
+        """Take in a window that has ended: write it to the sinks, and log a line where one is due."""
         if window.num_steps == 0:
             return
         self._last = window
@@ -184,7 +184,7 @@ class Showing:
             self._keep(window)
 
     def measured(self, measures: Measures) -> Measures:
-        """With what is known of where the time went since the metrics before."""
+        """``measures`` with facts of the training, and with where the time went in the last window."""
         known = self._know()
         measures = replace(measures, **asdict(known))
         last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
@@ -199,7 +199,7 @@ class Showing:
         )
 
     def close(self) -> None:
-        """Say what there is to say of the last steps, and let go of the sinks. Twice is allowed."""
+        """Log the line of the last steps, and close the sinks. Closing twice is allowed."""
         self._tell()
         self._sinks.close()
 
@@ -228,7 +228,7 @@ class Showing:
     def _judged(
         self, windows: Sequence[StepWindow], seconds: float, census: StepCensus | None, best: NodeCalibration | None
     ) -> Verdict:
-        """What holds training up, as far as it can be seen from this node, whose ranks are taken to train alike."""
+        """The verdict on what holds training up, from the ranks of this machine, which are taken to train alike."""
         others = [rank for rank in self._others_here() if profile_file(self._folder, rank).exists()][:_MOST_READ]
         num_each = _MOST_READ // len(others) if others else len(windows)
         tails = tails_of(self._folder, others, num_each)
@@ -248,7 +248,7 @@ class Showing:
         return verdict(views, is_partial=len(others) + 1 < len(self._hosts))
 
     def _others_here(self) -> Iterator[int]:
-        """Those on this machine, whose files may be in another agent's folder even so."""
+        """The other ranks on this machine, whose files may be in another agent's folder even so."""
         own_host = self._hosts[self._rank]
         return (rank for rank, host in enumerate(self._hosts) if host == own_host and rank != self._rank)
 

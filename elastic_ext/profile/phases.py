@@ -33,16 +33,16 @@ __all__ = [
 # Every moment is of one phase, so that what a rank spent in all of them adds up to the time that has passed.
 
 LEAST_SECONDS = 1e-9
-"""Less is nothing: no clock tells it."""
+"""The shortest time that counts as time; shorter ones are taken for nothing."""
 
 
 class Phase(IntEnum):
-    """What a rank spends time on; their names stand in files."""
+    """A kind of thing that a rank spends time on; the names of phases stand in files."""
 
     DATA = 0
     """Waiting for a batch."""
     TRANSFER = 1
-    """From the host's memory to the accelerator's."""
+    """Copying a batch from the host's memory to the accelerator's."""
     FORWARD = 2
     """The model's forward pass, and the loss."""
     BACKWARD = 3
@@ -50,31 +50,31 @@ class Phase(IntEnum):
     """Waiting for gradients on their way between ranks, when nothing is left to compute meanwhile: what is exposed."""
     OPTIMIZER = 5
     STEP = 6
-    """Within steps that were not looked at more closely."""
+    """Within steps that were not measured phase by phase."""
     OTHER = 7
-    """What the loop does besides: logging, metrics, learning-rate schedules."""
+    """What the loop does beside passes and optimizers: logging, metrics, learning-rate schedules."""
     AGREEMENT = 8
-    """Words with the other ranks at boundaries."""
+    """Agreeing with the other ranks at step boundaries."""
     CHANGE = 9
-    """A config coming into force."""
+    """Putting a config in force."""
     CHECKPOINT = 10
-    """Training waits for a checkpoint."""
+    """Waiting for a checkpoint."""
     ROLLED_BACK = 11
-    """Steps that were taken back."""
+    """Time of steps that were rolled back."""
     OUTSIDE = 12
-    """Outside of epochs: evaluation, for one."""
+    """Time outside of epochs: evaluation, for one."""
     STARTUP = 13
-    """From the start of the process to the first step."""
+    """Time from the start of the process to its first step."""
 
     @property
     def label(self) -> str:
-        """What it is called in files and words."""
+        """The phase's name in files and texts."""
         return self.name.lower().replace("_", "-")
 
 
 COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 WAITING = (Phase.COMMUNICATION, Phase.AGREEMENT)
-"""For other ranks."""
+"""The phases in which a rank waits for other ranks."""
 IN_STEPS = (
     Phase.DATA,
     Phase.TRANSFER,
@@ -84,7 +84,7 @@ IN_STEPS = (
     Phase.OTHER,
     Phase.AGREEMENT,
 )
-"""Of a step that nothing out of the ordinary befalls."""
+"""The phases of a usual step: nothing is rolled back, changed or saved."""
 
 
 # --- in which phase the training thread is, and how long it has been in each -----------------------------------------
@@ -94,11 +94,11 @@ NUM_PHASES = len(Phase)
 LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
 
 Spent = list[int]
-"""Nanoseconds by phase: of the clock, and then, as many again, of this thread's processor time."""
+"""Nanoseconds by phase: of the clock, and then, as many again, of the training thread's processor time."""
 
 
 class Timeline:
-    """The training thread's; others ask whether it ``is_here``, or say what begins with ``enter_elsewhere``."""
+    """The training thread's time by phase; other threads ask ``is_here``, and begin phases with ``enter_elsewhere``."""
 
     __slots__ = ("_before", "_cpu", "_others", "_phase", "_since", "_spent", "_thread")
 
@@ -111,22 +111,22 @@ class Timeline:
         self.take_thread()
 
     def take_thread(self) -> None:
-        """From here on it is of the thread that calls this."""
+        """Measure the calling thread from now on, as the training thread."""
         self._thread, self._cpu = get_ident(), thread_time_ns()
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of the thread that asks."""
+        """Whether the calling thread is the one that this timeline measures."""
         return get_ident() == self._thread
 
     @property
     def phase(self) -> int:
-        """The one that it is in."""
+        """The phase that the training thread is in."""
         return self._phase
 
     # Training waits for this one: about half a microsecond.
     def enter(self, phase: int) -> int:
-        """From here on it is in ``phase``; gives the one before."""
+        """Begin ``phase``, on the training thread; gives the phase before."""
         now, cpu, before, spent = perf_counter_ns(), thread_time_ns(), self._phase, self._spent
         spent[before] += now - self._since
         spent[before + NUM_PHASES] += cpu - self._cpu
@@ -136,7 +136,7 @@ class Timeline:
         return before
 
     def enter_elsewhere(self, phase: int) -> int:
-        """The same from another thread, as of those that run backward passes on accelerators.
+        """Begin ``phase`` from another thread, as one that runs backward passes on accelerators; gives the one before.
 
         What processor time the training thread has had since the last mark counts for ``phase``.
         """
@@ -147,15 +147,15 @@ class Timeline:
         return before
 
     def add_past(self, phase: int, nanoseconds: int) -> None:
-        """Count what went before it began."""
+        """Count time that went by before this timeline began."""
         self._spent[phase] += nanoseconds
 
     def begin_step(self) -> None:
-        """What the loop does besides is a part of the step from here on; just after ``enter``."""
+        """Count ``Phase.OTHER`` as part of the step from now on; called just after ``enter``."""
         self._others = self._spent[Phase.OTHER], self._spent[NUM_PHASES + Phase.OTHER]
 
     def lose(self) -> None:
-        """What was spent since it was last asked comes to nothing: the step under way is taken back."""
+        """Count the time since ``spent`` or ``end_step`` as rolled back: the step under way is taken back."""
         self.enter(self._phase)
         for first in (0, NUM_PHASES):
             for phase in LOST:
@@ -166,7 +166,7 @@ class Timeline:
             self._others = None
 
     def lose_since(self, then: int) -> None:
-        """What went into the phase that it is in since ``then``, by ``perf_counter_ns``, comes to nothing."""
+        """Count the present phase's time since ``then``, by ``perf_counter_ns``, as rolled back."""
         self.enter(self._phase)
         spent, phase = self._spent, self._phase
         lost = min(self._since - then, spent[phase])
@@ -179,28 +179,28 @@ class Timeline:
         spent[place] = before
 
     def spent(self) -> Spent:
-        """What was spent since it began; a list that nobody changes."""
+        """The time spent by phase since this timeline began; a list that nobody changes."""
         self.enter(self._phase)
         self._before = found = self._spent.copy()
         return found
 
     def end_step(self) -> list[tuple[Spent, Spent]]:
-        """A step has ended; gives what was spent up to the beginning and to the end of each that is known now."""
+        """End a step; gives the time spent at the beginning and at the end of each step whose times are known now."""
         before = self._before
         return [(before, self.spent())]
 
     def finish(self) -> None:
-        """Have all that was spent be known."""
+        """Wait until all time that was spent is known."""
 
 
 # --- spans of time, and what of some lies outside of others ----------------------------------------------------------
 
 Span = tuple[int, int]
-"""From, and up to."""
+"""A span of time: its begin and its end."""
 
 
 def united(spans: Iterable[Span]) -> list[Span]:
-    """The same moments, each in one span, in order."""
+    """The moments that any of these spans covers, as spans that do not overlap, in order."""
     found: list[Span] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
         if found and begin <= found[-1][1]:
@@ -211,12 +211,12 @@ def united(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> int:
-    """How long they are together, each moment counted once."""
+    """How long these spans are together, each moment counted once."""
     return sum(end - begin for begin, end in united(spans))
 
 
 def outside(spans: Iterable[Span], others: Iterable[Span]) -> int:
-    """How long ``spans`` are where none of ``others`` is."""
+    """How long ``spans`` are in moments that none of ``others`` covers."""
     spans, others = list(spans), list(others)
     return length([*spans, *others]) - length(others)
 
@@ -226,15 +226,15 @@ def outside(spans: Iterable[Span], others: Iterable[Span]) -> int:
 
 @runtime_checkable
 class TimedSource(Protocol):
-    """A loader that says when the loop waits for it."""
+    """A loader that notes in a timeline when the loop waits for a batch."""
 
     timeline: Timeline | None
-    """Where it says so."""
+    """The timeline in which the loader notes that the loop waits for it."""
 
 
 @runtime_checkable
 class ChangingSource(Protocol):
-    """A loader whose workers and their like follow the config while a loop is over it."""
+    """A loader that takes workers, prefetching and pinning from the config during a loop."""
 
     @property
     def fixed_settings(self) -> Mapping[str, str]:
@@ -242,4 +242,4 @@ class ChangingSource(Protocol):
 
     @property
     def least_workers(self) -> int:
-        """The fewest that it can have."""
+        """The fewest workers that the loader can have."""

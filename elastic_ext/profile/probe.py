@@ -1,4 +1,4 @@
-"""When the phases of a step begin and end, from hooks on a model and its optimizers, and which steps are looked at."""
+"""When the phases of a step begin and end, from hooks on a model and its optimizers, and which steps are measured."""
 
 from __future__ import annotations
 
@@ -35,37 +35,40 @@ _DEPTH = 3  # of containers in which tensors are looked for
 _MOST_TENSORS = 16  # of an output
 
 Mark = Callable[[int], int]
-"""Called with a phase as it begins; gives the one before."""
+"""A function that is called with a phase as it begins, and gives the phase before."""
 
 
 class PassWatcher(Protocol):
     """Observes the inputs, outputs and gradients of a model's passes."""
 
     def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """A forward pass begins."""
+        """A forward pass begins, with these arguments."""
 
     def see_outputs(self, outputs: Any) -> None:
-        """It has ended."""
+        """A forward pass has ended, with these outputs."""
 
     def see_end_of_pass(self) -> None:
-        """A backward pass from there has ended."""
+        """A backward pass from the outputs has ended."""
 
 
 class Probe:
-    """Marks on one model and its optimizers, in micro-steps that it is told of."""
+    """Tells when phases begin on one model and its optimizers, by hooks, in the micro-steps that it is told of."""
 
     def __init__(
         self, mark: Mark, model: nn.Module, optimizers: Sequence[Optimizer], *, is_on_accelerator: bool
     ) -> None:
         """``model`` is what the loop calls."""
         self.num_tokens = self.num_bytes = 0
-        """What the model was given in forward passes: whole numbers in tables of two dimensions or more, and bytes."""
+        """Tokens and bytes that were given to forward passes.
+
+        Tokens are the whole numbers in a first tensor of two dimensions or more.
+        """
         self.num_rows = 0
-        """Of the first tensor in the first pass of each micro-step: samples, as a rule; since the probe was made."""
+        """Rows of the first tensor in each micro-step's first pass: samples, as a rule; since the probe was made."""
         self.has_seen = False
-        """Whether the model was ever called in a micro-step that it was told of."""
+        """Whether the model was ever called in a micro-step that this probe was told of."""
         self.watcher: PassWatcher | None = None
-        """Told of passes in micro-steps that are looked at."""
+        """What observes passes in the micro-steps that are measured."""
         self._mark = self._own_mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
@@ -82,7 +85,7 @@ class Probe:
         self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
 
     def attach(self) -> None:
-        """See the passes of the model and the steps of the optimizers, from here on."""
+        """Put the hooks on the model and its optimizers."""
         if self._handles:
             return
         model = self._model
@@ -99,18 +102,18 @@ class Probe:
             self._handles.append(optimizer.register_step_post_hook(after_step))
 
     def may_rest(self) -> bool:
-        """Whether hooks can be taken off and put on again, and no compiler makes a graph anew for that."""
+        """Whether hooks can be taken off and put on again without having a compiler make a graph anew."""
         return num_graphs_compiled() == self._num_compiled and not any(map(is_compiled, self._model.modules()))
 
     def detach(self) -> None:
-        """See nothing, until ``attach`` is called again."""
+        """Take the hooks off, until ``attach`` is called again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._forget_leaves()
 
     def enter_micro_step(self) -> None:
-        """The loop is within a micro-step, and has its batch."""
+        """Begin a micro-step that is measured; the loop has its batch."""
         self._thread = get_ident()
         self._is_inside, self._is_passed = True, False
         self._depth, self._is_in_pass = 0, False  # whatever became of the one before
@@ -122,18 +125,18 @@ class Probe:
             self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
     def pass_micro_step(self) -> None:
-        """The loop is within a micro-step that is not looked at."""
+        """Begin a micro-step that is not measured."""
         self._is_passed = True
 
     def leave_micro_step(self) -> None:
-        """What comes is no part of a step."""
+        """End a micro-step: what comes is no part of a step."""
         self._is_inside = self._is_passed = False
         self._depth = 0
         if self._leaves:
             self._forget_leaves()
 
     def tell_phases(self, listener: Callable[[int], None] | None) -> None:
-        """Have ``listener`` told of each phase as it begins; None ends that."""
+        """Call ``listener`` with each phase as it begins; None ends that."""
         mark = self._own_mark
         if listener is None:
             self._mark = mark
@@ -146,7 +149,7 @@ class Probe:
         self._mark = tell_both
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens and bytes since the last call."""
+        """The tokens and bytes that the model was given since the last call."""
         found = self.num_tokens, self.num_bytes
         self.num_tokens = self.num_bytes = 0
         return found
@@ -196,15 +199,15 @@ class Probe:
             self.watcher.see_outputs(output)
 
     def _begin_evaluation(self) -> None:
-        """Between two steps the model is called: whatever that is for, it is no waiting for data."""
+        """Count a call of the model between two steps as ``Phase.OTHER``, and not as waiting for data."""
         self._between = self._mark(Phase.OTHER)
         if self._between != Phase.DATA:
             self._mark(self._between)
 
     def _await_backward(self, output: Any) -> bool:
-        """Have a backward pass from any of these tell of its beginning; whether one can come to them.
+        """Hook the outputs, so that a backward pass tells when it begins; gives whether one can come to them.
 
-        Any: the first may be one that no loss is made of.
+        All outputs are hooked: the first may be one that no loss is made of.
         """
         found = (output,) if isinstance(output, torch.Tensor) else islice(_tensors_in(output, _DEPTH), _MOST_TENSORS)
         is_awaited = False
@@ -229,7 +232,7 @@ class Probe:
             self._is_in_pass = at_end_of_pass(self._end_computing, self._end_backward)
 
     def _end_computing(self) -> None:
-        """All gradients of the pass are computed; what follows is to wait for other ranks."""
+        """Begin to wait for other ranks: all gradients of the pass are computed."""
         self._mark(Phase.COMMUNICATION)
 
     def _end_backward(self) -> None:
@@ -277,7 +280,7 @@ class Probe:
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Those in containers, and in containers within these."""
+    """The tensors in a value: in containers, and in containers within these."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > 0:
@@ -298,12 +301,14 @@ def _parts_of(value: Any) -> Iterable[Any]:
 # --- which steps are looked at one by one, so that looking takes no more than its share of them ----------------------
 
 _COST_SECONDS = 250e-6
-"""What looking at a step adds to it, about, in steps that compute: what it runs lies in no cache then. It is a quarter
-of that in steps that do nothing else."""
+"""About what measuring a step adds to it, in steps that compute.
+
+The code that measures lies in no cache then; in steps that do nothing else it takes a quarter of that.
+"""
 _SHARE = 0.006
-"""Of short steps, that it may take; of long ones, a fifth of that."""
+"""The share of short steps that measuring may take; of long ones it may take a fifth of that."""
 _SHORT_SECONDS, _LONG_SECONDS = 8e-3, 40e-3
-"""Between these it may take as long as of the shorter."""
+"""Up to where steps are short, and from where they are long: between, measuring may take as long as of short ones."""
 _NUM_FIRST = 64  # steps that are looked at before any is passed over
 _TOGETHER_SECONDS = 0.05
 _LEAST_TOGETHER, _MOST_TOGETHER = (
@@ -316,14 +321,14 @@ _LEAST_SECONDS = 1e-6
 
 
 class ProbePace:
-    """Which steps the profile measures: all where that is cheap, else some in a row, and then none for a while."""
+    """Which steps are measured phase by phase: all where that is cheap, else some in a row, then none for a while."""
 
     def __init__(self) -> None:
         self._left = _NUM_FIRST  # steps to look at before it is asked again
         self._seconds = 0.0
 
     def end_step(self, seconds: float) -> int:
-        """A step that was looked at has ended and took so long; how many that come are to be passed over now."""
+        """Take in the length of a measured step; gives how many of the coming steps to pass over without measuring."""
         if self._seconds:
             seconds = min(seconds, _MOST_AT_ONCE * self._seconds)  # the rest is a pause, as for an evaluation
             self._seconds += (seconds - self._seconds) * _MEMORY
@@ -336,28 +341,28 @@ class ProbePace:
         return steps_between(self._seconds)
 
     def pass_steps(self, number: int, seconds: float) -> None:
-        """So many steps were passed over, and took so long together; a pause may be among them."""
+        """Take in how long so many unmeasured steps took together; a pause may be among them."""
         self._seconds = min(seconds / number, self._seconds)
 
     @property
     def long_seconds(self) -> float:
-        """A step that takes longer is one of those to come, or had a pause before it."""
+        """The length from which a step counts as much longer than usual, or had a pause before it."""
         return _MOST_AT_ONCE * self._seconds
 
 
 def steps_together(seconds: float) -> int:
-    """How many steps of this length are looked at one after another."""
+    """How many steps of this length are measured one after another."""
     return min(max(round(_TOGETHER_SECONDS / max(seconds, _LEAST_SECONDS)), _LEAST_TOGETHER), _MOST_TOGETHER)
 
 
 def steps_between(seconds: float) -> int:
-    """How many steps of this length are passed over after those that were looked at; 0 where none need to be."""
+    """How many steps of this length are not measured after those that were; 0 where all can be."""
     num_together = steps_together(seconds)
     num_steps = num_together * _COST_SECONDS / _allowed(max(seconds, _LEAST_SECONDS))
     return 0 if num_steps <= num_together else round(num_steps) - num_together
 
 
 def _allowed(seconds: float) -> float:
-    """How long looking may take of a step."""
+    """How many seconds of a step measuring may take."""
     short = _SHARE * min(seconds, _SHORT_SECONDS)
     return short * max(seconds / _LONG_SECONDS, 1.0)

@@ -44,37 +44,37 @@ _LEAST_STEPS = 3  # of a round
 _MOST = 1e18  # of anything that is counted or timed
 
 Windows = Mapping[int, Sequence[StepWindow]]
-"""By rank, the oldest first."""
+"""Profile windows by rank, the oldest first."""
 _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeProfiles:
-    """What the ranks of a node have written of their time."""
+    """The profiles that the ranks of a node have written: windows, censuses, traces and the calibration."""
 
     windows: Windows = field(default_factory=dict)
     censuses: Mapping[int, StepCensus] = field(default_factory=dict)
-    """By rank."""
+    """What a step asks of its machine, by rank."""
     calibration: NodeCalibration | None = None
     traces: Mapping[int, StepTrace] = field(default_factory=dict)
-    """By rank."""
+    """A traced step, by rank."""
 
 
 # ---- files ----
 
 
 def profiled_ranks(folder: Path) -> list[int]:
-    """Whose profiles lie there; OSError where it cannot be looked at."""
+    """The ranks whose profiles lie in a run directory; OSError where it cannot be read."""
     return sorted(int(found[1]) for name in os.listdir(folder) if (found := _PROFILE.fullmatch(name)))
 
 
 def profile_file(folder: Path, rank: int) -> Path:
-    """Where this rank's profile lies in a run directory."""
+    """The file with this rank's profile in a run directory."""
     return folder / f"profile-{rank}.jsonl"
 
 
 def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
-    """The last windows of one file, at most so many; none where it cannot be read."""
+    """The last windows of one profile file, at most so many; none where it cannot be read."""
     size = min(num_windows * _LINE_BYTES, _MOST_BYTES)
     try:
         with open_regular(path) as file:
@@ -94,7 +94,7 @@ def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, 
 
 
 def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:
-    """All that lies in a run directory, of the first ranks alone; OSError where it cannot be looked at."""
+    """All profiles in a run directory, of the first ranks alone; OSError where it cannot be read."""
     ranks = profiled_ranks(folder)[:most_ranks]
     censuses = {rank: read_census(folder, rank) for rank in ranks}
     traces = {rank: read_trace(folder, rank) for rank in ranks}
@@ -142,10 +142,10 @@ def _window_in(line: bytes) -> StepWindow | None:
 
 
 def present_windows(windows: Windows, *, seconds: float, since: float = 0.0) -> dict[int, tuple[StepWindow, ...]]:
-    """Of the processes that train now, what ended in their last ``seconds`` under one config, and held steps.
+    """The latest windows of the present processes, by rank: those that ended within ``seconds``, under one config.
 
-    ``since`` is when they were started, where that is known; what their files say of it counts besides. The config is
-    the newest that all of them have told of.
+    Windows without steps are left out. ``since`` is when the processes were started, where that is known; what their
+    files say of it counts besides. The config is the newest that all of them have told of.
     """
     began = max([since, *(each.end for row in windows.values() for each in row if _is_startup(each))])
     rows = {rank: [each for each in row if each.num_steps > 0 and each.end > began] for rank, row in windows.items()}
@@ -166,7 +166,7 @@ def present_windows(windows: Windows, *, seconds: float, since: float = 0.0) -> 
 
 
 def rounds_of(windows: Windows, num_rounds: int) -> list[dict[int, StepWindow]]:
-    """The last rounds of all of these ranks, the oldest first: in each one window of every rank, of a few steps."""
+    """The last rounds of these ranks, the oldest first: a round has one window, of a few steps, of each rank."""
     by_rank = {rank: _grouped(row)[-num_rounds:] for rank, row in windows.items()}
     num_common = min((len(each) for each in by_rank.values()), default=0)
     return [
@@ -184,7 +184,7 @@ def view_of(
     calibration: NodeCalibration | None = None,
     trace: StepTrace | None = None,
 ) -> RankView:
-    """One rank by its windows, of one config, and by what its metrics say of how it trains."""
+    """A rank's RankView, from its windows under one config and from its metrics."""
     window = merged(windows)
     told = measures.num_micro_steps
     num_micro_steps = told if told is not None and 0 < told <= _MOST else 1
@@ -206,7 +206,7 @@ def view_of(
 
 
 def _is_startup(window: StepWindow) -> bool:
-    """The first one of a process ends where its first step begins."""
+    """Whether a window is the first one of its process, which ends where the first step begins."""
     return window.num_steps == 0 and Phase.STARTUP.label in window.seconds
 
 
@@ -224,7 +224,7 @@ def _common_config(rows: Windows, newest: StepWindow) -> tuple[int, int]:
 
 
 def _grouped(row: Sequence[StepWindow]) -> list[StepWindow]:
-    """Neighbours made one where they are of too few steps, beginning with the last."""
+    """Windows with neighbours merged where they have too few steps, beginning with the last."""
     found: list[StepWindow] = []
     group: list[StepWindow] = []
     for window in reversed(row):

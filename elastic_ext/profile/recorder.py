@@ -30,14 +30,14 @@ _PHASES = {
     Activity.BETWEEN: Phase.OTHER,
 }
 _OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
-"""After which steps are of another window."""
+"""Activities after which steps belong to another window."""
 _MOST_LONG = 8  # steps in a row that are passed over though they take much longer than those before
 _MOST_UNTOLD = 64  # steps that were passed over, and that the window has not heard of
 _SURVEY_AFTER = 16  # steps: by then they are as they will be
 
 
 class Recorder(Pulse):
-    """Where a rank's time goes. It stands where its pulse stood, and passes on what that is told."""
+    """A rank's profile, measured by what the rank's heartbeat is told; it passes that on to the heartbeat."""
 
     is_seen = True
 
@@ -52,12 +52,12 @@ class Recorder(Pulse):
         loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:
-        """``stand`` says how far training is, ``keep`` is given each window as it ends.
+        """``stand`` says how far training is, ``keep`` is given each profile window as it ends.
 
         ``loader`` gives the batches, and is None where the trainer has it.
         """
         self.analyzer: Analyzer | None = None
-        """Whoever knows what steps take of memory."""
+        """What measures and works out the memory that steps take."""
         self._pulse = pulse
         self._timeline = timeline = windows.timeline
         self._probe = probe
@@ -159,7 +159,7 @@ class Recorder(Pulse):
 
     @contextlib.contextmanager
     def spending(self, phase: Phase) -> Iterator[None]:
-        """``with recorder.spending(phase):``; afterwards it is what it was."""
+        """A context whose time counts for ``phase``; afterwards the phase is the one before."""
         before = self._timeline.enter(phase)
         try:
             yield
@@ -167,7 +167,7 @@ class Recorder(Pulse):
             self._timeline.enter(before)
 
     def around_boundary(self, pass_boundary: Callable[[], None]) -> Callable[[], None]:
-        """``pass_boundary``, as what ranks do to agree."""
+        """``pass_boundary`` with its time counted as agreement."""
         enter = self._timeline.enter
 
         def pass_it() -> None:
@@ -185,12 +185,12 @@ class Recorder(Pulse):
         return pass_it
 
     def begin_epoch(self) -> None:
-        """What lies between two steps is for the next one from here on."""
+        """Count the time between two steps for the next step from now on: an epoch begins."""
         self._between = self._within_epoch
         self._timeline.enter(self._between)
 
     def end_epoch(self) -> None:
-        """What the loop does from here on is no part of training on this epoch's samples."""
+        """Count the loop's time as outside of epochs from now on."""
         self._between = Phase.OUTSIDE
         self._timeline.enter(self._between)
 
@@ -200,7 +200,7 @@ class Recorder(Pulse):
         return _PHASES[activity] if self._has_begun or activity is Activity.SAVING else Phase.STARTUP
 
     def _begin(self) -> None:
-        """The first step begins."""
+        """Begin the first step: the window of the startup ends."""
         self._has_begun = True
         self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
         self._stepped_at = time.perf_counter_ns()
@@ -222,7 +222,7 @@ class Recorder(Pulse):
 
     # Training waits for this one at most steps where they are short.
     def _pass(self, num_boundaries: int, micro_step: int) -> None:
-        """A micro-step has ended that was not looked at."""
+        """End a micro-step that was not measured."""
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             now = time.perf_counter_ns()
@@ -239,7 +239,7 @@ class Recorder(Pulse):
             self._stepped_at = time.perf_counter_ns()
 
     def _stop_passing(self) -> None:
-        """Steps are looked at again, from the next one that begins."""
+        """Measure steps again, from the next one that begins."""
         if self._num_to_pass or self._num_passed:
             self._num_to_pass = 0
             self._is_detailed = False  # the step that may be under way
@@ -247,7 +247,7 @@ class Recorder(Pulse):
             self._tell_passed()
 
     def _tell_passed(self) -> None:
-        """Have the window know of the steps that were passed over."""
+        """Count the steps that were not measured in the window."""
         num_passed, self._num_passed = self._num_passed, 0
         if num_passed:
             self._pace.pass_steps(num_passed, (self._stepped_at - self._passing_since) * 1e-9)

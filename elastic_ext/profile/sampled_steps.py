@@ -32,11 +32,11 @@ class SampleListeners:
     census: Callable[[StepCensus], None]
     trace: Callable[[StepTrace], None]
     calibration: Callable[[NodeCalibration], None] | None
-    """None where another rank measures this machine."""
+    """Called with this machine's calibration; None where another rank measures the machine."""
 
 
 class Surveyor:
-    """Of one rank; told of each micro-step once steps are as they will be."""
+    """Takes a census, traces and memory samples of single steps of one rank, once steps are as they will be."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Surveyor:
         self._num_micro_steps = self._num_rows = 0
 
     def enter(self, micro_step: int) -> None:
-        """A micro-step begins, before which so many of its step have ended."""
+        """Begin a micro-step, before which ``micro_step`` ones of its step have ended."""
         if micro_step == 0:
             self._begin()
         if self._census is not None:
@@ -79,7 +79,7 @@ class Surveyor:
             self._analyzer.enter(micro_step)
 
     def reach_boundary(self) -> None:
-        """The passes of a step are over, and its optimizers have stepped."""
+        """End what is measured of a step: its passes are over, and its optimizers have stepped."""
         self._pause()
         trace, self._trace = self._trace, None
         if trace is not None:
@@ -89,7 +89,7 @@ class Surveyor:
                 self._found.trace(seen)
 
     def leave(self, *, has_ended: bool) -> None:
-        """A micro-step ends, and with it its step or not."""
+        """End a micro-step; ``has_ended`` says whether its step ends with it."""
         self._pause()
         if has_ended and self._census is not None:
             self._keep_census(self._census)
@@ -98,7 +98,7 @@ class Surveyor:
                 self._measure_machine(self._found.calibration)
 
     def close(self) -> None:
-        """Training ends, perhaps within a step."""
+        """Stop measuring: training ends, perhaps within a step."""
         self._pause()
         if self._analyzer is not None:
             self._analyzer.close()
@@ -113,7 +113,7 @@ class Surveyor:
             _logger.debug("what this machine does at best is not measured: %s", error)
 
     def _begin(self) -> None:
-        """The first micro-step of a step: one that is taken again is looked at again."""
+        """Begin a step and choose what is measured of it; a step that is taken again is measured again."""
         if self._census is not None or not self._has_census:
             self._has_census = True
             if self._why_no_census() is None:

@@ -49,7 +49,10 @@ _MOST_DEPTH = 4  # of containers among an operation's arguments
 
 
 class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``with`` it around a step. ``is_optimizing`` says whether an operation is the optimizer's."""
+    """Counts the operations, bytes and flops of a step: ``with`` it around the step.
+
+    ``is_optimizing`` says whether an operation is the optimizer's.
+    """
 
     # Without these two torch refuses operators that take functions, and to compile, as long as this is there.
     supports_higher_order_operators = True
@@ -62,7 +65,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs as it is."""
+        """True: compiled code runs as it is."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +77,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def record(self, *, rank: int, num_samples: int, num_micro_steps: int, device: str) -> StepCensus:
-        """What was seen, as a micro-step and the optimizer's step; ``num_samples`` went into all of them."""
+        """The counts of a micro-step and of the optimizer's step; all micro-steps took ``num_samples`` together."""
         passes, optimizer = 0, 1
         return StepCensus(
             time=time.time(),
@@ -101,7 +104,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def why_no_census(model: nn.Module) -> str | None:
-    """Why a step of this model is not to be looked at so, None where it may be."""
+    """Why no census can be taken of a step of this model; None where one can."""
     if isinstance(model, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if any(map(is_compiled, model.modules())):
@@ -130,7 +133,7 @@ _TRIES = 5
 
 
 def calibrate(device: torch.device, *, host: str) -> NodeCalibration:
-    """Measured now: the best of some tries, since whatever disturbs makes them slower."""
+    """What the device does at best, measured now: the best of some tries, as disturbances make them slower."""
     is_cpu = device.type == "cpu"
     side, num_floats = (_SIDE, _NUM_FLOATS) if is_cpu else (_SIDE_ON_GPU, _NUM_FLOATS_ON_GPU)
     dtype = torch.float32 if is_cpu else torch.bfloat16
@@ -175,8 +178,7 @@ def _name(device: torch.device) -> str:
 
 
 # --- one step as torch's own profiler sees it ------------------------------------------------------------------------
-# Tracing: one step as torch's own profiler sees it: what of communication nothing was computed beside, and what took
-# longest.
+# Tracing tells how long communication takes beside which nothing is computed, and which operations take longest.
 #
 # Where passes wait for other ranks in many places, as those of a sharded model do, that is not to be told from hooks.
 # The profiler's raw events are read, which it gives in private and in a hundredth of the time that its tables take:
@@ -192,11 +194,11 @@ _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts
 
 
 class _Own(profile):
-    """A profiler that this file began; those that have ended may not have been collected yet."""
+    """A profiler that this file began, and that may not have been collected yet after its end."""
 
 
 class Trace:
-    """``begin`` and ``end`` it around a step, on the thread that trains."""
+    """Traces a step with torch's profiler: ``begin`` and ``end`` around it, on the training thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -210,7 +212,7 @@ class Trace:
             self._began = time.perf_counter()
 
     def end(self) -> StepTrace | None:
-        """What was seen; None where that was too much."""
+        """The traced step in sums; None where it had too many events, or this torch gives none."""
         took = time.perf_counter() - self._began
         found, self._profile = self._profile, None
         found.stop()
@@ -221,7 +223,7 @@ class Trace:
 
 
 def can_trace() -> bool:
-    """Whether this torch gives raw events, and nobody else may be asking for them."""
+    """Whether steps can be traced: this torch gives raw events, and nobody else uses the profiler."""
     if is_profiling():
         return False
     try:
@@ -238,7 +240,7 @@ def can_trace() -> bool:
 
 
 def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTrace:
-    """A step's events; those of an accelerator, where it has some of both kinds, and else the training thread's."""
+    """A step's events summed up: an accelerator's, where it has both kinds, else the training thread's."""
     threads = {event.start_thread_id() for event in events if event.name() == _HERE}
     computing: dict[bool, list[Span]] = {False: [], True: []}
     talking: dict[bool, list[Span]] = {False: [], True: []}
@@ -264,7 +266,7 @@ def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepT
 
 
 def is_profiling() -> bool:
-    """Whether anybody else profiles with torch, or waits for its turn to: that is not to be disturbed."""
+    """Whether somebody else uses torch's profiler or is about to; they are not to be disturbed."""
     is_on = getattr(torch.autograd, "_profiler_enabled", None)
     return (is_on is not None and is_on()) or any(
         issubclass(type(each), profile) and type(each) is not _Own for each in gc.get_objects()
@@ -272,7 +274,7 @@ def is_profiling() -> bool:
 
 
 def quiet_profile(*, sees_memory: bool = False) -> Any:
-    """A profile to start and to stop, of operations, and of what the allocator gives where that is wanted."""
+    """A profiler of operations, without lines on stderr, to start and to stop; on request of memory too."""
     os.environ.setdefault(_QUIET, "99")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -24,7 +24,7 @@ __all__ = ["ChangeDetector", "LocalTime", "PaceChange", "Straggler", "Stragglers
 # Nobody is named before it has been slow three rounds in a row: a round is one window of each rank.
 
 _SLOW = 1.2
-"""Times as long as is usual."""
+"""How many times as long as usual a slow rank takes."""
 _ROUNDS_IN_A_ROW = 3
 _NUM_KEPT = 32  # rounds of a rank's own past
 _LEAST_KEPT = 3
@@ -40,28 +40,29 @@ class LocalTime:
     rank: int
     host: str
     seconds: float
-    """Of a step,"""
+    """Seconds of a step that the rank was busy with by itself."""
     step_seconds: float
-    """... and what the step took in all."""
+    """Seconds that a step took in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """One who has kept the others waiting for several rounds."""
+    """A rank that has kept the others waiting for several rounds."""
 
     rank: int
     host: str
     score: float
+    """The usual time among ranks over this rank's: 0.5 is twice as slow as usual."""
     own_score: float | None
-    """The same against its own past; None where it has none yet."""
+    """The score against the rank's own past; None where it has none yet."""
     slowed: float
-    """Which part of the job's steps goes to waiting for it."""
+    """The share of the job's steps that goes to waiting for this rank."""
     num_rounds: int
-    """In a row."""
+    """How many rounds in a row the rank has been slow."""
 
     @property
     def text(self) -> str:
-        """What a person reads."""
+        """A sentence for people: the rank, how slow it is, and what that costs."""
         past = ""
         if self.own_score is not None:
             past = (
@@ -77,24 +78,25 @@ class Straggler:
 
 @dataclass(slots=True)
 class _Past:
-    """Of one rank on one host."""
+    """What one rank on one host took in the rounds before."""
 
     calm: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    """What it took in rounds in which it was not slow, or in which it has been from the beginning."""
+    """Seconds of rounds in which the rank was not slow, or of all rounds where it was so from the beginning."""
     num_slow: int = 0
 
 
 class Stragglers:
-    """Rounds of a job, one after another; it knows no clock, and no rank but by what it is told."""
+    """Finds the ranks that keep the others waiting, round by round; it reads no clock and no files."""
 
     def __init__(self) -> None:
         self._pasts: dict[tuple[int, str], _Past] = {}
         self._config: object = None
 
     def see(self, times: Iterable[LocalTime], config: object = None) -> list[Straggler]:
-        """A round is over, under a config that compares with others; gives who is slow by now, the slowest first.
+        """Take in a round; gives the ranks that are slow by now, the slowest first.
 
-        A rank that is missing, or is on another host, begins anew; so do all under another config.
+        Rounds under an equal ``config`` are compared; under another one all ranks begin anew, as does a rank that is
+        missing or on another host.
         """
         if config != self._config:
             self._config = config
@@ -129,7 +131,7 @@ class Stragglers:
 
 
 def local_times(views: Sequence[RankView]) -> list[LocalTime]:
-    """What a round says of ranks; nothing of those whose steps were not looked at, or are too few."""
+    """The time that each rank was busy with by itself in a round; without ranks that were not measured by phase."""
     found = []
     for view in views:
         if why_not([view], is_partial=True) is None:
@@ -144,12 +146,12 @@ def local_times(views: Sequence[RankView]) -> list[LocalTime]:
 
 
 def usual(values: Sequence[float]) -> float:
-    """What is usual among ranks."""
+    """The lower median: what is usual among ranks."""
     return statistics.median_low(values)
 
 
 def is_far(value: float, values: Sequence[float]) -> bool:
-    """Whether a value lies further above what is usual than such values lie from it by themselves."""
+    """Whether a value lies much further above the median than values usually lie from it."""
     middle = usual(values)
     spread = statistics.median_low([abs(each - middle) for each in values])
     return value - middle > _FAR * _OF_A_NORMAL_DISTRIBUTION * spread
@@ -172,35 +174,38 @@ _MOST_SHORT = 512
 _LEAST_SECONDS = 0.5
 _OF_A_MEDIAN = 1.25  # how much less sure a median is than a mean
 _SURE = 4.0
-"""How many standard deviations of what is compared are no chance, though it is compared at every step."""
+"""From how many standard deviations on a difference is no chance, though it is looked for at every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaceChange:
-    """Steps take longer or shorter than they did."""
+    """A change in how long steps take."""
 
     step: int
-    """At which this was seen,"""
+    """The step at which the change was found."""
     since_step: int
-    """... and from which on it is so, about."""
+    """The step from which on steps take longer or shorter, about."""
     before_seconds: float
     after_seconds: float
 
     @property
     def ratio(self) -> float:
-        """Above 1 where they take longer."""
+        """The new length of a step over the old one: above 1 where steps take longer."""
         return self.after_seconds / self.before_seconds
 
     @property
     def text(self) -> str:
-        """What a person reads."""
+        """A sentence for people: how much longer steps take, and since when."""
         longer = f"{self.ratio:.2f} times as long as before"
         times = f"{1e3 * self.after_seconds:.4g} ms, before {1e3 * self.before_seconds:.4g} ms"
         return f"steps take {longer} since step {self.since_step}: {times}"
 
 
 class ChangeDetector:
-    """One rank's. After a change has been told, and under another config, it begins anew with what steps take then."""
+    """Finds changes in how long one rank's steps take.
+
+    After a change has been told, and under another config, it begins anew with what steps take then.
+    """
 
     def __init__(self, *, least_seconds: float = _LEAST_SECONDS) -> None:
         """Steps that are so short that eight take less than ``least_seconds`` are compared in larger numbers.
@@ -212,7 +217,7 @@ class ChangeDetector:
         self._begin()
 
     def see(self, step: int, seconds: float, config: object = None) -> PaceChange | None:
-        """A step took so long, under a config that compares with others; gives a change at the step that shows it."""
+        """Take in a step's length; gives a change at the step that shows it. Another ``config`` begins anew."""
         if config != self._config:
             self._config = config
             self._begin()
@@ -241,7 +246,7 @@ class ChangeDetector:
         self._sorted: list[float] = []
 
     def _learn(self, length: float) -> None:
-        """Add to the reference, which is asked how long it has to be each time that it is as long as it had to be."""
+        """Add a step to the reference, and check whether it is long enough each time that it has its wanted length."""
         self._reference.append(length)
         if len(self._reference) < _TIMES_AS_MANY * self._num_recent:
             return
@@ -264,7 +269,7 @@ class ChangeDetector:
             del self._sorted[bisect_left(self._sorted, gone)]
 
     def _found(self, distance: float) -> PaceChange:
-        """The steps beyond half of the way are those after the change."""
+        """The change that was found: the steps beyond half of the distance are those after it."""
         side = math.copysign(1.0, distance)
         beyond = [(step, length) for step, length in self._recent if side * (length - self._usual) > abs(distance) / 2]
         return PaceChange(
@@ -276,7 +281,7 @@ class ChangeDetector:
 
 
 def _num_needed(spread: float, least: float) -> int:
-    """How many of the last steps show the smallest change that is told, where single ones differ so much.
+    """How many of the last steps are needed to show the smallest change that is told, at this spread.
 
     They are at least as many as ``least``, where that is possible.
     """
@@ -289,7 +294,7 @@ def _num_needed(spread: float, least: float) -> int:
 
 
 def _by_chance(spread: float, num_recent: int) -> float:
-    """How far the two medians may lie apart where nothing has changed."""
+    """How far the two medians may lie apart by chance, where nothing has changed."""
     return _SURE * _OF_A_MEDIAN * spread * math.sqrt((1 + 1 / _TIMES_AS_MANY) / num_recent)
 
 

@@ -30,34 +30,34 @@ _MIDDLE, _NINE_TENTHS = 1, 2  # of a window's quantiles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
-    """Where the time of one rank went, over some steps; None for what is not known."""
+    """Where the time of one rank went over some steps, and how fast they were; None for what is not known."""
 
     time: float
     """When the last of these steps ended, in seconds since 1970."""
     step: int
-    """Steps that had committed by then since training began."""
+    """How many steps had committed when the last of these ended, since training began."""
     num_steps: int
     seconds: float
-    """What they took, with all that lay between them."""
+    """Seconds that these steps took, with all that lay between them."""
     config_version: int
     config_revision: int
     shares: Mapping[str, float]
-    """Of that time, by phase; they add up to 1."""
+    """The share of that time that each phase took; they add up to 1."""
     step_seconds: float | None
-    """What half of the steps took no longer than, and nine tenths:"""
+    """The median length of a step; ``slow_step_seconds`` is the length that nine tenths of steps stay within."""
     slow_step_seconds: float | None
     samples_per_second: float | None
-    """Of all ranks together, as the next."""
+    """Samples per second of all ranks together, as ``tokens_per_second`` is of tokens."""
     tokens_per_second: float | None
     memory_bytes: int | None
-    """What this rank's process held of the machine's memory at the end, and its tensors on its accelerator:"""
+    """Host memory of this rank's process at the end; ``accelerator_bytes`` is its tensors' accelerator memory."""
     accelerator_bytes: int | None
     accelerator_peak_bytes: int | None
-    """The most since torch's peak counters began anew."""
+    """The most accelerator memory of tensors since torch's peak counters were last reset."""
 
 
 def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None) -> StepProfile | None:
-    """What windows of one rank under one config say, the oldest first; None if no step has ended in them.
+    """The profile of one rank's windows under one config, the oldest first; None if no step has ended in them.
 
     ``num_replicas`` of the model take samples of their own; without it each rank does.
     """
@@ -86,7 +86,7 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
 def flops_share(
     window: StepWindow, census: StepCensus | None, best: NodeCalibration | None, *, num_replicas: int | None = None
 ) -> float | None:
-    """Which part of the arithmetic that its device could have done the model did (MFU); None where it is not known."""
+    """Model flops utilisation (MFU): the share of the device's best arithmetic that the model did; None if unknown."""
     training = training_seconds(window)
     if census is None or best is None or min(census.num_flops, census.num_samples, window.num_samples) <= 0:
         return None
@@ -97,14 +97,14 @@ def flops_share(
 
 
 def training_seconds(window: StepWindow) -> float:
-    """What rates are of: all of its time but for what came before the first step, and outside of epochs."""
+    """The seconds of a window that rates are counted in: without startup, and without time outside of epochs."""
     left_out = (Phase.STARTUP.label, Phase.OUTSIDE.label)
     found = sum(spent for label, spent in window.seconds.items() if label not in left_out)
     return found if found >= LEAST_SECONDS else 0.0
 
 
 def num_tokens(window: StepWindow, *, num_replicas: int | None = None) -> float:
-    """What the models of all ranks were given in all steps, by those of this rank that were looked at."""
+    """Tokens that all ranks' models were given in all steps, by the steps of this rank that were measured."""
     own = window.num_tokens * window.num_steps / window.num_detailed if window.num_detailed else 0.0
     return own * replicas_of(window, num_replicas)
 
@@ -114,7 +114,7 @@ def _rate(number: float, seconds: float) -> float | None:
 
 
 def _quantile(windows: Sequence[StepWindow], which: int) -> float | None:
-    """That of the window in the middle, each counting as many times as it has steps."""
+    """A quantile of step lengths: that of the median window, each weighed by its steps."""
     rows = sorted(_quantiles(windows, which))
     middle = sum(num_steps for _, num_steps in rows) / 2
     for seconds, num_steps in rows:
@@ -137,12 +137,12 @@ _SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def line_of(profile: StepProfile, *, mfu: float | None, text: str) -> str:
-    """All of it, and what holds training up, which is ``text``."""
+    """A profile on one line, with ``text``, which says what holds training up."""
     return f"step {profile.step}, {', '.join(_speeds(profile, mfu))}: {shares_in_words(profile.shares)}; {text}"
 
 
 def shares_in_words(shares: Mapping[str, float]) -> str:
-    """``data 41%, forward 20%``; what is little is ``other``."""
+    """Shares by phase on one line, as ``data 41%, forward 20%``; small ones are ``other``."""
     found = {label: share for label, share in shares.items() if share >= _LEAST_SHARE and label != Phase.OTHER.label}
     words = [f"{label} {share:.0%}" for label, share in found.items()]
     rest = sum(shares.values()) - sum(found.values())
@@ -152,7 +152,7 @@ def shares_in_words(shares: Mapping[str, float]) -> str:
 
 
 def duration_in_words(seconds: float) -> str:
-    """Three digits and a unit, such as ``12.3 ms``."""
+    """A duration with three digits and a unit, such as ``12.3 ms``."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -160,7 +160,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def number_in_words(number: float) -> str:
-    """``2,600`` and ``1.3M``."""
+    """A large number in short, such as ``2,600`` and ``1.3M``."""
     for size, letter in _SIZES:
         if number >= size:
             return f"{number / size:.3g}{letter}"

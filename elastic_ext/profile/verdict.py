@@ -73,10 +73,10 @@ LIMITS: dict[Kind, float] = {
     "change": _PAUSE,
     "rolled-back": _PAUSE,
 }
-"""What takes more than this is told; of several the largest, and the first here of those that are equal."""
+"""The share of time above which a cause is told; of several the largest, of equal ones the first here."""
 _DOMINATES = 0.5
 _LESS_SURE = 0.5
-"""What ranks lack of processors makes them differ, by about half of it: then they are stragglers only beyond that."""
+"""How much of the lost share is added to the stragglers' limit: lack of processors alone makes ranks differ."""
 _PAUSES: dict[Kind, Phase] = {
     "checkpoint": Phase.CHECKPOINT,
     "change": Phase.CHANGE,
@@ -87,12 +87,12 @@ _IN_STEP: dict[Kind, Phase] = {"data": Phase.DATA, "transfer": Phase.TRANSFER, "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """One of them."""
+    """One thing that takes time from training: its kind, its share, and the ranks that it concerns."""
 
     kind: Kind
     share: float
     ranks: tuple[int, ...] = ()
-    """Whom it concerns; empty where that is all of them."""
+    """The ranks that this cause concerns; empty where it concerns all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,36 +103,38 @@ class RanksCompared:
     """
 
     ranks: tuple[Weighed, ...]
-    """In their order."""
+    """The time of each rank, in rank order."""
     num_missing: int
     num_steps: int
-    """Of the rank that has told of the fewest."""
+    """Steps of the rank that has told of the fewest."""
     step_seconds: float
     samples_per_second: float | None
-    """Of all ranks together, while there is training; None where they are not counted."""
+    """Samples per second of all ranks together while training goes on; None where they are not counted."""
     num_workers: int | None
-    """Of all loaders; None where that is not known."""
+    """Data workers of all loaders together; None where that is not known."""
     processor_share: float | None
     roofline: Roofline | None
     in_step_share: float
+    """The share of training's time that usually goes to steps."""
     lost_share: float
-    """Of a step, while the training thread should have computed and had no processor."""
+    """The share of a step in which the training thread should have computed and had no processor."""
     usual_local_seconds: float
+    """Seconds of a step that a rank is usually busy with by itself."""
 
     @property
     def is_known(self) -> bool:
-        """Whether what is within steps is known of all ranks."""
+        """Whether the time within steps is known by phase on all ranks."""
         return all(each.is_known for each in self.ranks)
 
     @property
     def overlapped_seconds(self) -> float | None:
-        """Of a step, in which something is computed beside communication; None where that is not known."""
+        """Seconds of a step in which communication and computing overlap; None where that is not known."""
         known = [each.overlapped_seconds for each in self.ranks if each.overlapped_seconds is not None]
         return usual(known) if known else None
 
 
 def job_of(views: Sequence[RankView]) -> RanksCompared:
-    """What several ranks tell, of which ``why_not`` says nothing."""
+    """The times of several ranks side by side; ``why_not`` has to give None for these ranks."""
     ordered = sorted(views, key=lambda view: view.rank)
     ranks = tuple(weigh(view) for view in ordered)
     shares = [each.processor_share for each in ranks if each.processor_share is not None]
@@ -153,18 +155,18 @@ def job_of(views: Sequence[RankView]) -> RanksCompared:
 
 
 def causes(job: RanksCompared) -> list[Cause]:
-    """All that may be told before it is asked what computing is bound by; the largest first."""
+    """All causes but what computing is bound by, the largest first."""
     order = list(LIMITS)
     return sorted(_all_causes(job), key=lambda cause: (-cause.share, order.index(cause.kind)))
 
 
 def limit(cause: Cause, job: RanksCompared) -> float:
-    """What a cause has to take more than to be told."""
+    """The share that a cause has to exceed to be told."""
     return LIMITS[cause.kind] + (_LESS_SURE * job.lost_share if cause.kind == "straggler" else 0.0)
 
 
 def dominating(job: RanksCompared) -> Cause | None:
-    """What is no training at all, where most of the time goes to that."""
+    """The startup, or time outside of epochs, where it takes most of the time; else None."""
     kinds: tuple[tuple[Kind, Phase], ...] = (("startup", Phase.STARTUP), ("outside", Phase.OUTSIDE))
     for kind, phase in kinds:
         share = usual([each.shares.get(phase, 0.0) for each in job.ranks])
@@ -174,7 +176,7 @@ def dominating(job: RanksCompared) -> Cause | None:
 
 
 def computing(job: RanksCompared) -> Cause:
-    """The passes and the optimizer's steps, and what they are bound by."""
+    """Computing as a cause: its share, and whether arithmetic, memory or the host bounds it."""
     share = _in_step(job, usual([each.computing_seconds for each in job.ranks]))
     best = job.roofline
     if best is None:
@@ -212,7 +214,7 @@ def _straggler(job: RanksCompared) -> Cause:
 
 
 def _of_all(kind: Kind, shares: Sequence[float], job: RanksCompared) -> Cause:
-    """Those ranks whose own share is beyond the limit, unless these are all or none."""
+    """A cause on all ranks; it names the ranks whose own share is above the limit, unless these are all or none."""
     above = [each.rank for each, share in zip(job.ranks, shares, strict=True) if share > LIMITS[kind]]
     return Cause(kind=kind, share=usual(shares), ranks=tuple(above) if len(above) < len(job.ranks) else ())
 
@@ -252,7 +254,7 @@ _NUM_NAMED = 3
 
 
 def sentence(cause: Cause, job: RanksCompared, *, is_contended: bool) -> str:
-    """One line, whatever hosts are called."""
+    """The sentence for people about a cause, on one line whatever the hosts are called."""
     text = _SENTENCES[cause.kind](cause, job)
     if is_contended and cause.kind not in ("contention", "startup", "outside") and job.processor_share is not None:
         text += (
@@ -265,7 +267,7 @@ def sentence(cause: Cause, job: RanksCompared, *, is_contended: bool) -> str:
 
 
 def hosts_of(ranks: Sequence[int], job: RanksCompared) -> tuple[str, ...]:
-    """On which hosts they are, each once."""
+    """The hosts of these ranks, each once."""
     return tuple(sorted({each.host for each in job.ranks if each.rank in ranks}))
 
 
@@ -390,7 +392,7 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
 
 
 def _where(slow: Weighed, job: RanksCompared) -> tuple[Phase, float]:
-    """In which phase most of what a rank takes longer lies, and how much."""
+    """The phase that makes most of what a slow rank takes longer than usual, and its seconds."""
     phases = (Phase.DATA, Phase.TRANSFER, *COMPUTING, Phase.OTHER)
     beyond = {
         phase: slow.step.get(phase, 0.0) - usual([each.step.get(phase, 0.0) for each in job.ranks]) for phase in phases
@@ -400,7 +402,7 @@ def _where(slow: Weighed, job: RanksCompared) -> tuple[Phase, float]:
 
 
 def _could(cause: Cause, job: RanksCompared) -> str:
-    """What training could be without this."""
+    """How fast training could be without this cause, in words."""
     left = 1 - cause.share
     if left < 0.01:
         return ""
@@ -437,13 +439,13 @@ def _time(seconds: float) -> str:
 # The kinds stand above.
 
 _CONTENDED = 0.85
-"""With less of a processor than this while it computes, the training thread is held up by others."""
+"""Below this share of a processor while it computes, the training thread is held up by other threads."""
 _LEAST_TOLD = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerUp:
-    """What else takes time."""
+    """A cause that takes time besides the one that the verdict names."""
 
     kind: Kind
     share: float
@@ -451,26 +453,26 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict(JsonRecord):
-    """What holds training up."""
+    """What holds training up most, with its share of the time, its ranks and a sentence for people."""
 
     kind: Kind
     text: str
-    """For a person: one line, with what to do."""
+    """A sentence for people, on one line, with what to do."""
     share: float | None = None
-    """Of training's time, that it takes; of all time for startup and outside; None where nothing can be said."""
+    """The share of training's time that it takes, of all time for startup and outside; None for ``unknown``."""
     ranks: tuple[int, ...] = ()
-    """Whom it concerns; empty where that is all, or not known."""
+    """The ranks that the cause concerns; empty where these are all, or not known."""
     hosts: tuple[str, ...] = ()
     is_contended: bool = False
-    """Whether training threads had less than a processor, whatever else holds training up."""
+    """Whether training threads had less than a processor while they computed, whatever the cause."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What it was judged from, as JSON has values."""
+    """The numbers that the verdict was judged from, as plain values for JSON."""
     runners_up: tuple[RunnerUp, ...] = ()
-    """The largest first."""
+    """Other causes that take time, the largest first."""
 
 
 def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
-    """What holds up the job whose ranks these are, in any order; ``is_partial`` where ranks may be missing."""
+    """What holds up the job of these ranks, given in any order; ``is_partial`` where ranks may be missing."""
     reason = why_not(views, is_partial=is_partial)
     if reason is not None:
         return Verdict(kind="unknown", text=on_one_line(f"unknown: {reason}"))
@@ -490,7 +492,7 @@ def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
 
 
 def _ranked(job: RanksCompared) -> tuple[Cause, list[Cause]]:
-    """What is told, and what takes time besides."""
+    """The cause that the verdict names, and the others that take time."""
     found = causes(job)
     bound = computing(job)
     first = dominating(job) or next((each for each in found if each.share > limit(each, job)), None)
@@ -502,7 +504,7 @@ def _ranked(job: RanksCompared) -> tuple[Cause, list[Cause]]:
 
 
 def _unseen(job: RanksCompared) -> Cause:
-    """Steps of which only the length is known."""
+    """The cause ``unknown``: steps of which only the length is known."""
     seconds = max(each.step.get(Phase.STEP, 0.0) for each in job.ranks)
     return Cause(kind="unknown", share=min(seconds / job.step_seconds, 1.0) * job.in_step_share)
 

@@ -34,15 +34,15 @@ class TrainingProgress(NamedTuple):
 
     step: int
     num_samples: int
-    """Of all ranks, since the process began."""
+    """Samples that all ranks have taken since the process began."""
     config_version: int
     config_revision: int
     is_settled: bool = True
-    """Whether all is there that is to be there, such as a loader's workers."""
+    """Whether everything that should run is running, such as a loader's workers."""
 
 
 class Windows:
-    """One rank's. ``keep`` is called with each window that has ended."""
+    """Sums one rank's steps up into profile windows of a second or more; ``close`` gives each window."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Windows:
         memory: Callable[[], MemoryInUse],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``begin`` is when the time that ``timeline`` holds already began, in seconds since 1970."""
+        """``begin``, in seconds since 1970, is when the time began that ``timeline`` holds already."""
         self.timeline = timeline
         self._rank, self._world_size, self._restart = rank, world_size, restart
         self._begin = begin
@@ -73,11 +73,11 @@ class Windows:
 
     @property
     def num_steps(self) -> int:
-        """Of the window that is open."""
+        """How many steps have ended in the open window."""
         return self._num_steps
 
     def end_step(self, *, is_detailed: bool) -> bool:
-        """A step has ended; whether it is time to end the window."""
+        """Count a step that has ended; gives whether it is time to end the window."""
         self._num_steps += 1
         ends = self.timeline.end_step()
         if is_detailed:
@@ -91,12 +91,12 @@ class Windows:
         return self._clock() >= self._due
 
     def pass_steps(self, number: int) -> bool:
-        """So many steps have ended that were not looked at; whether it is time to end the window."""
+        """Count steps that ended without being measured by phase; gives whether it is time to end the window."""
         self._num_steps += number - 1
         return self.end_step(is_detailed=False)
 
     def count(self, num_tokens: int, num_bytes: int) -> None:
-        """What the model was given in the steps of this window that were looked at one by one."""
+        """Count tokens and bytes that the model was given in steps of this window that were measured."""
         self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
 
     def close(self, standing: TrainingProgress) -> StepWindow:
@@ -142,7 +142,7 @@ class Windows:
         return window
 
     def expect_change(self) -> None:
-        """What comes may be unlike what was: windows are short for a while."""
+        """Make windows short for a while: coming steps may be unlike those before."""
         self._young_since = self._clock()
         self._due = min(self._due, self._opened + _LEAST_SECONDS)
 
@@ -155,7 +155,7 @@ def window_seconds(age: float, since_change: float) -> float:
 
 
 def _named(nanoseconds: list[int]) -> dict[str, float]:
-    """Seconds by name of the phase, those in which any time was spent."""
+    """Seconds by the phases' names, without phases in which no time was spent."""
     return {label: spent / 1e9 for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent > 0}
 
 
@@ -164,10 +164,10 @@ def _between(before: Spent, after: Spent) -> Spent:
 
 
 class _Typical(NamedTuple):
-    """Of steps that were looked at one by one."""
+    """Medians and quantiles of the steps of a window that were measured one by one."""
 
     phases: dict[str, float]
-    """A step in the middle, phase by phase."""
+    """The median seconds of each phase in a step."""
     lengths: tuple[float, ...] = ()
     waiting: float | None = None
     computing: float | None = None
@@ -185,7 +185,7 @@ def _of_steps(ends: list[tuple[Spent, Spent]]) -> _Typical:
 
 
 def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
-    """What ``phases`` take together, in a quarter of the steps no longer."""
+    """The lower quartile of the seconds that ``phases`` take together in a step."""
     found = sorted(sum(step[phase] for phase in phases) for step in steps)
     return round(found[len(found) // 4] * 1e-9, 9)
 
@@ -195,16 +195,16 @@ def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInUse:
-    """What this process holds of memory, by the names of metrics; None of an accelerator where none is in use."""
+    """The memory that this process holds, by the names of metrics; None for an accelerator where none is in use."""
 
     memory_bytes: int | None
-    """None where the system does not say, as where this process may open no more files."""
+    """Bytes of host memory; None where the system does not say, as where this process may open no more files."""
     accelerator_bytes: int | None = None
     accelerator_peak_bytes: int | None = None
 
 
 def memory_held() -> MemoryInUse:
-    """As it is now."""
+    """The memory that this process holds now."""
     try:
         held: int | None = psutil.Process().memory_info().rss
     except (OSError, psutil.Error):

@@ -44,28 +44,29 @@ __all__ = [
 
 
 # --- a worker process as the one that has it started sees it; and the ways there are to start one --------------------
-# With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` see Nurseries.
+# With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` it is forked by a
+# *nursery*, a fork server of the pool's own: see Nurseries.
 
 GONE_SECONDS = 5.0
-"""How long the end of a process that is gone, or was killed, may take to be seen."""
+"""How long to wait for the end of a process that is gone, or was killed, to be seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended."""
+    """How a worker process ended."""
 
     how: str
-    """What a person is told."""
+    """How the process ended, in words for people."""
     went_with: int | None = None
-    """The process that it was forked from and ended with; None: its end was its own."""
+    """The pid of the fork server that the process ended with; None: its end was its own."""
     error: Exception | None = None
-    """What kept it from being started at all."""
+    """The error that kept the process from being started at all; None where it was started."""
     as_torch_says: str = ""
-    """What torch's loader says of a worker that ended so, where it was a signal."""
+    """What torch's loader says of a worker that a signal ended; empty where none did."""
 
     @classmethod
     def of(cls, pid: int, code: int | None, error: Exception | None = None) -> Ending:
-        """That of a process, by the exit code that multiprocessing has for it."""
+        """The ending of a process, by its exit code as multiprocessing has it."""
         said = ""
         if code is not None and code < 0:
             said = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
@@ -73,43 +74,46 @@ class Ending:
 
 
 class Child(Protocol):
-    """A worker process. It is started, and closed, on one thread; in between it belongs to one other."""
+    """A worker process as its pool sees it.
+
+    It is started, and closed, on one thread; in between it belongs to one other.
+    """
 
     @property
     def end_descriptor(self) -> int:
-        """Readable once it has ended; another from ``identify`` on."""
+        """A descriptor that is readable once the process has ended; another one from ``identify`` on."""
 
     def identify(self, pid: int) -> None:
-        """Take what it says of itself; it can be seen from more nearby then."""
+        """Take the pid that the process tells of itself, by which its end can be seen sooner."""
 
     def kill(self) -> None:
-        """Have it end at once."""
+        """Kill the process at once."""
 
     def ending(self) -> Ending:
-        """How a process that is gone has ended; waits for seconds at most."""
+        """How the process, which is gone, has ended; waits for seconds at most."""
 
     def close(self) -> None:
-        """Give back what is left of a process that has ended."""
+        """Free what is left of the process, which has ended."""
 
 
 class Starter(Protocol):
     """Starts the workers of one pool, on one thread."""
 
     def prepare(self) -> None:
-        """Do what is to be done on the thread that wants workers. Called there once, before all else."""
+        """Prepare the starter on the thread that wants workers. Called there once, before all else."""
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
-        """A worker with these ends of its pipes, of which it has copies."""
+        """Start a worker with these ends of its pipes, of which it has copies."""
 
     def retire(self) -> None:
-        """No more are started; those that there are may end first."""
+        """Start no more workers; those that there are may end first."""
 
     def close(self) -> None:
-        """See to the end of what was needed to start them, once they have ended."""
+        """End what was needed to start workers, once they have ended."""
 
 
 class ForkedProcess:
-    """A worker forked by the fork server, as a process of multiprocessing; any thread may ask how it ended."""
+    """A process that multiprocessing starts here: a worker, or a fork server; any thread may ask how it ended."""
 
     def __init__(
         self, context: BaseContext, name: str, target: Callable[..., None], arguments: tuple[object, ...]
@@ -123,24 +127,24 @@ class ForkedProcess:
 
     @property
     def end_descriptor(self) -> int:
-        """Readable once it has ended."""
+        """A descriptor that is readable once the process has ended."""
         return self._watched
 
     def identify(self, pid: int) -> None:
-        """It is known from the start."""
+        """Nothing to do: the pid is known from the start."""
 
     def kill(self) -> None:
-        """Have it end at once."""
+        """Kill the process at once."""
         self._process.kill()
 
     def ending(self) -> Ending:
-        """How it has ended; waits for seconds at most."""
+        """How the process has ended; waits for seconds at most."""
         if is_readable(self._watched, GONE_SECONDS) and self._process.exitcode is None:
             self._process.join(GONE_SECONDS)  # its fork server has yet to say
         return Ending.of(self.pid, self._process.exitcode)
 
     def close(self) -> None:
-        """Give back what is left of a process that has ended."""
+        """Free what is left of the process, which has ended."""
         self.ending()
         if self._watched != self._process.sentinel:
             os.close(self._watched)
@@ -157,7 +161,7 @@ class ForkedProcess:
 
 
 class Separate:
-    """Starts each worker from this process, which it shares no memory with."""
+    """Starts each worker by itself, with ``spawn`` or ``forkserver``: it shares no memory with this process."""
 
     def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
         self._work = work
@@ -165,22 +169,22 @@ class Separate:
         self._may_start = may_start
 
     def prepare(self) -> None:
-        """There is nothing to do."""
+        """Nothing to do: each worker is started by itself."""
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
-        """A worker with these ends of its pipes, of which it has copies."""
+        """Start a worker with these ends of its pipes, of which it has copies."""
         with self._may_start:  # the dataset is pickled
             return ForkedProcess(self._context, seat.name, run, (self._work, seat, indices, results, ()))
 
     def retire(self) -> None:
-        """There is nothing but them."""
+        """Nothing to do: there is no process besides the workers."""
 
     def close(self) -> None:
-        """The same."""
+        """Nothing to do: there is no process besides the workers."""
 
 
 def in_words(pid: int, code: int | None) -> str:
-    """How a process ended, by the exit code that multiprocessing has for it."""
+    """How a process ended, in words, by its exit code as multiprocessing has it."""
     if code is None:
         return f"pid {pid} ended, nobody knows how"
     if code >= 0:
@@ -191,7 +195,7 @@ def in_words(pid: int, code: int | None) -> str:
 
 
 def is_readable(descriptor: int, timeout_seconds: float = 0.0) -> bool:
-    """Whether there is something to be read from it, or will be in time."""
+    """Whether there is something to be read from a descriptor, or will be in time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(timeout_seconds * 1000))
@@ -204,7 +208,7 @@ def is_readable(descriptor: int, timeout_seconds: float = 0.0) -> bool:
 # is told of its end, once, and which the pool shuts to have it killed.
 
 MESSAGE_BYTES = 4096
-"""More than any message has."""
+"""More bytes than any message between a pool and its fork server has."""
 
 _SIGNAL_BYTES = 128  # a struct signalfd_siginfo
 _SIGNAL = struct.Struct("=IiiI")  # how it begins: number, errno, code, the sender's pid
@@ -213,19 +217,19 @@ _SIGSET_BYTES = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOutcome(JsonRecord):
-    """How a forked data worker began or ended."""
+    """How a forked data worker began or ended, as its fork server tells the pool."""
 
     pid: int = 0
     code: int | None = None
-    """Its exit code, as multiprocessing has it; None if nobody knows."""
+    """The worker's exit code, as multiprocessing has it; None if nobody knows."""
     error: int = 0
-    """The number of the error that kept it from being forked."""
+    """The number of the error that kept the worker from being forked; 0 where none did."""
 
 
 def tend(
     work: Work, context: BaseContext, orders: socket.socket, parents_end: socket.socket, mask: AbstractSet[int]
 ) -> None:
-    """Fork workers until the pool wants no more, and see the last of them end.
+    """Run a fork server: fork workers until the pool wants no more, and see the last of them end.
 
     It is begun with all signals blocked; ``mask`` has those that are to be blocked in workers. What is sent to a whole
     process group or job reaches the workers alone.
@@ -238,7 +242,7 @@ def tend(
 
 
 class _Forking:
-    """The workers that it has forked, and whoever wants more of them."""
+    """The fork server's own part: forks workers as the pool orders them, and tells how each has ended."""
 
     def __init__(self, work: Work, context: BaseContext, orders: socket.socket) -> None:
         self._work = work
@@ -338,7 +342,7 @@ def _tell(line: socket.socket, report: WorkerOutcome) -> None:
 
 
 def _give_signals_back(mask: AbstractSet[int]) -> None:
-    """Have workers take signals as if they were forked where the nursery was."""
+    """Have workers take signals as if they were forked by the process that forked the fork server."""
     nursery = os.getpid()
     is_deaf = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     if is_deaf:  # then nobody is told of ends
@@ -355,7 +359,7 @@ def _give_signals_back(mask: AbstractSet[int]) -> None:
 
 
 def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
-    """A file that these signals can be read from, which are blocked; nothing while there are none."""
+    """A file from which these signals, which are blocked, can be read; it gives nothing while there are none."""
     libc = ctypes.CDLL(None, use_errno=True)
     wanted = ctypes.create_string_buffer(_SIGSET_BYTES)
     libc.sigemptyset(wanted)
@@ -373,7 +377,7 @@ def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
 
 
 class Nurseries:
-    """Starts the workers of a pool from a nursery, and from another where that one has died; on one thread.
+    """Starts the workers of a pool from a fork server, and from a new one where that has died; on one thread.
 
     The first may be forked on the thread that loops: what belongs to a thread is in workers then as it is there.
     """
@@ -385,24 +389,24 @@ class Nurseries:
         self._nursery: _Nursery | None = None
 
     def prepare(self) -> None:
-        """Fork the first nursery here, if this is the thread that the process began with: it must not end before."""
+        """Fork the first fork server here, if this is the process's first thread: it must not end before workers do."""
         if threading.get_native_id() == os.getpid():
             with contextlib.suppress(OSError, AssertionError):  # start() tries again, and raises
                 self._fork()
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
-        """A worker with these ends of its pipes, of which it has copies."""
+        """Start a worker with these ends of its pipes, of which it has copies."""
         if self._nursery is not None and self._nursery.is_lost:
             self.close()
         return (self._nursery or self._fork()).start(seat, indices, results)
 
     def retire(self) -> None:
-        """No more are started; those that there are may end first."""
+        """Start no more workers; those that there are may end first."""
         if self._nursery is not None:
             self._nursery.retire()
 
     def close(self) -> None:
-        """See to the end of the nursery, with the workers that there still are."""
+        """End the fork server, with the workers that there still are."""
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
@@ -432,7 +436,7 @@ class _Nursery:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has died, as far as is known."""
+        """Whether the fork server has died, as far as is known."""
         return self._is_lost or is_readable(self._orders.fileno())
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
@@ -443,7 +447,7 @@ class _Nursery:
         return _Forked(self, line)
 
     def lost(self) -> str:
-        """How it has died, which a worker was seen to have gone with."""
+        """How the fork server has died, with which a worker was seen to end."""
         self._is_lost = True
         return self._ended()
 
@@ -466,7 +470,7 @@ class _Nursery:
 
 
 class _Forked:
-    """A worker that a nursery has forked."""
+    """A worker that a fork server has forked, as its pool sees it."""
 
     def __init__(self, nursery: _Nursery, line: socket.socket) -> None:
         self._nursery = nursery
@@ -477,11 +481,11 @@ class _Forked:
 
     @property
     def end_descriptor(self) -> int:
-        """Readable once it has ended; another from ``identify`` on."""
+        """A descriptor that is readable once the worker has ended; another one from ``identify`` on."""
         return self._watched
 
     def identify(self, pid: int) -> None:
-        """Be told of its end by the kernel: its nursery may be forking then."""
+        """Have the kernel tell of the worker's end: its fork server may be in the middle of a fork then."""
         self._pid = pid
         with contextlib.suppress(OSError):  # an older kernel, or it has ended
             watched = os.pidfd_open(pid)
@@ -491,18 +495,18 @@ class _Forked:
                 self._watched = watched
 
     def kill(self) -> None:
-        """Have it end at once."""
+        """Have the fork server kill the worker at once."""
         with contextlib.suppress(OSError):  # its nursery has died
             self._line.shutdown(socket.SHUT_WR)
 
     def ending(self) -> Ending:
-        """How it has ended; waits for seconds at most."""
+        """How the worker has ended; waits for seconds at most."""
         if self._ending is None:
             self._ending = self._told() if is_readable(self._line.fileno(), GONE_SECONDS) else self._unknown()
         return self._ending
 
     def close(self) -> None:
-        """Give back what is left of a process that has ended."""
+        """Free what is left of the worker, which has ended."""
         if self._watched != self._line.fileno():
             os.close(self._watched)
         self._line.close()

@@ -41,13 +41,13 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and far from what slots add
 
 
 class Crew:
-    """Starts and retires workers through a spawner, and waits for them. It is called on one thread."""
+    """The workers of a pool: starts and retires them by a spawner, and waits for them. It is called on one thread."""
 
     def __init__(
         self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
     ) -> None:
         self.ready: list[Worker] = []
-        """Who may be given tasks."""
+        """The workers that may be given tasks."""
         self.num_wanted = 0
         self._is_first = False
         self._base_seed = work.base_seed
@@ -60,30 +60,30 @@ class Crew:
         self._polled: dict[int, Worker] = {}  # by each descriptor of theirs
         self._spawner = Spawner(work, context, end_seconds, may_start)
         self.news = self._spawner.news
-        """Not empty when ``absorb`` has something to do."""
+        """What the spawner tells of started workers; not empty when ``absorb`` has something to do."""
         self._poll.register(self._spawner.news_descriptor, select.POLLIN)
         self._end = weakref.finalize(self, self._spawner.close)  # at the interpreter's end too
 
     @property
     def is_closed(self) -> bool:
-        """Nothing will be made any more."""
+        """Whether the workers have been ended for good."""
         return not self._end.alive
 
     @property
     def num_starting(self) -> int:
-        """How many are on their way to be ready."""
+        """How many workers are being started."""
         return sum(worker is None for worker in self._slots.values())
 
     def has(self, worker: Worker) -> bool:
-        """Whether a worker still belongs to it."""
+        """Whether a worker still belongs to the crew."""
         return self._slots.get(worker.slot) is worker
 
     def awaits(self, slot: int) -> bool:
-        """Whether a worker is started there that is to be waited for, since all are for the first time."""
+        """Whether the worker of this slot is waited for: it is one of the first, which all start together."""
         return self._is_first and slot in self._slots
 
     def want(self, num_workers: int, *, is_first: bool = False) -> None:
-        """Have so many workers from now on; what kept some from starting may be over."""
+        """Want this many workers from now on; try again to start those that could not be started."""
         self.num_wanted, self._is_first = num_workers, is_first
         self._num_unstarted, self._unstarted = 0, None
 
@@ -114,7 +114,7 @@ class Crew:
                 self.drop(worker)
 
     def drop(self, worker: Worker) -> None:
-        """Use a worker no more, and have it end."""
+        """Take a worker out of the crew, and have its process end."""
         self._is_first = False
         del self._slots[worker.slot]
         if worker in self.ready:
@@ -124,7 +124,7 @@ class Crew:
         self._spawner.end(worker)
 
     def send(self, worker: Worker, number: int, task: object) -> None:
-        """Have a task reach a worker; one that is dead is seen to be so by who waits for it."""
+        """Send a task to a worker; that a worker is dead shows where its answer is waited for."""
         try:
             if not worker.send(number, task):
                 self._watch(worker, worker.indices_descriptor, select.POLLOUT)
@@ -132,7 +132,7 @@ class Crew:
             pass
 
     def wait(self, timeout_seconds: float | None) -> dict[Worker, bool] | None:
-        """Wait for news, answers and deaths: whom to look at and whether it has ended; None if nothing came in time."""
+        """Wait for news, answers and deaths: the workers to look at, and whether each ended; None if time was up."""
         milliseconds = None if timeout_seconds is None else max(timeout_seconds, 0.0) * 1000
         seen: dict[Worker, bool] = {}
         events = self._poll.poll(milliseconds)
@@ -147,7 +147,7 @@ class Crew:
         return seen if events else None
 
     def check_some_will_come(self) -> None:
-        """Raise why there is no worker and none will be ready, if so it is."""
+        """Raise, with the reason, where there is no worker and none will be ready."""
         if self._spawner.error is not None:
             raise ElasticError("the thread that starts data workers died; its log has the traceback") from (
                 self._spawner.error
@@ -217,12 +217,12 @@ class Dealing:
 
     def __init__(self, crew: Crew, *, in_turn: bool = False) -> None:
         self.waiting: deque[Task] = deque()
-        """Tasks that no worker has, in order."""
+        """The tasks that no worker has, in order."""
         self._crew = crew
         self._in_turn = in_turn
 
     def deal(self, task: Task) -> None:
-        """Choose who has least to do, as a task is submitted; one that is waited for has what waits for it."""
+        """Choose the slot with least to do as a task is submitted; tasks that wait for a starting worker count too."""
         if self._in_turn or task.slot is not None or self._crew.num_wanted == 0:
             return
         num_slots = self._crew.num_wanted
@@ -235,7 +235,7 @@ class Dealing:
             task.dealt_to = least
 
     def worker_for(self, task: Task) -> Worker | None:
-        """Who has to make it, or who has least to do; None where nobody is ready that may."""
+        """The worker that has to make a task, or one with least to do; None where none that may is ready."""
         found: Worker | None = None
         slot = self._slot_for(task)
         for worker in self._crew.ready:
@@ -247,7 +247,7 @@ class Dealing:
         return None if is_awaited else found
 
     def give(self, task: Task, worker: Worker) -> None:
-        """Have a worker make it."""
+        """Give a task to a worker; where workers died over the task, perhaps its samples one by one before."""
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
@@ -273,13 +273,13 @@ class Dealing:
         self.waiting = left
 
     def _slot_for(self, task: Task) -> int | None:
-        """Whose it is; None: anybody's."""
+        """The slot of the worker that has to make a task; None where any may."""
         if task.slot is None and self._in_turn:
             return task.turn % max(self._crew.num_wanted, 1)
         return task.dealt_to if task.slot is None else task.slot
 
     def take_back(self, tasks: Iterable[Task]) -> None:
-        """Have these wait again, each in its place: who was to make them will not."""
+        """Have tasks wait again, each in its place: their worker will not make them."""
         again = list(tasks)
         for task in again:
             task.worker = None
@@ -300,8 +300,8 @@ class Pool:
     ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
     gives what is to be taken, or its future. ``in_turn`` workers are given batches one after another, else whoever has
-    least to do is. Processes are started within ``may_start``, on another thread: who holds
-    it is in the middle of nothing that they would find locked for ever.
+    least to do is. Processes are started within ``may_start``, on another thread: who holds it is in the middle of
+    nothing that they would find locked for ever.
     """
 
     def __init__(
@@ -341,13 +341,13 @@ class Pool:
         return len(self._crew.ready)
 
     def resize(self, num_workers: int, *, is_first: bool = False) -> None:
-        """Have so many workers, in a while: comes back at once. The first ones are waited for in turn."""
+        """Want this many workers, and come back at once. Where they are the first, tasks wait for them in turn."""
         self._check_open()
         self._crew.want(num_workers, is_first=is_first)
         self._arrange()
 
     def wait_ready(self, num_workers: int = 1) -> None:
-        """Wait until so many workers are ready, of those that are wanted."""
+        """Wait until ``num_workers`` workers are ready, or all that are wanted."""
         self._check_open()
         self._arrange()
         until = self._deadline()
@@ -360,7 +360,7 @@ class Pool:
                 )
 
     def submit(self, number: int, indices: Any, slot: int | None = None, turn: int | None = None) -> None:
-        """Have a batch made, by the worker of that slot, by the one whose ``turn`` it is, or by any. Numbers grow."""
+        """Have a batch made by the worker of ``slot``, by the one whose ``turn`` it is, or by any. Numbers grow."""
         task = Task(number, indices, slot, turn=self._num_submitted if turn is None else turn)
         self._dealing.deal(task)
         worker = None
@@ -391,7 +391,7 @@ class Pool:
         return min((task for task in tasks if task.outcome is not NOTHING), key=lambda task: task.came).number
 
     def forget(self, number: int) -> None:
-        """Nobody will take the batch of this number."""
+        """Drop the batch of this number: nobody will take it."""
         if self._crew.is_closed:
             return
         task = self._tasks.pop(number)
@@ -422,7 +422,7 @@ class Pool:
     # --- batches come in ---
 
     def _wait_for(self, tasks: Sequence[Task]) -> None:
-        """Wait until something has come of one of these."""
+        """Wait until one of these tasks has an outcome."""
         for worker in {task.worker for task in tasks if task.outcome is NOTHING}:
             if worker is not None:
                 self._receive(worker)  # most often it is there, or is the next to come
@@ -489,7 +489,7 @@ class Pool:
             self._dealing.hand_out()
 
     def _settle(self, worker: Worker, number: int, payload: memoryview) -> bool:
-        """Take an answer; False if what it refers to went with the worker."""
+        """Take in an answer of a worker; False if memory that the answer refers to went with the worker."""
         if number == MADE:
             worker.num_made += 1
             return True
@@ -507,7 +507,7 @@ class Pool:
         return True
 
     def _bury(self, worker: Worker) -> None:
-        """See what a dead worker has left, and have others do what it has not."""
+        """Take in what a dead worker has left, and have other workers make what it has not."""
         if not worker.is_heard:
             try:
                 while messages := worker.inbox.read():
@@ -542,7 +542,7 @@ class Pool:
 
 
 def _timed_out(after_seconds: float, worker: Worker | None) -> BatchNotReady:
-    """What is raised where nothing came in time of this worker."""
+    """The error to raise where nothing came in time from a worker."""
     message = f"DataLoader timed out after {after_seconds} seconds: "
     if worker is None:
         return BatchNotReady(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")

@@ -21,14 +21,14 @@ __all__ = ["Making", "Pinning"]
 
 
 class Pinning:
-    """Pins batches while ``pin`` is there: those of workers on a thread of its own, as soon as they have come."""
+    """Pins batches while ``pin`` is set: those of workers on a thread of its own, as soon as they have come."""
 
     def __init__(self, pin: Callable[[Any], Any] | None = None) -> None:
         self.pin = pin
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, batch: Any) -> Future[Any] | Any:
-        """The batch itself, or what will be the pinned one."""
+        """The batch itself, or a future of the pinned batch."""
         if self.pin is None:
             return batch
         if self._thread is None:
@@ -36,11 +36,11 @@ class Pinning:
         return self._thread.submit(self.pin, batch)
 
     def done(self, batch: Any) -> Any:
-        """The pinned batch, now."""
+        """The batch, pinned in the calling thread while ``pin`` is set."""
         return batch if self.pin is None else self.pin(batch)
 
     def close(self) -> None:
-        """End the thread; twice is allowed."""
+        """End the pinning thread. Closing twice is allowed."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
@@ -50,7 +50,7 @@ class Pinning:
 
 
 class Making:
-    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them."""
+    """Makes a loader's batches: by workers, which come and go in the background, or in this process without any."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class Making:
 
     @property
     def num_ahead(self) -> int:
-        """How many batches are asked for before the first of them is taken."""
+        """How many batches to ask for before the first of them is taken."""
         return 0 if self._makes_here() else self._num_workers * self.prefetch_factor
 
     @property
     def pin(self) -> Callable[[Any], Any] | None:
-        """What is done to each batch before it is taken."""
+        """The function that pins each batch before it is taken; None where batches are not pinned."""
         return self._pinning.pin
 
     @pin.setter
@@ -95,25 +95,25 @@ class Making:
 
     @property
     def num_workers(self) -> int:
-        """That there are to be."""
+        """How many workers are wanted."""
         return self._num_workers
 
     @property
     def is_settled(self) -> bool:
-        """Whether as many workers are there as there are to be, and make all that is to come."""
+        """Whether all wanted workers are ready, and make all coming batches."""
         if self._pool is None or self._is_closed or self._num_workers == 0:
             return True
         return not self._own and self._pool.num_ready >= self._num_workers
 
     def resize(self, num_workers: int) -> None:
-        """Have so many workers, in a while; none where it is closed."""
+        """Want this many workers, and come back at once; nothing happens once it is closed."""
         if num_workers == self._num_workers or self._is_closed:
             return
         self._fills_in = self._num_workers == 0
         self._have(num_workers)
 
     def submit(self, indices: list[Any], slot: int | None = None, *, turn: int | None = None) -> int:
-        """Have a batch made of these, by the worker of that slot, or whose ``turn`` it is; gives its number."""
+        """Have a batch of these indices made, by the worker of ``slot`` or whose ``turn`` it is; gives its number."""
         self._number += 1
         if self._makes_here():
             self._own[self._number] = indices
@@ -147,20 +147,20 @@ class Making:
         return self._pool.first_made(elsewhere)
 
     def forget(self, number: int) -> None:
-        """Nobody will take it."""
+        """Drop the batch of this number: nobody will take it."""
         if self._own.pop(number, None) is None:
             assert self._pool is not None
             self._pool.forget(number)
 
     def close(self) -> None:
-        """End all workers; twice is allowed. What is asked for is forgotten as before."""
+        """End all workers. Closing twice is allowed; ``forget`` may be called as before."""
         self._is_closed = True
         if self._pool is not None:
             self._pool.close()
         self._pinning.close()
 
     def _makes_here(self) -> bool:
-        """Whether this process makes what is asked for now."""
+        """Whether this process makes the batches that are asked for now."""
         if self._pool is None:
             return True
         if self._fills_in or (self._num_workers == 0 and not self._is_closed):

@@ -52,19 +52,22 @@ _SILENT_SECONDS = 0.1  # a stack that is being written has no longer gaps
 
 
 class Worker:
-    """A worker process. It is started, and closed, on one thread; in between it belongs to one other."""
+    """A worker process with its pipes and its tasks, as its pool sees it.
+
+    It is started, and closed, on one thread; in between it belongs to one other.
+    """
 
     def __init__(self, seat: Seat, starter: Starter) -> None:
         self.slot = seat.slot
         self.pid: int | None = None
-        """None before it is ready."""
+        """The pid of the process; None before it is ready."""
         self.tasks: deque[Any] = deque()
-        """What it has been given and not answered, in order; whoever gives it tasks keeps them here."""
+        """Tasks that the worker was given and has not answered, in order; whoever gives it tasks keeps them here."""
         self.num_answers = 0
         self.num_made = 0
-        """Of its tasks, the first so many are done, and their batches on their way."""
+        """How many of the first of ``tasks`` are done, with their batches on their way."""
         self.is_heard = False
-        """Somebody is taking in what it has sent."""
+        """Whether somebody is taking in what the worker has sent."""
         self._stack = -1  # its descriptor for the pipe with its stack
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as in_worker:
             indices, self._indices = multiprocessing.Pipe(duplex=False)
@@ -80,58 +83,58 @@ class Worker:
 
     @property
     def results_descriptor(self) -> int:
-        """Readable when there may be messages in ``inbox``."""
+        """A descriptor that is readable when there may be messages in ``inbox``."""
         return self._results.fileno()
 
     @property
     def indices_descriptor(self) -> int:
-        """Writable when ``outbox`` may have room again."""
+        """A descriptor that is writable when ``outbox`` may have room again."""
         return self._indices.fileno()
 
     @property
     def end_descriptor(self) -> int:
-        """Readable once the process has ended."""
+        """A descriptor that is readable once the process has ended."""
         return self._child.end_descriptor
 
     def send(self, number: int, task: object) -> bool:
-        """Whether the task is on its way whole; the rest goes with ``outbox.flush``."""
+        """Send a task; gives whether all of it is in the pipe. The rest goes with ``outbox.flush``."""
         return self.outbox.send(number, ForkingPickler.dumps(task))
 
     def has_begun(self, sent_at: int) -> bool:
-        """Whether it may have begun with what it was sent behind so many bytes.
+        """Whether the worker may have begun with a task that was sent behind ``sent_at`` bytes.
 
-        One that never answered may have: workers that only ever die are not to be replaced for ever.
+        A worker that never answered may have: workers that only ever die are not to be replaced for ever.
         """
         return self.num_answers == 0 or self.outbox.num_read_bytes() > sent_at
 
     @property
     def doing(self) -> Any:
-        """The task that it is at, None where it has none to do."""
+        """The task that the worker is making or sending; None where it has none."""
         if self.num_made < len(self.tasks) and self.has_begun(self.tasks[self.num_made].sent_at):
             return self.tasks[self.num_made]
         return self.tasks[0] if self.num_made and self.tasks else None  # which it is sending
 
     def note_ready(self, payload: memoryview) -> None:
-        """Take what its first message says."""
+        """Take the pid and the pipe of stacks from the worker's first message."""
         pid, self._stack = ForkingPickler.loads(payload)
         self.pid = pid
         self._child.identify(pid)
 
     def has_ended(self, timeout_seconds: float = 0.0) -> bool:
-        """Whether the process is gone, or is so before the time is up."""
+        """Whether the process is gone, or will be before the time is up."""
         return is_readable(self.end_descriptor, timeout_seconds)
 
     def kill(self) -> None:
-        """Have it end at once."""
+        """Kill the process at once."""
         self._child.kill()
 
     def ending(self) -> Ending:
-        """How a process has ended that is gone, or just about to be."""
+        """How the process has ended, which is gone, or just about to be."""
         self.end(GONE_SECONDS)
         return self._child.ending()
 
     def stack(self) -> str:
-        """Where each of the process's threads is in its Python code; empty if it does not tell."""
+        """The Python stack of each of the process's threads, as text; empty if it does not tell."""
         if self.pid is None:
             return ""
         try:
@@ -145,7 +148,7 @@ class Worker:
         return told.decode(errors="replace")
 
     def ask_to_end(self) -> None:
-        """Have it end once it has done what it does; what it sends is read no more. Asking twice is allowed."""
+        """Have the process end after what it does now; what it sends is read no more. Asking twice is allowed."""
         if self._indices.closed:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -154,13 +157,13 @@ class Worker:
         self._results.close()
 
     def end(self, timeout_seconds: float) -> None:
-        """Wait for its end, and kill it if it does not come."""
+        """Wait for the end of the process, and kill it if it has not ended in time."""
         if not self.has_ended(timeout_seconds):
             self.kill()
             self.has_ended(GONE_SECONDS)
 
     def close(self) -> None:
-        """Give back what is left of a process that has ended."""
+        """Free what is left of the process, which has ended."""
         self._indices.close()
         self._results.close()
         if self.pid is not None:
@@ -171,7 +174,7 @@ class Worker:
 # --- one batch to make, and what came of it; and what people are told of its samples ---------------------------------
 
 NOTHING: Any = object()
-"""What came of a task so far, where nothing has."""
+"""The outcome of a task that has none so far."""
 
 _MOST_DEATHS = 3  # of workers, over one task
 _MOST_LOSSES = 10
@@ -179,7 +182,7 @@ _MOST_LOSSES = 10
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What came of a task is an exception of this process."""
+    """The outcome of a task that is an exception of this process."""
 
     error: Exception
 
@@ -191,28 +194,28 @@ class Task:
     number: int
     indices: Any
     slot: int | None = None
-    """Which worker has to make it; None: any."""
+    """The slot of the worker that has to make it; None: any."""
     turn: int = 0
-    """How many batches of the loop come before it."""
+    """How many batches of the loop come before this one."""
     dealt_to: int | None = None
-    """The slot of the worker that had least to do when it was submitted, or will have, once it is there."""
+    """The slot that had least to do when the task was submitted; its worker may still be starting."""
     worker: Worker | None = None
-    """Who makes it."""
+    """The worker that makes it; None while it waits for one."""
     sent_at: int = 0
-    """How many bytes that worker had been sent before it."""
+    """How many bytes the worker had been sent before this task."""
     outcome: Any = NOTHING
     came: int = 0
-    """How many outcomes of a pool's tasks had come then, this one among them."""
+    """The number of this outcome among those of the pool's tasks, in the order in which they came."""
     num_deaths: int = 0
     num_losses: int = 0
-    """How often it was being made when a worker went with the process that it was forked from."""
+    """How often its worker went with its fork server while it made this."""
     is_forgotten: bool = False
-    """Nobody wants it any more."""
+    """Whether nobody wants the batch any more."""
     probes_for: Task | None = None
-    """Of a probe: the task over which workers died, to find the sample that they died of."""
+    """For a probe: the task over which workers died, to find the sample that they died of."""
 
     def blame(self, ending: Ending) -> None:
-        """One more worker has died while it made this."""
+        """Count that one more worker has died while it made this; after several deaths the outcome is an error."""
         blamed = self.probes_for or self
         if ending.went_with is None:
             blamed.num_deaths += 1
@@ -224,14 +227,14 @@ class Task:
             blamed.outcome = Raised(_lost_over(self.indices, ending.how))
 
     def probes(self) -> list[Task]:
-        """Its samples one by one, if the next death over it is the last and there are several."""
+        """The task's samples one by one, if the next death over it is the last and there are several samples."""
         if self.num_deaths < _MOST_DEATHS - 1 or not isinstance(self.indices, list) or len(self.indices) < 2:
             return []
         return [Task(self.number, [index], self.slot, probes_for=self) for index in self.indices]
 
 
 def in_short(indices: Any, limit: int = 10) -> str:
-    """The indices of a task as a person is told them."""
+    """The indices of a task in words for people."""
     if not isinstance(indices, Sequence) or isinstance(indices, str | bytes):
         return f"sample {indices!r}"
     more = len(indices) - limit
@@ -240,7 +243,7 @@ def in_short(indices: Any, limit: int = 10) -> str:
 
 
 def reraise(task: Task, parts: PrivateParts) -> None:
-    """Raise what came of a task if that is an exception, as torch does, and say of which sample."""
+    """Raise the outcome of a task if that is an exception, as torch does, and say of which sample."""
     outcome = task.outcome
     if type(outcome) is Raised:
         raise outcome.error
@@ -259,7 +262,7 @@ def reraise(task: Task, parts: PrivateParts) -> None:
 
 
 def name_samples(error: BaseException, at: tuple[Any, ...], indices: Any) -> None:
-    """Say in its traceback, where Python can, which sample was looked up (``at``), or which were made, when it came."""
+    """Note on an exception, where Python can, which sample was looked up (``at``), or which were made."""
     if sys.version_info >= (3, 11):
         error.add_note(_note(at, indices))
 
@@ -296,21 +299,21 @@ _EVENTS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker that can be given tasks."""
+    """News of the spawner: a worker that can be given tasks."""
 
     worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
 class Unstarted:
-    """A worker that never could."""
+    """News of the spawner: a worker that ended before it was ready, or could not be started."""
 
     slot: int
     ending: Ending
 
 
 class Spawner:
-    """Takes orders from one thread, and has ``news`` for it."""
+    """The thread that starts and ends a pool's workers: takes orders from one thread, and has ``news`` for it."""
 
     def __init__(
         self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
@@ -320,7 +323,7 @@ class Spawner:
         self._starter: Starter = (Nurseries if is_fork else Separate)(work, context, may_start)
         self.news: deque[Started | Unstarted] = deque()
         self.error: Exception | None = None
-        """Why the thread is gone, None unless it failed."""
+        """The exception that the thread died of; None unless it did."""
         self._orders: deque[Callable[[], None]] = deque()
         self._seats: deque[Seat] = deque()  # of workers that are to be started
         self._told = os.eventfd(0, _EVENTS)
@@ -337,16 +340,16 @@ class Spawner:
 
     @property
     def news_descriptor(self) -> int:
-        """Readable when there may be news; ``heard`` clears it."""
+        """A descriptor that is readable when there may be news; ``heard`` clears it."""
         return self._has_news
 
     def heard(self) -> None:
-        """Be told of later news only."""
+        """Clear ``news_descriptor``, so that it tells of later news only."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._has_news)
 
     def start(self, seat: Seat) -> None:
-        """Start a worker; comes back at once, and there will be news of it."""
+        """Start a worker, and come back at once; ``news`` will tell of it."""
         if self._thread is None:
             multiprocessing.util.get_temp_dir()  # that workers share: one that is killed leaves none of its own
             self._starter.prepare()
@@ -403,10 +406,11 @@ class Spawner:
                 self._close_descriptors()
 
     def _must_wait(self) -> bool:
-        """Others work, and one is on its way: what it takes of the processors to begin, they do without.
+        """Whether the next worker has to wait for one that is being started, while others work.
 
-        So it is wherever it is forked. Where there are fewer processors than workers, those that join come later, and a
-        loop waits less for the batches of those that are there.
+        A worker that begins takes processors from those that work, wherever it is forked. Where there are fewer
+        processors than workers, those that join come later, and a loop waits less for the batches of those that are
+        there.
         """
         return bool(self._starting) and len(self._workers) > len(self._starting) + len(self._ending)
 

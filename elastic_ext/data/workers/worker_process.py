@@ -53,17 +53,17 @@ _COPIED_BYTES = 65536  # payloads up to here are written in one call with their 
 
 
 class PipeOutbox:
-    """The end of a pipe that is written to. What the pipe has no room for stays here until ``flush``."""
+    """Messages written to a pipe; those that the pipe has no room for stay here until ``flush``."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self._descriptor = descriptor
         self._left: deque[memoryview] = deque()
         self.num_sent_bytes = 0
-        """That it was given to send."""
+        """How many bytes this outbox was given to send."""
 
     def send(self, number: int, payload: memoryview) -> bool:
-        """Whether all of it, and of what was sent before, is in the pipe. BrokenPipeError if nobody can read it."""
+        """Send a message; gives whether all that was sent is in the pipe. BrokenPipeError if nobody can read it."""
         header = _HEADER.pack(len(payload), number)
         self.num_sent_bytes += len(header) + len(payload)
         if len(payload) <= _COPIED_BYTES:
@@ -73,7 +73,7 @@ class PipeOutbox:
         return self.flush()
 
     def flush(self) -> bool:
-        """The same of what is left."""
+        """Write what is left; gives whether all that was sent is in the pipe. BrokenPipeError if nobody can read it."""
         while self._left:
             first = self._left[0]
             try:
@@ -87,13 +87,13 @@ class PipeOutbox:
         return True
 
     def num_read_bytes(self) -> int:
-        """How much of it has been read at the other end, also where that is closed by now."""
+        """How many bytes have been read at the other end, also where that is closed by now."""
         (num_in_pipe,) = _INT.unpack(fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(_INT.size)))
         return self.num_sent_bytes - sum(map(len, self._left)) - int(num_in_pipe)
 
 
 class Inbox:
-    """The end of a pipe that is read from."""
+    """Messages read from a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -102,7 +102,7 @@ class Inbox:
         self._missing_bytes = 0  # until the partial frame is whole, as far as that is known
 
     def read(self) -> list[tuple[int, memoryview]]:
-        """The messages that have arrived whole, none where none have. EOFError when nobody can write any more."""
+        """The messages that have arrived whole; none where none have. EOFError when nobody can write any more."""
         while True:
             try:
                 data = os.read(self._descriptor, _READ_BYTES)
@@ -145,13 +145,13 @@ class Inbox:
 # Nothing here runs in the parent but the making of a ``Work``.
 
 READY = -1
-"""The number of a worker's first message: it can take tasks; its pid, and the pipe on which its stack can be had."""
+"""The number of a worker's first message, that it can take tasks: its pid, and the pipe of its stacks."""
 STOP = -2
-"""The number of what a worker is sent last."""
+"""The number of the last message to a worker."""
 MADE = -3
-"""The number of what says that a batch is made, before it is sent itself: what a worker dies of then is not that."""
+"""The number of the message that a batch is made, before the batch is sent: a later death is not of its samples."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
-"""Has a worker write down where it is."""
+"""The signal that has a worker write down the stacks of its threads."""
 
 _PR_SET_PDEATHSIG = 1
 _NOTHING = memoryview(b"")
@@ -160,31 +160,31 @@ _LONG_SECONDS = 1e-3  # to make a batch; of quicker ones a second thread costs m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What batches are made from, the same for all workers of a pool; all of it as torch's DataLoader has it."""
+    """What workers make batches from, the same for all workers of a pool, by the arguments of torch's DataLoader."""
 
     dataset: Any
-    """Of samples that are asked for by index."""
+    """A dataset that is asked for samples by index."""
     collate_fn: Callable[[Any], Any]
     base_seed: int
     auto_collation: bool = True
-    """A task is a list of indices, whose samples are collated; else one index, whatever that is."""
+    """Whether a task is a list of indices, whose samples are collated; else one index, whatever that is."""
     worker_init_fn: Callable[[int], None] | None = None
     told_dataset: Any = None
-    """What ``get_worker_info`` gives instead of the dataset, where that is one of ours around it."""
+    """What ``get_worker_info`` gives instead of ``dataset``, where that is one of ours around the user's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat(JsonRecord):
-    """Which worker of how many a process is."""
+    """A worker's slot, the number of workers, and the seed from which the worker is seeded."""
 
     slot: int
-    """What ``get_worker_info`` gives as id."""
+    """The worker's id, as ``get_worker_info`` gives it."""
     num_workers: int
     base_seed: int
 
     @property
     def name(self) -> str:
-        """Of the process."""
+        """The name of the worker's process."""
         return f"elastic_ext worker {self.slot}"
 
 
@@ -215,14 +215,14 @@ def run(work: Work, seat: Seat, indices: Connection, results: Connection, inheri
 
 
 def _begin(work: Work, parts: PrivateParts, slot: int) -> None:
-    """Show the user's dataset before the user's function looks for it."""
+    """Have ``get_worker_info`` give the user's dataset, then call the user's ``worker_init_fn``."""
     parts.tell_dataset(work.told_dataset)
     if work.worker_init_fn is not None:
         work.worker_init_fn(slot)
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent is gone, in the middle of whatever it does then."""
+    """Have this process killed when its parent is gone, whatever it does then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     if os.getppid() == parent.pid:
@@ -238,7 +238,7 @@ def _follow(parent: int) -> None:
 
 
 class Noted(list[Any]):
-    """Indices that note which of them is being looked up."""
+    """A list of indices that tells which of them is being looked up."""
 
     _reading: Any = None  # the iterator over them
 
@@ -248,7 +248,7 @@ class Noted(list[Any]):
 
     @property
     def at(self) -> tuple[Any, ...]:
-        """It, or nothing before the first and after the last."""
+        """The index that is being looked up, alone in a tuple; empty before the first and after the last."""
         if self._reading is None:
             return ()
         _, _, *num_read = self._reading.__reduce__()  # an iterator that is at its end tells no number
@@ -256,7 +256,7 @@ class Noted(list[Any]):
 
 
 class Line:
-    """The parent, as torch's loop sees it: its index queue, its result queue and its done event in one."""
+    """The parent as torch's worker loop sees it: its index queue, its result queue and its done event in one."""
 
     def __init__(
         self, indices: int, results: int, parts: PrivateParts, slot: int, stack: int, *, notes_indices: bool
@@ -317,14 +317,14 @@ class Line:
             self._made.put((number, outcome))
 
     def is_set(self) -> bool:
-        """Whether there will be no task any more."""
+        """Whether no more tasks will come."""
         return self._is_over
 
     def cancel_join_thread(self) -> None:
-        """What torch's loop calls in the end."""
+        """Nothing to do: torch's loop calls this in the end."""
 
     def close(self) -> None:
-        """The same; the descriptors go with the process."""
+        """Nothing to do: torch's loop calls this in the end, and the descriptors go with the process."""
 
     def _note_index(self, wrapper: Any) -> None:
         if isinstance(self._task, Noted) and self._task.at:

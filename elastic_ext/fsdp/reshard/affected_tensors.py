@@ -1,4 +1,4 @@
-"""Cargo: what of a model lies by its plan, and lies elsewhere after a change of it.
+"""The tensors of a model that lie by its plan, and that a change of plan moves.
 
 Parameters, their gradients, what optimizers keep of them in their shape, and registered tensors that are sharded.
 """
@@ -33,27 +33,29 @@ __all__ = ["Carried", "PlacedParameter", "carried_with", "parameters_of"]
 
 @dataclass(eq=False)
 class PlacedParameter:
-    """A parameter, and the modules that have it."""
+    """A parameter in a change of plan, and the modules that have it."""
 
     tensor: nn.Parameter
     places: tuple[Place, ...]
+    """The modules that have the parameter, each with the name that it has there."""
     dim: int
+    """The dimension along which the parameter is cut, before or after."""
     is_there: bool = False
-    """It lies as it shall, and may have a gradient that does."""
+    """Whether the parameter lies by the new plan, and may have a gradient that does."""
     _gradient: torch.Tensor | None = None  # that came before it
 
     def register(self) -> None:
-        """Have the model have it there."""
+        """Put the parameter's tensor into the modules that have it."""
         for module, name in self.places:
             setattr(module, name, self.tensor)  # as torch does, for modules that note it elsewhere too
 
     def put_gradient(self, new: torch.Tensor) -> None:
-        """Give it another gradient, now or once it is there; and let go of the present one."""
+        """Give the parameter another gradient, now or once it lies by the new plan; let go of the present one."""
         self.tensor.grad = new if self.is_there else None
         self._gradient = None if self.is_there else new
 
     def arrive(self) -> None:
-        """It lies as it shall from now on."""
+        """Note that the parameter lies by the new plan from now on; it gets a gradient that came before it."""
         self.is_there = True
         if self._gradient is not None:
             self.put_gradient(self._gradient)
@@ -61,26 +63,26 @@ class PlacedParameter:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """A tensor that lies elsewhere afterwards."""
+    """A tensor that a change of plan moves, and the places that refer to it."""
 
     tensor: torch.Tensor
     dim: int
-    """Along which it is cut, before or after."""
+    """The dimension along which the tensor is cut, before or after."""
     parameter: int | None
-    """Which one it is, None where it is none."""
+    """The index of the parameter that it is; None where it is another tensor."""
     puts: tuple[Callable[[torch.Tensor], None], ...]
-    """Each puts another object in one of its places, but for a parameter's in the model."""
+    """Functions that each put another tensor in one of its places, but for a parameter's in the model."""
     item: BucketItem
     is_gradient: bool = False
 
     def put(self, new: torch.Tensor) -> None:
-        """Have another object in all its places."""
+        """Put another tensor in all places that have this one."""
         for put in self.puts:
             put(new)
 
 
 def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[PlacedParameter]:
-    """Those that lie by the plan: what fully_shard has, or all where it has none."""
+    """The parameters that lie by the plan: those that fully_shard has, or all where it has none."""
     if survey is not None:
         for slot in survey.slots:
             yield PlacedParameter(slot.parameter, slot.places, rewire.dim_of(slot))
@@ -106,9 +108,9 @@ def carried_with(
     registered: Sequence[Tensors],
     degrees: Degrees | None,
 ) -> list[Carried]:
-    """All that is to lie by these degrees, or whole on each rank where they are None; ValueError where it cannot.
+    """All tensors that a change to these degrees moves; ValueError where one cannot move.
 
-    Ranks that were given the same have the same in the same order.
+    Without degrees all become whole on each rank. Ranks that were given the same have the same in the same order.
     """
     names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(model)}
     carrying = _Carrying(degrees)
@@ -133,7 +135,7 @@ def carried_with(
 
 
 def _gradients_aside(found: Sequence[Carried]) -> list[Carried]:
-    """The same in the order in which the least memory is taken.
+    """Tensors to move in the order in which the least memory is taken: gradients first, or last.
 
     Gradients of a unit lie in one memory, which goes when the last of them has moved: so they are the first to go where
     there will be more of everything, and the last where there will be less.
@@ -154,7 +156,7 @@ def _by_any_name(
 
 
 class _Carrying:
-    """Gathers tensors, each once, with where they lie and shall lie; that of tensors that are alike is found once."""
+    """Gathers the tensors that a change moves, each once, with its layouts; those of alike tensors are found once."""
 
     def __init__(self, degrees: Degrees | None) -> None:
         self._degrees = degrees
@@ -167,7 +169,7 @@ class _Carrying:
 
     @property
     def found(self) -> list[Carried]:
-        """In the order in which they were added."""
+        """The gathered tensors in the order in which they were added."""
         return list(self._found.values())
 
     def add(
@@ -180,7 +182,7 @@ class _Carrying:
         parameter: int | None = None,
         is_gradient: bool = False,
     ) -> None:
-        """One that is to lie elsewhere; ``dim`` counts where it is whole, and one that is cut says it itself."""
+        """Add a tensor to move; ``dim`` counts where it is whole, and one that is cut says it itself."""
         known = self._found.get(id(tensor))
         puts = () if put is None else (put,)
         if known is not None:
@@ -211,7 +213,7 @@ class _Carrying:
             self._refuse_memory_of_another(name, tensor)
 
     def refuse_shared(self, model: nn.Module) -> None:
-        """Raise where a buffer shows what is to lie elsewhere."""
+        """Raise where a buffer shares memory with a tensor that is to move."""
         for name, buffer in model.named_buffers():
             if id(buffer) not in self._found:
                 self._refuse_memory_of_another(name, buffer, is_moved=False)
@@ -235,7 +237,7 @@ class _Carrying:
             others.append((name, start, end))
 
     def _layout_on(self, mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
-        """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
+        """The layout, by global rank, of a tensor that the last dimension of a mesh cuts along ``dim``."""
         key = mesh, shape, dim
         if key not in self._before:
             if mesh not in self._parts:
@@ -250,7 +252,7 @@ def _reach(size: int, stride: int) -> int:
 
 
 def _parts_by_rank(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Which part each rank has of what the last dimension of a mesh cuts; ValueError where it lacks a rank."""
+    """The part that each rank has of what the last dimension of a mesh cuts; ValueError where it lacks a rank."""
     ranks = mesh.mesh
     part_of = {int(rank): at % ranks.shape[-1] for at, rank in enumerate(ranks.flatten().tolist())}
     if set(part_of) != set(range(dist.get_world_size())):
@@ -262,7 +264,7 @@ def _parts_by_rank(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 class _PutIn:
-    """Puts a tensor under its key."""
+    """A function that puts a tensor into a mapping under a fixed key."""
 
     def __init__(self, holder: MutableMapping[Any, Any], key: str) -> None:
         self._holder, self._key = holder, key

@@ -1,4 +1,4 @@
-"""Freight: tensors that are to lie elsewhere, packed into buckets that ranks exchange one after the other. Pure.
+"""The tensors that a change of plan moves, packed into buckets that ranks exchange one after the other. Pure.
 
 Words: an *item* is a tensor with the layout that it has and the one that it shall have. A *bucket* is some items in a
 row, whose elements all ranks exchange at once. What is sent and received lies in memory that is taken once, for all
@@ -23,7 +23,7 @@ _EXCHANGED = 3  # quarters of what a bucket may take; the rest is for what is th
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What is the same of all tensors that go from one layout to another; by rank, counted in elements."""
+    """The moves from one layout to another, for all tensors alike, with amounts by rank, counted in elements."""
 
     moves: tuple[Move, ...]
     num_sent: int
@@ -44,38 +44,38 @@ class BucketItem:
 
     @property
     def moves(self) -> Sequence[Move]:
-        """Everything that a rank's memory of the new layout is filled with; nothing where its part stays the same."""
+        """All moves that fill ranks' memory of the new layout; none into a rank whose part stays the same."""
         return self._route.moves
 
     @property
     def num_sent(self) -> int:
-        """Bytes between ranks."""
+        """Bytes of this tensor that go from one rank to another."""
         return self._route.num_sent * self.item_bytes
 
     @property
     def exchanged(self) -> list[int]:
-        """Bytes that a rank sends and receives, by rank."""
+        """Bytes of this tensor that each rank sends and receives, by rank."""
         return [number * self.item_bytes for number in self._route.exchanged]
 
     @property
     def taken(self) -> list[int]:
-        """Bytes of new memory, by rank: none where its part stays the same."""
+        """Bytes of new memory that this tensor takes, by rank: none where a rank's part stays the same."""
         return [number * self.item_bytes for number in self._route.taken]
 
     @property
     def given_back(self) -> list[int]:
-        """Bytes of old memory that is of no use afterwards, by rank."""
+        """Bytes of old memory that this tensor gives back, by rank."""
         return [number * self.item_bytes for number in self._route.given_back]
 
 
 class Router:
-    """Finds what has to be moved of tensors, once for those that are alike: as most of a model and its state are."""
+    """Finds the moves of tensors, once for those that are alike: as most of a model and its state are."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Layout, Layout, int], _Route] = {}
 
     def item(self, name: str, old: Layout, new: Layout, item_bytes: int) -> BucketItem:
-        """The name says whose turn it is to give what several ranks have."""
+        """The item of a tensor; its name says whose turn it is to give what several ranks have."""
         key = old, new, turn_of(name) % max(1, len(old.boxes))
         if key not in self._known:
             self._known[key] = _route(*key)
@@ -103,24 +103,24 @@ def _route(old: Layout, new: Layout, turn: int) -> _Route:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some items in a row."""
+    """Some items in a row, which all ranks exchange at once."""
 
     first: int
     items: Sequence[BucketItem]
 
     @cached_property
     def num_sent(self) -> int:
-        """Bytes between ranks; where it is 0, none has to talk to another."""
+        """Bytes that go from one rank to another; where it is 0, no rank has to talk to another."""
         return sum(item.num_sent for item in self.items)
 
     @cached_property
     def exchanged(self) -> list[int]:
-        """Bytes that a rank sends and receives, by rank."""
+        """Bytes of this bucket that each rank sends and receives, by rank."""
         return _summed([item.exchanged for item in self.items])
 
 
 class Freight:
-    """All items in order, in buckets that take ``most_bytes`` or less where they have more than one item."""
+    """All items of a change in order, in buckets of at most ``most_bytes`` where they have more than one item."""
 
     def __init__(self, items: Sequence[BucketItem], most_bytes: int) -> None:
         self.items = items
@@ -133,12 +133,12 @@ class Freight:
 
     @cached_property
     def num_sent(self) -> int:
-        """Bytes between all ranks: no element twice to a rank, and none that it has."""
+        """Bytes that go from one rank to another: no element twice to a rank, and none that it has."""
         return sum(bucket.num_sent for bucket in self.buckets)
 
     @cached_property
     def load(self) -> int:
-        """Bytes, on the rank that has the most."""
+        """Bytes that a rank holds for a while beyond the larger of before and after, on the rank with the most."""
         before = now = [0] * len(self.staged)  # beside what stays, and what there is to be given back
         peak = now
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""Live: a model in training is spread otherwise over its ranks, in the same processes, no value altered.
+"""A change of how a model in training is spread over its ranks, in the same processes, no value altered.
 
 Everything that can be refused is refused before an element moves, and what was there is then there again. From the
 first bucket that ranks have exchanged on there is no way back: a failure is raised on all ranks, and leaves a state
@@ -41,36 +41,36 @@ from .units import ParameterSlot, Survey, Unit
 __all__ = ["Agree", "Change", "Moved", "Sharded", "Whole"]
 
 Agree = Callable[[BaseException | None], None]
-"""Called by all ranks: returns where none brings an error, and raises on all where one does."""
+"""Called by all ranks with their errors: returns where none brings one, and raises on all where one does."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """The units that fully_shard shall make, innermost first."""
+    """A target of a change: the units that fully_shard shall make, innermost first."""
 
     units: Sequence[Unit]
     degrees: Degrees
     mesh: Callable[[], DeviceMesh]
-    """Of these degrees; all ranks call this, which may make groups."""
+    """Gives the mesh of the degrees; all ranks call this, which may make groups."""
 
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """Plain parameters; ``wake`` has their gradients averaged once they are there."""
+    """A target of a change: plain parameters; ``wake`` begins to average their gradients once they are there."""
 
     wake: Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What a change has cost."""
+    """What a change of plan has cost: bytes, memory and seconds."""
 
     num_sent: int
-    """Bytes, between all ranks."""
+    """Bytes that went from one rank to another."""
     num_replaced: int
-    """Parameters that are other objects now."""
+    """How many parameters are other objects now."""
     load: int
-    """Bytes: the most that a bucket took on a rank beside what the state took before and after."""
+    """The most bytes that a bucket took on a rank beside what the state took before and after."""
     wiring_seconds: float
     moving_seconds: float
 
@@ -79,17 +79,17 @@ class Target(Protocol):
     """What a model shall be after a change, and what wraps it meanwhile."""
 
     def after(self, survey: Survey | None) -> Sharded | Whole:
-        """What the model shall be, from what fully_shard has made of it; None where nothing is sharded."""
+        """What the model shall be; ``survey`` is what fully_shard has made of it, None where nothing is sharded."""
 
     def rest(self) -> None:
-        """Have DDP leave the model, where there may be one; on all ranks."""
+        """Take DDP off the model, where there may be one; on all ranks."""
 
     def wake_again(self) -> None:
-        """Have DDP come back as it was, where the change is taken back; on all ranks."""
+        """Put DDP on again as it was, where the change is taken back; on all ranks."""
 
 
 class Change:
-    """One change of how a model is spread: made, and with that checked, on every rank; then ``run``."""
+    """A change of how a model is spread: checked as it is made, on every rank, and then ``run``."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Change:
         *,
         bucket_bytes: int,
     ) -> None:
-        """ValueError says why the change cannot be."""
+        """Check everything that stands against the change; ValueError says why it cannot be."""
         self._model = model
         self._optimizers = optimizers
         self._registered = registered
@@ -111,29 +111,29 @@ class Change:
         self._parameters = list(parameters_of(model, self._survey))
         managed = {id(each.tensor) for each in self._parameters}
         self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
-        """Of fully_shard, by its user."""
+        """Parameters that the user has left out of fully_shard."""
         degrees = self._after.degrees if isinstance(self._after, Sharded) else None
         carried = carried_with(model, self._parameters, optimizers, registered, degrees)
         self._carried: list[Carried | None] = [*carried]  # None: where it shall be
         self.freight = Freight([each.item for each in carried], 2 * bucket_bytes)
-        """What has to be moved."""
+        """The tensors that have to be moved, in buckets."""
         self.is_as_before = True
-        """Whether nothing of it has been done, or all was taken back."""
+        """Whether nothing of the change has been done, or all of it was taken back."""
 
     @property
     def replaced(self) -> list[torch.Tensor]:
-        """The parameters that will be other objects."""
+        """The parameters that will be other objects after the change."""
         stays = (self._survey is None) is isinstance(self._after, Whole)
         return [] if stays else [each.tensor for each in self._parameters]
 
     @property
     def units_before(self) -> Sequence[Unit]:
-        """What fully_shard has made so far."""
+        """The units that fully_shard has made so far."""
         return () if self._survey is None else self._survey.units
 
     @property
     def holders(self) -> list[object]:
-        """What of this change refers to parameters."""
+        """The objects of this change that refer to parameters."""
         own: list[object] = [self.left_out, *self._parameters, *self._carried]
         own += [module._flat_weights for module in self._model.modules() if isinstance(module, nn.RNNBase)]
         if self._survey is not None:
@@ -141,7 +141,7 @@ class Change:
         return own + [vars(each) for each in own if hasattr(each, "__dict__")]
 
     def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> Moved:
-        """Change it; all ranks call this between two steps. ``group`` has all of them, for ``device``."""
+        """Make the change; all ranks call this between two steps. ``group`` has all ranks, for ``device``."""
         began = time.perf_counter()
         self._compare(group, device)
         num_replaced = len(self.replaced)
@@ -169,7 +169,7 @@ class Change:
         )
 
     def _compare(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raise on all ranks where they would not move the same."""
+        """Raise on all ranks where they would not move the same tensors."""
         told = repr([(item.name, item.new.shape, item.item_bytes, item.old == item.new) for item in self.freight.items])
         own = torch.tensor([turn_of(told) % (1 << 62)], device=device)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -191,7 +191,7 @@ class Change:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Bring everything to where it shall be, bucket by bucket; what this rank could not is raised on all."""
+        """Move all tensors, bucket by bucket; an error of this rank is raised on all."""
         error: BaseException | None = None
         carrier: Carrier | None = None
         new: list[torch.Tensor] | None = None
@@ -231,7 +231,7 @@ class Change:
         agree(error)
 
     def _wire(self, mesh: DeviceMesh | None) -> list[ParameterSlot]:
-        """Take off what is there and put on what shall be; gives the slots in the order of the parameters."""
+        """Take off what wraps the model and put on what shall wrap it; gives the slots in order of the parameters."""
         if self._survey is not None:
             rewire.take_off(self._model)
         elif self.replaced:
@@ -262,7 +262,7 @@ class Change:
             raise
 
     def _go_back(self, locals_before: Sequence[torch.Tensor]) -> None:
-        """Have what was there be there again."""
+        """Put back what wrapped the model before the change."""
         rewire.take_off(self._model)
         if self._survey is None:
             for each in self._parameters:
@@ -284,7 +284,7 @@ class Change:
         return [self._memory(each, local_of(each.tensor), slots) for each in self._carried_in(bucket)]
 
     def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[ParameterSlot]) -> torch.Tensor:
-        """Where this rank's new part goes: where it is, if it stays the same."""
+        """Memory for this rank's new part of a tensor: the present memory, if the part stays the same."""
         rank = dist.get_rank()
         box = each.item.new.boxes[rank]
         if each.item.old.boxes[rank] == box:
@@ -301,7 +301,7 @@ class Change:
     def _take_over(
         self, bucket: Bucket, new: Sequence[torch.Tensor], slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
     ) -> None:
-        """Have everything in its new memory, and let go of the old one."""
+        """Put the bucket's tensors into their new memory, and let go of the old one."""
         for each, local in zip(self._carried_in(bucket), new, strict=True):
             self._bind(each, local, slots, mesh)
         self._carried[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
@@ -347,7 +347,7 @@ class Change:
 
 
 def _sharded(tensor: torch.Tensor, dim: int, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """``local`` as this rank's part of a tensor like another."""
+    """A DTensor with ``local`` as this rank's part, of the shape of ``tensor``."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

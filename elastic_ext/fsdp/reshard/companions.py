@@ -19,21 +19,21 @@ from elastic_ext.fsdp.state import local_of
 __all__ = ["Companion", "Tensors", "companions_in", "replace_parameter"]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-"""What was registered under one name; a MutableMapping where the user has it, and sees what is put into it."""
+"""Tensors registered under one name; a MutableMapping where the user has it, and sees what is put into it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Companion:
-    """One of them, and all places that have it."""
+    """A registered tensor that moves with the parameters, and all places that have it."""
 
     name: str
     tensor: torch.Tensor
     dim: int
-    """Along which it is cut where it is whole so far."""
+    """The dimension along which the tensor will be cut, where it is whole so far."""
     places: tuple[tuple[MutableMapping[str, torch.Tensor], str], ...]
 
     def put(self, new: torch.Tensor) -> None:
-        """Have ``new`` in its places."""
+        """Put ``new`` in all places that have this tensor."""
         for holder, key in self.places:
             holder[key] = new
 
@@ -45,9 +45,10 @@ def companions_in(
     was_sharded: bool,
     is_sharded: bool,
 ) -> Iterator[Companion]:
-    """What moves with the parameters, each once; these are given by name, with the dimension that cuts each.
+    """The registered tensors that move with the parameters, each once.
 
-    ValueError where somebody would be left with a tensor that nothing moves.
+    ``parameters`` are by name, each with the dimension that cuts it. ValueError where somebody would be left with a
+    tensor that nothing moves.
     """
     own = {id(parameter) for parameter, _ in parameters.values()}
     memory = {_memory_of(parameter) for parameter, _ in parameters.values()} - {0, None}
@@ -92,13 +93,13 @@ def _is_memory_of(parameter: nn.Parameter | None, tensor: torch.Tensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Where its memory begins; None where it is not one piece."""
+    """The address of a tensor's memory; None where it is not one piece."""
     local = local_of(tensor)
     return local.untyped_storage().data_ptr() if local.layout is torch.strided else None
 
 
 def replace_parameter(registered: Sequence[Tensors], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Have mappings that hold a parameter itself hold what has taken its place."""
+    """Put ``new`` in the place of a parameter in the registered mappings that hold it."""
     for holder in registered:
         for key, tensor in list(holder.items()):
             if tensor is old and isinstance(holder, MutableMapping):

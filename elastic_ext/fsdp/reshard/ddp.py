@@ -37,16 +37,16 @@ _OTHERS_TRAINED = (
 
 
 class Replica:
-    """DDP of one module: there from ``wake`` to ``rest``."""
+    """DDP of one module without a wrapper: it averages gradients from ``wake`` to ``rest``."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, options: Mapping[str, Any]) -> None:
         self.module = module
         self.options = dict(options)
-        """Of DDP, as its arguments are called."""
+        """The options of DDP, by the names of its arguments."""
         self.engine: DistributedDataParallel | None = None
-        """What averages gradients, while it is awake."""
+        """The DDP that averages gradients between ``wake`` and ``rest``; else None."""
         self.wrapper: DistributedDataParallel | None = None
-        """A user's own, which averages gradients until the first change, and then only calls its module."""
+        """The user's own DDP, which averages gradients until the first change, and then only calls its module."""
         self._group = group
         self._handles: list[RemovableHandle] = []
         self._parameters: list[nn.Parameter] = []
@@ -75,7 +75,7 @@ class Replica:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether others of its parameters are trained than DDP was made for, and it has to be made anew."""
+        """Whether other parameters are trained than DDP was made for, so that it has to be made anew."""
         if self.engine is None:
             return False
         trained = [part.requires_grad for part in self._parameters]
@@ -85,7 +85,7 @@ class Replica:
         return is_thawed or not self.engine.find_unused_parameters  # which does without those that are frozen
 
     def check(self, engine: DistributedDataParallel) -> None:
-        """Before a pass: DDP's part is around what users have hooked; ValueError where it would average others."""
+        """Put DDP's hooks around those of users before a pass; ValueError where other parameters are trained now."""
         before, after = self._handles
         pre_hooks: Any = self.module._forward_pre_hooks
         hooks: Any = self.module._forward_hooks
@@ -98,13 +98,13 @@ class Replica:
 
     @property
     def holders(self) -> list[object]:
-        """What of it refers to parameters, and goes with it."""
+        """The objects of DDP that refer to parameters, and go with it."""
         wrappers = [each for each in (self.engine, self.wrapper) if each is not None]
         found = [part for each in wrappers for part in (vars(each), *vars(each).values())]
         return [self._parameters, *(part for part in found if isinstance(part, (list, dict, set, tuple)))]
 
     def rest(self) -> None:
-        """Leave the module as it was."""
+        """Take DDP off: leave the module as it was."""
         if self.wrapper is not None:
             set_aside(self.wrapper)
             self.wrapper = None
@@ -116,7 +116,7 @@ class Replica:
 
 
 def make_sure_of_ddp() -> None:
-    """Raise where this torch has no such DDP."""
+    """Raise where this torch's DDP lacks the private parts that Replica uses."""
     missing = [name for name in _PARTS if not hasattr(DistributedDataParallel, name)]
     if missing:
         raise ElasticError(
@@ -126,7 +126,7 @@ def make_sure_of_ddp() -> None:
 
 
 def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
-    """What a user has told DDP; ValueError where it could not be told again."""
+    """The options that a user has given to DDP; ValueError where a new DDP could not be given them."""
     for name, what in (
         ("mixed_precision", "mixed precision of its own"),
         ("_comm_hooks", "a communication hook"),
@@ -143,7 +143,7 @@ def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
 
 
 def set_aside(wrapper: DistributedDataParallel) -> None:
-    """Have a user's own wrapper call its module, and nothing more: what averages gradients is told elsewhere."""
+    """Have a user's own wrapper only call its module, and average nothing any more."""
     wrapper.forward = Hook(_straight_through, wrapper.module)  # type: ignore[method-assign]
     if hasattr(wrapper, "reducer"):
         del wrapper.reducer  # which would keep parameters that are replaced

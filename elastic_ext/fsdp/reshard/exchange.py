@@ -26,19 +26,19 @@ _GRAIN = 16  # bytes; no type that torch has is larger
 
 @dataclass(slots=True)
 class _Letter:
-    """What one rank has for another."""
+    """What one rank sends to another one in the exchange of a bucket."""
 
     pieces: list[tuple[Move, torch.Tensor]]
-    """With the memory that each comes from, or goes to."""
+    """The moves to that rank, each with the tensor that it reads, or that it fills."""
     num_data_bytes: int = 0
-    """Of all pieces, those of a rank that is not well included, which has no memory for them."""
+    """Bytes of all pieces, also on a rank that has failed and has no memory for them."""
 
     @property
     def num_bytes(self) -> int:
         return self.num_data_bytes // _GRAIN * _GRAIN + _GRAIN
 
     def written_in(self, memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor, torch.Tensor]]:
-        """Each piece, and as what it is written in the letter."""
+        """Each move with its tensor, and with the part of the letter's memory that has its elements."""
         at = 0
         for move, tensor in sorted(self.pieces, key=lambda piece: -piece[1].element_size()):
             end = at + move.num_elements * tensor.element_size()
@@ -47,10 +47,13 @@ class _Letter:
 
 
 class Carrier:
-    """Carries one change's buckets, through memory that is taken once."""
+    """Exchanges the buckets of one change between ranks, through memory that is taken once."""
 
     def __init__(self, most_bytes: int, *, group: dist.ProcessGroup, device: torch.device) -> None:
-        """This rank exchanges so much in a bucket, at most. ``device`` is where the group's collectives take place."""
+        """``most_bytes`` is what this rank exchanges in a bucket at most.
+
+        ``device`` is where the group's collectives take place.
+        """
         self._group = group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         tails = 2 * self._num_ranks * _GRAIN  # which ranks exchange that have nothing else to
@@ -115,7 +118,7 @@ def _cut(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
 
 
 def _within(tensor: torch.Tensor, move: Move, *, is_source: bool = False) -> torch.Tensor:
-    """What a move takes from a tensor, or fills of it."""
+    """The elements of a tensor that a move reads, or fills."""
     strides, offset = (
         (move.source_strides, move.source_offset) if is_source else (move.target_strides, move.target_offset)
     )

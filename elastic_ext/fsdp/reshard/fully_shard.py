@@ -40,13 +40,13 @@ _KNOWN = ((2, 11), (2, 13))
 _IN_WORDS = " or ".join(".".join(map(str, version)) for version in _KNOWN)
 
 HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
-"""Of a unit's state: by which its hooks are taken off its modules."""
+"""Attributes of a unit's state: the handles by which its hooks are taken off its modules."""
 OF_MEMORY = ("init_all_gather_outputs", "init_unsharded_param", "free_unsharded_param", "_sharded_local_tensor")
-"""Of a parameter's keeper: what ``make_memory`` needs."""
+"""Attributes of fully_shard's object for a parameter that ``make_memory`` needs."""
 
 
 def make_sure_of_torch() -> None:
-    """Raise ElasticError where this torch is not one of those whose private parts these are."""
+    """Raise ElasticError where this torch is not one whose private parts are known here."""
     if _version() not in _KNOWN:
         raise ElasticError(
             f"torch {torch.__version__} is not known here; sharding is changed in place with torch {_IN_WORDS}, and "
@@ -66,7 +66,7 @@ def books() -> tuple[Any, Any, Any]:
 
 
 def found(holder: Any, name: str) -> Any:
-    """A part of what torch keeps; ElasticError names it where it is not there."""
+    """An attribute of torch's private state; ElasticError names it where it is not there."""
     try:
         return getattr(holder, name)
     except AttributeError:
@@ -74,7 +74,7 @@ def found(holder: Any, name: str) -> Any:
 
 
 def unknown(name: str) -> ElasticError:
-    """What to raise where a part is missing."""
+    """The error to raise where a private part of torch is missing."""
     return ElasticError(
         f"torch {torch.__version__} keeps {name} in another place than the versions that this library knows "
         f"({_IN_WORDS}); change the sharding by a restart from a checkpoint"
@@ -89,7 +89,7 @@ def hooks_of(state: Any) -> frozenset[int]:
 
 
 def make_memory(group: Any) -> None:
-    """Have each parameter know where it is gathered, as from its first pass on; the memory itself is given back."""
+    """Set up the memory where parameters are gathered, as a first pass does; the memory itself is given back."""
     group.lazy_init()  # says in which dtype
     for keeper in group.fsdp_params:
         if hasattr(keeper._sharded_local_tensor, "fsdp_post_all_gather"):
@@ -113,7 +113,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def drop_groups(state: Any) -> None:
-    """Have a unit keep none of them."""
+    """Have a unit keep no parameter groups."""
     if _is_2_11():
         state._fsdp_param_group = None
     else:
@@ -121,7 +121,7 @@ def drop_groups(state: Any) -> None:
 
 
 def settings_of(group: Any) -> UnitSettings:
-    """What its user has set on a unit; torch 2.11 has fewer that can be."""
+    """The settings that the user has made on a unit; torch 2.11 has fewer of them."""
     is_2_11 = _is_2_11()
     return UnitSettings(
         found(group, "gradient_divide_factor"),
@@ -138,7 +138,7 @@ def has_own_scatter_group(group: Any) -> bool:
 
 
 def set_on(unit: Any, settings: UnitSettings) -> None:
-    """Set the same on a module that fully_shard has just been put on."""
+    """Make these settings on a module that fully_shard has just been put on."""
     if settings.divide_factor is not None:
         unit.set_gradient_divide_factor(settings.divide_factor)
     if settings.sums_only:
@@ -166,7 +166,7 @@ def _version() -> tuple[int, ...]:
 
 
 def before(hooks: Mapping[int, object], own: Collection[int]) -> frozenset[int]:
-    """The hooks that are called before the first one of ours; all of them where none is."""
+    """The hooks that are called before the first one of ``own``; all of them where none is there."""
     found = []
     for number in hooks:
         if number in own:
@@ -176,16 +176,16 @@ def before(hooks: Mapping[int, object], own: Collection[int]) -> frozenset[int]:
 
 
 def put_after(hooks: OrderedDict[int, Any], own: int, ahead: Collection[int]) -> None:
-    """Have one of ours called after those ``ahead``, and before the others, which keep their order."""
+    """Have the hook ``own`` called after those ``ahead``, and before the others, which keep their order."""
     behind = [number for number in hooks if number != own and number not in ahead]
     for number in (own, *behind):
         hooks.move_to_end(number)
 
 
 def registered_ahead(hooks: Mapping[int, Any], is_ahead: Callable[[Any], bool]) -> frozenset[int]:
-    """Those that were to be called before whatever was there (``prepend=True``), as far as numbers tell.
+    """The hooks that were registered to come first (``prepend=True``), as far as their numbers tell.
 
-    The oldest counts as one that was not, but where ``is_ahead`` knows it.
+    The oldest hook counts as one that was not, but where ``is_ahead`` knows it.
     """
     known = {number for number, hook in hooks.items() if is_ahead(hook)}
     oldest = min((number for number in hooks if number not in known), default=None)

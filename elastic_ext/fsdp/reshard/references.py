@@ -1,4 +1,4 @@
-"""Holders: what refers to a model's parameters, when these become other objects.
+"""Holders: the objects that refer to a model's parameters, when these become other objects.
 
 Optimizers' groups and state, and mappings that were registered, are rewritten in place. Whatever else refers to one
 would be left with a parameter that nothing trains: it is found by Python's own books, and named.
@@ -22,7 +22,7 @@ __all__ = ["replace_in", "strangers"]
 
 
 def replace_in(optimizers: Sequence[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Have optimizers train ``new`` instead of ``old``, with the state that they have of it."""
+    """Have optimizers train ``new`` instead of ``old``, with the state that they have of ``old``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             members: list[torch.Tensor] = group["params"]
@@ -36,7 +36,7 @@ def replace_in(optimizers: Sequence[Optimizer], old: torch.Tensor, new: torch.Te
 def strangers(
     model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Iterable[object]
 ) -> list[str]:
-    """What else refers to one of the parameters, in words; ``known`` may."""
+    """What refers to one of the parameters and is not ``known``, in words for people."""
     allowed: list[object] = [parameters, *known, *(module._parameters for module in model.modules())]
     for optimizer in optimizers:
         allowed += [optimizer.state, *(group["params"] for group in optimizer.param_groups)]
@@ -50,9 +50,10 @@ def strangers(
 
 @contextmanager
 def _all_tracked() -> Iterator[None]:
-    """Python's collector does not find what was frozen; garbage since then is not to be kept with it.
+    """A context in which Python's collector finds frozen objects too.
 
-    That is looked for before, among what was not frozen: it takes no time, and among all it would take the longest.
+    Garbage since the freeze is not to be kept with them. It is looked for before, among what was not frozen: it takes
+    no time, and among all it would take the longest.
     """
     has_frozen = gc.get_freeze_count() > 0
     if has_frozen:
@@ -66,7 +67,7 @@ def _all_tracked() -> Iterator[None]:
 
 
 def _held_elsewhere(parameters: Sequence[torch.Tensor], holders: Sequence[object]) -> list[torch.Tensor]:
-    """Those to which there are more references than these holders have: some of torch's own, a name in a function.
+    """The parameters that have more references than these holders: from torch, say, or from a name in a function.
 
     To count is quicker than to look through all that Python has, which takes longer with each that is looked for.
     """
@@ -81,7 +82,7 @@ def _counts(objects: Sequence[object]) -> list[int]:
 
 
 def _in_words(holder: object, wanted: set[int]) -> str | None:
-    """What a person may find it by; None of what is ours or passes by itself."""
+    """A holder in words by which a person may find it; None for what is ours or passes by itself."""
     if isinstance(holder, (types.FrameType, types.GeneratorType)) or _is_iterator(holder):
         return None
     if isinstance(holder, dict):
@@ -109,7 +110,7 @@ def _dict_in_words(holder: dict[Any, Any]) -> str:
 
 
 def _owner_of(holder: object) -> str:
-    """Where a person has a list or a dict: under a name in a module, an object or a dict; nothing where in none."""
+    """Where a list or a dict is kept: under a name in a module, an object or a dict; empty where in none."""
     told = ""
     for owner in gc.get_referrers(holder):
         is_dict = isinstance(owner, dict)
@@ -128,7 +129,7 @@ def _owner_of(holder: object) -> str:
 
 
 def _attributes(holder: object) -> dict[str, Any]:
-    """Of an object that may keep them without a dict of its own, as Python does from 3.11 on."""
+    """The attributes of an object, which may keep them without a dict of its own from Python 3.11 on."""
     if isinstance(holder, (types.FrameType, types.ModuleType)):
         return {}
     found = getattr(holder, "__dict__", None)

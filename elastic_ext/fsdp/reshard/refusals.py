@@ -1,4 +1,4 @@
-"""Refusals: what of a model or of its holders stands against a change of plan, in words; None where nothing does.
+"""Reasons in words why a model, or a holder of its parameters, stands against a change of plan; None without any.
 
 What the plans themselves say against it is in transition.py.
 """
@@ -44,7 +44,7 @@ _BECOMES = (
 
 
 def why_not_called(model: nn.Module) -> str | None:
-    """Nothing would see the model's passes."""
+    """Why the model's passes would not be seen: the model is never called itself; None where it is."""
     if getattr(type(model), "forward", None) is not nn.Module.forward or "forward" in vars(model):
         return None
     return (
@@ -54,14 +54,14 @@ def why_not_called(model: nn.Module) -> str | None:
 
 
 def why_not_unit(plan: ParallelPlan, blocks: Sequence[nn.Module]) -> str | None:
-    """A number of blocks is asked for, and there are none."""
+    """Why units of several blocks cannot be made: the model has no blocks; None where they can."""
     if plan.is_replicated or plan.unit in (1, "whole") or blocks:
         return None
     return f'unit is {plan.unit}, and no repeated blocks were found; name them with units=, or give "whole"'
 
 
 def why_not_tied(root: nn.Module, groups: Sequence[Modules]) -> str | None:
-    """One parameter would lie in two of the units, which are given innermost first."""
+    """Why these units cannot be: one parameter would lie in two of them. Units are given innermost first."""
     owner = _owners(groups)
     seen: dict[int, tuple[int, str]] = {}
     for prefix, module in root.named_modules():
@@ -79,7 +79,7 @@ def why_not_tied(root: nn.Module, groups: Sequence[Modules]) -> str | None:
 
 
 def why_not_cut(model: nn.Module, left_out: Collection[torch.Tensor] = ()) -> str | None:
-    """A parameter has nothing that could be shared out, or gets gradients that could not be; but for those left out."""
+    """Why a parameter cannot be sharded, or its gradients cannot; those left out are not looked at."""
     for name, parameter in model.named_parameters():
         if parameter in left_out:
             continue
@@ -99,14 +99,14 @@ def why_not_cut(model: nn.Module, left_out: Collection[torch.Tensor] = ()) -> st
 
 
 def why_not_parted(parameters: Iterable[nn.Parameter]) -> str | None:
-    """Without fully_shard some are parts already."""
+    """Why the plan has to stay: without fully_shard, some parameters are sharded already."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         return "the model is cut by tensor parallelism without fully_shard; its sharding has to stay"
     return None
 
 
 def why_not_mixed(root: nn.Module, groups: Sequence[Modules]) -> str | None:
-    """A unit would gather trained parameters of several types, at which fully_shard fails in the next pass."""
+    """Why a unit cannot be: its trained parameters are of several types, at which fully_shard fails in a pass."""
     owner = _owners(groups)
     first: dict[int, tuple[torch.dtype, str]] = {}
     for prefix, module in root.named_modules():
@@ -124,7 +124,10 @@ def why_not_mixed(root: nn.Module, groups: Sequence[Modules]) -> str | None:
 
 
 def why_not_leave_ddp(options: Mapping[str, Any]) -> str | None:
-    """DDP was told that ranks may use different parts of the model, whose gathering would be taken for one another."""
+    """Why DDP has to stay: it was told that ranks may use different parts of the model.
+
+    Under fully_shard, the gathering of such parts would be taken for one another.
+    """
     if not options.get("find_unused_parameters"):
         return None
     return (
@@ -135,7 +138,7 @@ def why_not_leave_ddp(options: Mapping[str, Any]) -> str | None:
 
 
 def why_not_whole(model: nn.Module, units: Sequence[Unit], left_out: Collection[torch.Tensor]) -> str | None:
-    """Something is set on its units that would be lost: whole parameters are trained as they are."""
+    """Why parameters cannot become whole: something is set on their units that would be lost."""
     if left_out:
         return f"{len(left_out)} parameters were left out of fully_shard with ignored_params, {_KEEPS}"
     for unit in units:
@@ -150,7 +153,7 @@ def why_not_whole(model: nn.Module, units: Sequence[Unit], left_out: Collection[
 def why_not_replace(
     model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Sequence[object]
 ) -> str | None:
-    """Hooks on parameters that become other objects, or somebody who has one and is not ``known`` to let go of it."""
+    """Why parameters cannot become other objects: hooks, or a holder not ``known`` to let go of them."""
     for tensor in parameters:
         if type(tensor) not in (nn.Parameter, DTensor):
             return f"a parameter of shape {tuple(tensor.shape)} is a {type(tensor).__qualname__}, {_BECOMES}"
@@ -164,7 +167,7 @@ def why_not_replace(
 
 
 def _owners(groups: Sequence[Modules]) -> dict[int, int]:
-    """Which unit has each module, by identity; units are given innermost first."""
+    """The unit that has each module, by the module's identity; units are given innermost first."""
     owner: dict[int, int] = {}
     for at, modules in reversed(list(enumerate(groups))):  # the outermost first, then what lies within it
         for module in modules:

@@ -74,14 +74,14 @@ _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def make_sure_of(model: nn.Module) -> None:
-    """Raise where a model cannot be changed: ElasticError because of this torch, ValueError as ``survey`` does."""
+    """Raise where a model's sharding cannot be changed: ElasticError for this torch, ValueError as ``survey`` does."""
     make_sure_of_torch()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         survey(model)
 
 
 def survey(model: nn.Module) -> Survey:
-    """Read it; ElasticError where this torch keeps it elsewhere, ValueError where it could not be made again."""
+    """What fully_shard has made of a model; ElasticError for an unknown torch, ValueError if not to be made again."""
     make_sure_of_torch()
     kept = [(state, groups_of(state)) for state in _states(model)]
     for module in model.modules():
@@ -183,7 +183,7 @@ def place_hooks(model: nn.Module, ahead: Ahead) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Do what fully_shard leaves for the first pass, so that it does not matter which pass comes first.
+    """Do what fully_shard leaves for the first pass, so that any pass of the model may come first.
 
     In one under ``torch.inference_mode()``, what is gathered would lie in memory that training cannot use later on; one
     through a part of the model alone would have that part be the outermost.
@@ -208,12 +208,12 @@ def set_prefetch(units: Sequence[Unit]) -> None:
 
 
 def slots_of(model: nn.Module) -> list[ParameterSlot]:
-    """Where fully_shard keeps each parameter, as it has just been put on."""
+    """The slots of all parameters, in which fully_shard keeps them, as it has just been put on."""
     return [_slot(keeper) for state in _states(model) for group in groups_of(state) for keeper in group.fsdp_params]
 
 
 def bind(slot: ParameterSlot, parameter: nn.Parameter, local: torch.Tensor) -> None:
-    """Have a slot keep this parameter, the same object as ever, with ``local`` for its memory on this rank.
+    """Put a parameter into a slot, the same object as ever, with ``local`` for its memory on this rank.
 
     ``local`` is dense; where the parts of a tensor are uneven, its storage has room for the largest one.
     """
@@ -229,37 +229,37 @@ def bind(slot: ParameterSlot, parameter: nn.Parameter, local: torch.Tensor) -> N
 
 
 def rebind(tensor: DTensor, local: torch.Tensor, like: DTensor) -> None:
-    """Have a DTensor, the same object as ever, lie as another does, with ``local`` for its memory on this rank."""
+    """Give a DTensor, the same object as ever, the layout of ``like``, and ``local`` for its memory on this rank."""
     held, model = cast(Any, tensor), cast(Any, like)
     held._local_tensor = local
     held._spec = model._spec
 
 
 def dim_of(slot: ParameterSlot) -> int:
-    """Along which dimension its parameter is cut."""
+    """The dimension along which a slot's parameter is cut."""
     dim: int = slot.keeper.fsdp_placement.dim
     return dim
 
 
 def dim_of_tensor(tensor: DTensor) -> int:
-    """Along which dimension the last dimension of its mesh cuts it; 0 where it does not."""
+    """The dimension along which the last dimension of a mesh cuts a tensor; 0 where it does not."""
     last = tensor.placements[-1]
     return last.dim if isinstance(last, Shard) else 0
 
 
 def padded_size(slot: ParameterSlot) -> int:
-    """The elements of the largest part that a rank has of its parameter."""
+    """How many elements the largest part of a slot's parameter has, over the ranks."""
     size: int = slot.keeper.padded_sharded_param_size.numel()
     return size
 
 
 def noted_on(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users have noted on a parameter."""
+    """The attributes that users have set on a parameter."""
     return {name: value for name, value in vars(parameter).items() if name != "_is_param" and name[:5] != "_fsdp"}
 
 
 def patched_methods(model: nn.Module) -> list[str]:
-    """Methods that were registered to be called as ``forward`` is, which look for what fully_shard has left."""
+    """Methods that were registered to be called as ``forward`` is, and look for fully_shard's state."""
     return [
         name
         for module in model.modules()
@@ -272,7 +272,7 @@ def patched_methods(model: nn.Module) -> list[str]:
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """What fully_shard keeps of each unit, outermost first; of one that it has begun to make, too."""
+    """The state that fully_shard keeps of each unit, outermost first; also of one that it has begun to make."""
     state_key, _, _ = books()
     kept = [module.__dict__.get(state_key, {}).items() for module in model.modules()]
     states = [state for items in kept for key, state in items if getattr(key, "__name__", "") == fully_shard.__name__]
@@ -369,7 +369,7 @@ def _slot(keeper: Any) -> ParameterSlot:
 
 
 def _make_sure_of(keeper: Any) -> None:
-    """Look for all that is read and written of a parameter's keeper; refuse what cannot be made again."""
+    """Look for all private parts of a parameter's object that are used; refuse what cannot be made again."""
     for name in (
         *OF_MEMORY,
         "_post_load_hook_handle",

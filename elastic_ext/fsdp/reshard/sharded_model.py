@@ -49,23 +49,23 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Recognised:
-    """What was found."""
+    """How a model was found to be spread over its ranks."""
 
     plan: ParallelPlan | None = None
-    """None where the model is not spread."""
+    """The plan by which the model lies; None where it is not spread."""
     replica: Replica | None = None
-    """Of a user's own DDP."""
+    """The user's own DDP, if the model is in one."""
     mesh: tuple[Degrees, DeviceMesh] | None = None
-    """What it is sharded over."""
+    """The degrees and the mesh over which the model is sharded, if it is."""
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """What holds the parameters: the model, or what a wrapper of the user's own has wrapped."""
+    """The module that holds the parameters: the model, or the one in a user's own wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) -> Recognised:
-    """See how it is spread; ValueError, or ElasticError of a torch that is not known, say why no plan tells that."""
+    """How a model is spread; ValueError, or ElasticError for an unknown torch, say why no plan tells that."""
     if any(type(module) is FullyShardedDataParallel for module in model.modules()):
         raise ValueError("FSDP1 shards a model when it is wrapped, and not again; start the job anew for it")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -135,17 +135,17 @@ class _ToPlan:
 
 
 class Spread:
-    """How one model is spread over all ranks."""
+    """How one model is spread over all ranks: its plan, which can be put on and changed in training."""
 
     def __init__(
         self, model: nn.Module, units: Units = None, *, num_local: int, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """``units`` are its repeated blocks, or how to find them; ``num_local`` ranks share a machine."""
+        """``units`` are the model's blocks, or how to find them; ``num_local`` ranks share a machine."""
         self.model = model
         self.plan: ParallelPlan | None
-        """By which it lies now; None where the ranks do not share its gradients."""
+        """The plan by which the model lies now; None where the ranks do not share its gradients."""
         self.why_not: str | None = None
-        """Why it cannot be changed, None where it can."""
+        """Why the model's plan cannot be changed; None where it can."""
         self._num_local = num_local
         self._bucket_bytes = bucket_bytes
         self._pace = TransferRates()
@@ -162,7 +162,7 @@ class Spread:
         self.look()
 
     def look(self) -> None:
-        """See how the model lies, where that could not be told: its user may have changed what stood against it."""
+        """See how the model lies, where that could not be told before: its user may have changed it since."""
         if self.plan is not None:
             return
         found, self.why_not = Recognised(), None
@@ -176,31 +176,31 @@ class Spread:
 
     @property
     def num_ranks(self) -> int:
-        """All that train."""
+        """How many ranks train the model."""
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def root(self) -> nn.Module:
-        """What holds the model's parameters, without a wrapper."""
+        """The module that holds the model's parameters, without a wrapper."""
         return self._root
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The parts that it repeats."""
+        """The blocks of the model: the parts that it repeats."""
         return self._blocks
 
     @property
     def num_blocks(self) -> int:
-        """That the model repeats, as far as they were found or named."""
+        """How many blocks of the model were found or named."""
         return len(self._blocks)
 
     @property
     def engine(self) -> DistributedDataParallel | None:
-        """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
+        """The DDP that averages gradients beneath the model; None where there is none, or it is a user's wrapper."""
         return None if self._replica is None else self._replica.engine
 
     def put_on(self, plan: ParallelPlan) -> None:
-        """Spread a model that is not: all ranks take rank 0's values. All of them call this."""
+        """Spread a model by a plan: all ranks take rank 0's values. All of them call this."""
         self.look()
         _raise(self.why_not)
         if self.plan is not None:
@@ -258,7 +258,7 @@ class Spread:
         registered: Sequence[Tensors],
         known: Sequence[object],
     ) -> Change:
-        """A change of how it is spread, ready to be made; ValueError says why it cannot be.
+        """A change to another plan, checked and ready to be made; ValueError says why it cannot be.
 
         ``known`` holders of parameters will let go of those that become other objects.
         """
@@ -284,7 +284,7 @@ class Spread:
         return change
 
     def change(self, made: Transition, prepared: Change | None, agree: Agree) -> Moved | None:
-        """Make a transition; all ranks call this between two steps. What moving has cost, None where nothing moved."""
+        """Make a transition between two steps, on all ranks; gives what moving has cost, None where nothing moved."""
         moved = None
         for step in made.steps:
             if step == "spread":
@@ -325,11 +325,11 @@ class Spread:
         return True, trial.why_not
 
     def expect_unused(self) -> None:
-        """A pass has left out parameters that are trained: where DDP comes, it looks for them."""
+        """Note that a pass has left out parameters that are trained: a later DDP looks for them."""
         self._leaves_unused = True
 
     def keep_up(self) -> bool:
-        """Make DDP anew where others of its parameters are trained now; whether it was. All ranks call this."""
+        """Make DDP anew where other parameters are trained now; gives whether it was. All ranks call this."""
         if self._replica is None or self.plan is None or not self._replica.is_outdated:
             return False
         self.rest()
@@ -338,18 +338,18 @@ class Spread:
         return True
 
     def wait(self) -> None:
-        """Return once the model's device has done what it was told to."""
+        """Wait until the model's device has done what it was told to."""
         if self._device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self._device)
 
     def close(self) -> None:
-        """Leave the group that carries what is moved."""
+        """Leave the process group that moves tensors."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _tensors(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """What moves with the parameters, as far as it can be told without looking for what stands against it."""
+        """The tensors that move with the parameters, as far as can be told without looking for reasons against it."""
         found = []
         for name, parameter in self.model.named_parameters():
             state = [value for each in optimizers for value in each.state.get(parameter, {}).values()]
@@ -360,14 +360,14 @@ class Spread:
         return found
 
     def sharded_by(self, plan: ParallelPlan, survey: Survey | None) -> Sharded | Whole:
-        """What a plan makes of parameters; ``survey`` is of what fully_shard has made so far."""
+        """What parameters become under a plan; ``survey`` is of what fully_shard has made so far."""
         if plan.is_replicated:
             return Whole(lambda: self.wake(plan.bucket_cap_mb))
         degrees = plan.degrees(self.num_ranks, self._num_local)
         return Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))
 
     def _units(self, plan: ParallelPlan, survey: Survey | None) -> list[Unit]:
-        """What fully_shard is to make for a plan, innermost first; ValueError where it cannot."""
+        """The units that fully_shard is to make for a plan, innermost first; ValueError where it cannot."""
         if survey is not None and self.plan is not None and self.plan.unit == plan.unit:
             groups = [unit.modules for unit in survey.units]
         else:
@@ -384,7 +384,7 @@ class Spread:
         return next(self.model.parameters()).device
 
     def _mesh(self, degrees: Degrees) -> DeviceMesh:
-        """One for each way to share ranks out, made once: its groups are never given back."""
+        """The mesh of these degrees, made once for each way to share ranks out: its groups are never given back."""
         if degrees not in self._meshes:
             sizes = {"replicate": degrees.replicate, "shard": degrees.shard}
             if degrees.replicate == 1:
@@ -424,7 +424,7 @@ class Spread:
         self._replica.rest()
 
     def _give_all_the_first(self) -> None:
-        """Give rank 0's parameters and buffers to all, as DDP does."""
+        """Give rank 0's parameters and buffers to all ranks, as DDP does."""
         if self.num_ranks == 1:
             return
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Transition: what a change from one plan to another takes: its steps, bytes, seconds and memory; or why it cannot be.
+"""What a change from one plan to another takes: its steps, bytes, seconds and memory; or why it cannot be.
 
 Pure: tensors are told by their shapes, and nothing is asked of a model.
 """
@@ -18,8 +18,11 @@ from .buckets import BucketItem, Freight, Router
 __all__ = ["BUCKET_BYTES", "Step", "Tensor", "TransferRates", "Transition", "transition"]
 
 Step: TypeAlias = Literal["spread", "gather", "prefetch", "buckets", "recompute"]
-"""spread: units are made anew, and tensors moved. gather: what was gathered for the forward pass is kept or given back.
-prefetch: units are gathered ahead. buckets: DDP is made anew. recompute: blocks are computed again."""
+"""A kind of work in a change of plan.
+
+spread: units are made anew, and tensors moved. gather: what was gathered for the forward pass is kept or given back.
+prefetch: units are gathered ahead. buckets: DDP is made anew. recompute: blocks are computed again.
+"""
 
 BUCKET_BYTES = 8 << 20  # twice of it is what a bucket takes at most
 _TELLING_BYTES = 8 << 20  # what less takes says little of how fast bytes are
@@ -33,24 +36,27 @@ class Tensor:
     shape: tuple[int, ...]
     item_bytes: int
     dim: int = 0
-    """Along which it is cut."""
+    """The dimension along which the tensor is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRates:
-    """How many bytes per second a change of plan moves: at first as ``benchmarks/RESULTS.md`` has them of four ranks
-    on two cores."""
+    """How fast a change of plan moves bytes and tensors, to estimate its seconds.
+
+    At first as ``benchmarks/RESULTS.md`` has it of four ranks on two cores.
+    """
 
     bytes_per_second: float = 9e8
-    """Sent, received and newly taken by a rank."""
+    """Bytes per second that a rank sends, receives and newly takes."""
     seconds_per_tensor: float = 4e-4
+    """Seconds that each tensor takes beside its bytes."""
 
     def seconds(self, freight: Freight) -> float:
-        """What moving it takes: the estimate."""
+        """Estimated seconds that moving takes."""
         return _most_handled(freight) / self.bytes_per_second + len(freight.items) * self.seconds_per_tensor
 
     def after(self, freight: Freight, *, wiring_seconds: float, moving_seconds: float) -> TransferRates:
-        """As it was seen to be; what was too little to tell stays as it was thought to be."""
+        """The rates as a change has shown them; one that moved too little to tell leaves the old rate."""
         handled, number = _most_handled(freight), len(freight.items)
         if not number:
             return self
@@ -61,7 +67,7 @@ class TransferRates:
 
 
 def _most_handled(freight: Freight) -> int:
-    """Bytes, by the rank that has the most to do."""
+    """Bytes that are exchanged and newly taken, on the rank with the most."""
     by_rank = zip(*([*map(add, item.exchanged, item.taken)] for item in freight.items), strict=True)
     return max(map(sum, by_rank), default=0)
 
@@ -73,31 +79,31 @@ class Transition:
     old: ParallelPlan
     new: ParallelPlan
     steps: tuple[Step, ...]
-    """In the order in which they are made; none where the plans come to the same."""
+    """The kinds of work in the order in which they are done; none where the plans come to the same."""
     replaces: bool
-    """Parameters become other objects."""
+    """Whether parameters become other objects."""
     items: tuple[BucketItem, ...] = field(repr=False)
     pace: TransferRates
     bucket_bytes: int
 
     @cached_property
     def freight(self) -> Freight:
-        """What has to be moved, in buckets."""
+        """The tensors that have to be moved, in buckets."""
         return Freight(self.items, 2 * self.bucket_bytes)
 
     @property
     def num_sent(self) -> int:
-        """Bytes between all ranks."""
+        """Bytes that go from one rank to another."""
         return self.freight.num_sent
 
     @property
     def load(self) -> int:
-        """Bytes that a rank takes for a while, beside what its state takes before or after: the estimate."""
+        """Estimated bytes that a rank takes for a while, beside what its state takes before or after."""
         return self.freight.load
 
     @property
     def seconds(self) -> float:
-        """How long training stands still: the estimate."""
+        """Estimated seconds for which training stands still."""
         return self.pace.seconds(self.freight)
 
     def __str__(self) -> str:
@@ -119,7 +125,7 @@ def transition(
     pace: TransferRates | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Transition | None, str]:
-    """The change and what it is in words, or None and why it cannot be made."""
+    """The change from one plan to another, with words for it; or None, and why it cannot be made."""
     try:
         before, after = (plan.degrees(num_ranks, num_local) for plan in (old, new))
     except ValueError as error:

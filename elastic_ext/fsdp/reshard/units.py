@@ -1,4 +1,4 @@
-"""Units: what fully_shard gathers at once: what is known of those that are there, and which there shall be for a plan.
+"""Units, which fully_shard gathers at once: what is known of a model's units, and which units a plan asks for.
 
 Words: a *unit* is what one call of fully_shard made, some modules whose parameters are gathered together. A *place* is
 a module and the name that it has a parameter under; tied parameters have several.
@@ -33,7 +33,7 @@ __all__ = [
 Place: TypeAlias = tuple[nn.Module, str]
 
 Modules: TypeAlias = tuple[nn.Module, ...]
-"""Of one unit, in order."""
+"""The modules of one unit, in order."""
 
 
 Ahead: TypeAlias = Mapping[nn.Module, tuple[frozenset[int], frozenset[int]]]
@@ -45,37 +45,42 @@ class UnitSettings:
     """Settings of an FSDP unit that users may make besides its plan."""
 
     divide_factor: float | None = None
+    """What gradients are divided by; None: as fully_shard does by itself."""
     sums_only: bool = False
+    """Whether collectives only sum gradients, which are scaled separately."""
     shares_unused: bool = False
+    """Whether gradients of unused parameters are shared too."""
     reshards_after_backward: bool = True
+    """Whether gathered parameters are given back after the backward pass."""
     num_scatter_buffers: int = 1
     """How many units' gradients may be on their way at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What one call of fully_shard made."""
+    """The modules that one call of fully_shard has made a unit of, and what is set on it."""
 
     modules: Modules
     mesh: DeviceMesh | None
-    """None where it has no parameters of its own."""
+    """The mesh over which the unit's parameters are sharded; None where it has none of its own."""
     reshard_after_forward: bool | int | None
-    """None: for all but the outermost, as torch does by itself."""
+    """Whether the unit is resharded after a forward pass; None: all but the outermost are, as by torch itself."""
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     settings: UnitSettings
     forward_prefetch: tuple[Modules, ...]
-    """The units that it has gathered ahead, by their modules."""
+    """The units that this one has gathered ahead in the forward pass, by their modules."""
     backward_prefetch: tuple[Modules, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterSlot:
-    """Fully_shard's own object for one parameter, and what it says of the parameter."""
+    """Where fully_shard keeps one parameter: its own object for it, and the modules that have the parameter."""
 
     parameter: nn.Parameter
     places: tuple[Place, ...]
     keeper: Any
+    """fully_shard's private object for the parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +88,15 @@ class Survey:
     """All that fully_shard has made of a model."""
 
     units: tuple[Unit, ...]
-    """Innermost first, so that they can be made again in this order."""
+    """The units of the model, innermost first, so that they can be made again in this order."""
     slots: tuple[ParameterSlot, ...]
     ahead: Ahead
-    """Of each module that fully_shard has put hooks on."""
+    """The hooks that are called before fully_shard's, for each module that fully_shard has put hooks on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """What units were told that their plan does not say: in the plan's own terms, and one by one."""
+    """Settings that units were told and their plan does not say: the plan of that time, and its units."""
 
     plan: ParallelPlan
     units: tuple[Unit, ...]
@@ -100,7 +105,7 @@ class Told:
 def modules_by_unit(
     plan: ParallelPlan, root: nn.Module, blocks: Sequence[nn.Module], survey: Survey | None
 ) -> list[Modules]:
-    """What each unit of a plan is made of, innermost first; the outermost keeps the modules that it has."""
+    """The modules of each unit of a plan, innermost first; the outermost keeps the modules that it has."""
     outer = [] if survey is None else [unit.modules for unit in survey.units if root in unit.modules]
     inner = [tuple(blocks[at] for at in unit) for unit in units_of_blocks(len(blocks), plan.unit)]
     return [*inner, outer[0] if outer else (root,)]
@@ -121,7 +126,7 @@ def units_for(
 
 
 def prefetching(units: Sequence[Unit], depth: int | None) -> list[Unit]:
-    """Units that gather ``depth`` others ahead; as torch does by itself where it is None."""
+    """These units with ``depth`` others gathered ahead by each; as torch does by itself where ``depth`` is None."""
     *inner, outermost = units
     chosen: list[Unit] = []
     for at, unit in enumerate(inner):
@@ -139,7 +144,10 @@ def prefetching(units: Sequence[Unit], depth: int | None) -> list[Unit]:
 
 
 def _resharding(units: Sequence[Unit], told: Told) -> list[Unit]:
-    """Each as the user had it keep what it gathers for the backward pass; ValueError where it is not there any more."""
+    """Units that keep what they gather for the backward pass where the user had it so.
+
+    ValueError where a unit of these is not there any more.
+    """
     *inner, outermost = units
     by_modules = {unit.modules: unit.reshard_after_forward for unit in told.units}
     within = {part for unit in inner for module in unit.modules for part in module.modules()}
@@ -155,7 +163,7 @@ def _resharding(units: Sequence[Unit], told: Told) -> list[Unit]:
 
 
 def _gathering(units: Sequence[Unit], told: Told) -> list[Unit]:
-    """Each gathering ahead what the user had it gather; ValueError where that is not there any more."""
+    """Units that gather ahead what the user had them gather; ValueError where one is not there any more."""
     known = {unit.modules for unit in units}
     by_modules = {unit.modules: unit for unit in told.units if unit.forward_prefetch or unit.backward_prefetch}
     named = {each for unit in by_modules.values() for each in (*unit.forward_prefetch, *unit.backward_prefetch)}
@@ -174,7 +182,7 @@ def _gathering(units: Sequence[Unit], told: Told) -> list[Unit]:
 
 
 def _like(survey: Survey | None) -> Callable[[Modules], Unit]:
-    """What was set on the units that are there, for those that come in their place."""
+    """Gives, for the modules of a new unit, a unit whose settings it is to take over."""
     if survey is None:
         plain = Unit((), None, None, MixedPrecisionPolicy(), OffloadPolicy(), UnitSettings(), (), ())
         return lambda modules: plain

@@ -1,4 +1,4 @@
-"""What the steps of a model take of memory, worked out with tensors that have none. Runs in a process of its own."""
+"""What memory the steps of a model take, worked out with tensors that have none. Runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLOAT_BYTES = 4
 
 
 def without_memory() -> AbstractContextManager[Any]:
-    """``with`` it, tensors are made without memory; ImportError where this torch has none."""
+    """A context in which tensors are made without memory; ImportError where this torch has no such tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     made: AbstractContextManager[Any] = FakeTensorMode()
@@ -39,7 +39,7 @@ def without_memory() -> AbstractContextManager[Any]:
 
 
 def why_not_fake() -> str | None:
-    """Why this torch does not tell what a step takes by tensors without memory; None where it does."""
+    """Why tensors without memory do not tell what a step takes in this torch; None where they do."""
     try:
         found = _tried()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
@@ -55,7 +55,7 @@ def why_not_fake() -> str | None:
 
 
 def _tried() -> tuple[int, int]:
-    """The most in the forward and in the backward pass of a step with one operation."""
+    """The peak bytes of the forward and of the backward pass of a step with one operation, without memory."""
     tally = Tally()
     with without_memory():
         given = torch.empty(_ROWS, _COLUMNS, requires_grad=True)
@@ -79,11 +79,11 @@ _NUM_STEPS = 2  # of an optimizer: the first makes its state
 
 
 class _Unlike(Exception):
-    """What the factory makes is not what is trained."""
+    """Raised where the model or the loss of the user's functions is not like the one that is trained."""
 
 
 def analyse(question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
-    """Answer, as far as that can be done; the last answer says why no further."""
+    """Work out a question's answers and ``tell`` each; the last one says why there are no more, if there should be."""
     refusal = why_not_fake()
     if refusal is not None:
         tell(MemoryAnswer(problem=refusal))
@@ -113,7 +113,7 @@ def _made(question: Question) -> nn.Module:
 
 
 def _make_alike(made: Mapping[str, nn.Parameter], trained: Sequence[ParameterKind]) -> None:
-    """Give parameters the types of those that are trained; _Unlike where they are others."""
+    """Give the made parameters the types of those that are trained; _Unlike where these are other parameters."""
     names = {each.name for each in trained}
     if names != made.keys():
         other = min(names ^ made.keys())
@@ -166,11 +166,11 @@ class _Passes(NamedTuple):
     peaks: Peaks
     num_flops: int
     kept_by_blocks: tuple[int, ...]
-    """Bytes; empty where that is not known."""
+    """Bytes that each block keeps for its backward pass; empty where that is not known."""
 
 
 def _passes(model: nn.Module, question: Question, size: int, blocks: Sequence[nn.Module]) -> _Passes:
-    """One micro-step of so many samples: what it takes, and what of that ``blocks`` keep for its backward pass."""
+    """The memory of a micro-step of ``size`` samples, and what each of ``blocks`` keeps for its backward pass."""
     tally = Tally()
     live = LiveBytes(tally)
     watch = BlockWatch(blocks, tally)
@@ -197,7 +197,7 @@ def _passes(model: nn.Module, question: Question, size: int, blocks: Sequence[nn
 
 @contextlib.contextmanager
 def _keeping_gradients(model: nn.Module, live: LiveBytes) -> Iterator[None]:
-    """Have the account told of each parameter's gradient as it is there; none is there before and after."""
+    """A context in which each parameter's gradient is told to ``live``; there are none before and after."""
 
     def keep(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -215,8 +215,10 @@ def _keeping_gradients(model: nn.Module, live: LiveBytes) -> Iterator[None]:
 
 
 def _from_batch(given: Any, at_hand: Sequence[torch.Tensor]) -> Any:
-    """``given``, in which tensors that are like one of the batch are that one: what a model is given is taken from
-    there, and is not there twice."""
+    """``given`` with its tensors replaced by those of the batch that are like them.
+
+    What a model is given is taken from the batch, and does not take memory twice.
+    """
     if isinstance(given, torch.Tensor):
         return next((each for each in at_hand if each.shape == given.shape and each.dtype == given.dtype), given)
     if isinstance(given, dict):
@@ -227,7 +229,7 @@ def _from_batch(given: Any, at_hand: Sequence[torch.Tensor]) -> Any:
 
 
 def _told_of_gradients(outputs: Any, tally: Tally) -> list[RemovableHandle]:
-    """Have the backward pass begin, for the account, with the first gradient of what the model has given."""
+    """Have the stage ``backward`` begin in ``tally`` with the first gradient of the model's outputs."""
 
     def begin(gradient: torch.Tensor) -> None:
         tally.enter("backward")
@@ -241,7 +243,7 @@ def _computing_in(autocast: str | None) -> AbstractContextManager[Any]:
 
 
 def _loss_of(question: Question, outputs: Any, batch: Any) -> torch.Tensor:
-    """What a backward pass begins with."""
+    """The loss that a backward pass begins with: what loss_fn gives, or what the model itself gives."""
     if question.loss is not None:
         loss = question.loss.find()(outputs, batch)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
@@ -271,7 +273,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _tell_updates(model: nn.Module, optimizers: Sequence[OptimizerKind], tell: Callable[[MemoryAnswer], None]) -> None:
-    """What the largest of the optimizers' steps takes; nothing is told where one cannot be taken so."""
+    """Tell what the largest of the optimizers' steps takes; nothing where one of them cannot be worked out."""
     most = 0
     parameters = dict(model.named_parameters())
     try:

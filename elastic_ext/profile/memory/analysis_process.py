@@ -1,4 +1,4 @@
-"""The process that works out what a model's steps take: asked on standard input, answering where that was.
+"""The process that works out what memory a model's steps take: asked on standard input, it answers on standard output.
 
 It gives way to whoever else wants a processor, and ends with the process that has started it. What it imports is the
 user's code: that prints where nobody reads, and finds no ranks to join and no accelerator.
@@ -25,7 +25,7 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 
 
 def main() -> None:
-    """Read one question and answer it."""
+    """Read one question from standard input and answer it."""
     with _answers() as answers:
         text = sys.stdin.readline()
         threading.Thread(target=_end_with_asker, name="elastic_ext asker", daemon=True).start()
@@ -55,7 +55,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _answers() -> Iterator[TextIO]:
-    """Where answers go; what is printed goes nowhere."""
+    """The file that answers are written to; what else is printed goes nowhere."""
     own = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -65,7 +65,7 @@ def _answers() -> Iterator[TextIO]:
 
 
 def _end_with_asker() -> None:
-    """Whoever asks holds the other end of standard input for as long as an answer is wanted."""
+    """End this process when the asker is gone: it holds standard input open while it wants an answer."""
     sys.stdin.read()
     os._exit(1)
 
@@ -81,7 +81,7 @@ def _be_modest() -> None:
 
 
 def _limit(what: int, value: int) -> None:
-    """Have it be no more than that, and no more than it was."""
+    """Set a resource limit of this process to ``value``, or leave a smaller one as it is."""
     soft, hard = resource.getrlimit(what)
     most = value if hard == resource.RLIM_INFINITY else min(value, hard)
     if soft == resource.RLIM_INFINITY or soft > most:
@@ -89,13 +89,13 @@ def _limit(what: int, value: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What this process has of memory of its own, touched or not."""
+    """The bytes of this process's own memory, touched or not."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")), 0)
 
 
 def _go_to(asked: AnalysisRequest) -> None:
-    """To where the asker is: modules are found as they are there."""
+    """Go to the folder and module path of the asker, so that modules are found as they are there."""
     sys.argv[:] = asked.argv
     sys.path[:] = asked.path
     with contextlib.suppress(OSError):

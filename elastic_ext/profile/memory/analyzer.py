@@ -43,7 +43,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelSizes:
-    """Of one model and its optimizers; asked anew each time, since optimizers make their state as they step."""
+    """The bytes of one model's parameters, gradients, buffers and optimizer state.
+
+    They are looked up anew each time, since optimizers make their state as they step.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], blocks: Sequence[nn.Module]) -> None:
         self._model, self._optimizers, self._blocks = model, optimizers, blocks
@@ -54,7 +57,7 @@ class ModelSizes:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all that is trained."""
+        """Bytes of the gradients of all parameters that are trained."""
         return _whole(each for each in self._model.parameters() if each.requires_grad)
 
     @property
@@ -69,18 +72,18 @@ class ModelSizes:
 
     @property
     def block_bytes(self) -> int:
-        """Of the parameters of the largest block,"""
+        """Bytes of the parameters of the largest block."""
         return max((_whole(block.parameters()) for block in self._blocks), default=0)
 
     @property
     def other_bytes(self) -> int:
-        """... and of those that are in no block."""
+        """Bytes of the parameters that are in no block."""
         in_blocks = {id(each) for block in self._blocks for each in block.parameters()}
         return _whole(each for each in self._model.parameters() if id(each) not in in_blocks)
 
 
 def capacity_bytes(device: torch.device) -> int | None:
-    """What there is for this process, None where that is not known."""
+    """The bytes of device memory that this process may take; None where that is not known."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -89,21 +92,21 @@ def capacity_bytes(device: torch.device) -> int | None:
 
 
 def besides_bytes(device: torch.device, allocated_bytes: int, sizes: ModelSizes) -> int:
-    """What a CUDA device holds for this process between steps beside a whole model: its other tensors, and pieces of
-    memory that its allocator has and cannot use."""
+    """Bytes that a CUDA device holds for this process between steps beside a whole model.
+
+    They are its other tensors, and pieces of memory that its allocator has and cannot use.
+    """
     known = sizes.parameter_bytes + sizes.optimizer_bytes + sizes.buffer_bytes
     split = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
     return max(allocated_bytes - known, 0) + int(split)
 
 
 def _whole(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors that are sharded, what all ranks hold of them together."""
+    """Bytes of these tensors; for sharded ones, what all ranks hold of them together."""
     return sum(each.numel() * each.element_size() for each in tensors if not is_lazy(each))
 
 
 # --- what a model takes, worked out beside training and measured -----------------------------------------------------
-# Analyzer: what a model takes of its device's memory, as far as it is known: worked out beside training, and measured.
-#
 # With a module factory each size is worked out in another process, and measured steps say by how much that is to be
 # corrected. Without one, or where it cannot be worked out, what was measured is all that there is, and lines through
 # it.
@@ -124,7 +127,7 @@ _WORKING = "what other sizes take is still being worked out"
 
 
 class AnalyzedTraining(Protocol):
-    """What the memory analyzer needs to know of its training, as it is now."""
+    """What the memory analyzer needs to know of its training at any moment."""
 
     @property
     def micro_batch(self) -> int:
@@ -136,15 +139,15 @@ class AnalyzedTraining(Protocol):
 
     @property
     def num_micro_steps(self) -> int:
-        """Micro-steps of the step under way."""
+        """How many micro-steps the step under way has."""
 
     @property
     def ratio(self) -> float:
-        """The share of blocks that are computed again."""
+        """The share of blocks whose activations are computed again."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank has all of the model."""
+        """Whether this rank has the whole model."""
 
     @property
     def may_sample(self) -> bool:
@@ -152,30 +155,30 @@ class AnalyzedTraining(Protocol):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether somebody has said how much memory there is, as a machine without an accelerator does not."""
+        """Whether somebody has set a limit for memory, where the machine has no accelerator that has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shapes:
-    """What the model was given, and how many samples that were."""
+    """The shapes and types of the inputs that a model was given, and how many samples these were."""
 
     num_samples: int
     num_rows: int
-    """Of tensors, where they count samples: several may be of one."""
+    """Rows in the dimension of tensors that counts samples: several rows may be of one sample."""
     given: Mapping[str, Any]
     options: Mapping[str, Any]
     batch: Mapping[str, Any] | None
     autocast: str | None
 
     def num_bytes(self, num_samples: int) -> int:
-        """The same with so many samples; the batch has what the model is given."""
+        """Bytes of these inputs with ``num_samples`` samples; a batch contains what the model is given."""
         num_rows = num_samples * self.num_rows // self.num_samples
         passed = num_bytes_of(self.given, num_rows) + num_bytes_of(self.options, num_rows)
         return passed if self.batch is None else max(passed, num_bytes_of(self.batch, num_rows))
 
 
 class Analyzer:
-    """Of one rank; it hears of micro-steps from the surveyor, and of passes from the probe."""
+    """Measures and works out what memory one rank's steps take; told of micro-steps by Surveyor, of passes by Probe."""
 
     def __init__(
         self,
@@ -209,18 +212,18 @@ class Analyzer:
         self._besides_bytes = 0
         self._num_samples = 0
         self.wants_batch = True
-        """Whether ``see_batch`` is to be called."""
+        """Whether ``see_batch`` is to be called with the coming batches."""
         probe.watcher = self
 
     # ---- what it is told ----
 
     def see_batch(self, batch: Any) -> None:
-        """A batch comes, which the next passes are made of."""
+        """Take in a batch, from which the next passes take their inputs."""
         if self.wants_batch:
             self._batch = batch
 
     def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """A forward pass begins."""
+        """Take in the inputs of a forward pass that begins."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # where sizes are no numbers
             return
         micro_batch = self._training.micro_batch
@@ -236,7 +239,7 @@ class Analyzer:
             self._keep_shapes(arguments, options, dim, num_rows=num_rows, num_samples=num_samples)
 
     def see_outputs(self, outputs: Any) -> None:
-        """It has ended."""
+        """Take in the outputs of a forward pass that has ended."""
         if self._sample is not None:
             self._sample.end_forward()
         if self._asking is None and self._factory is not None:
@@ -244,7 +247,7 @@ class Analyzer:
                 self._outputs = [weakref.ref(each.untyped_storage()) for each in _tensors_in(outputs, _MOST_DEPTH)]
 
     def see_end_of_pass(self) -> None:
-        """A backward pass has ended."""
+        """Take in that a backward pass has ended."""
         if self._asking is None and self._factory is not None and self._shapes is not None and not self._why_not:
             keeps = any(each() is not None for each in self._outputs)
             self._outputs.clear()
@@ -253,7 +256,7 @@ class Analyzer:
             self._probe.watcher = None  # until there is a sample to be taken
 
     def enter(self, micro_step: int) -> None:
-        """A micro-step begins that is looked at."""
+        """Begin a micro-step that may be measured."""
         training = self._training
         self._is_first = micro_step == 0
         if self._is_first:
@@ -279,7 +282,7 @@ class Analyzer:
         self._probe.tell_phases(sample.see)
 
     def leave(self) -> None:
-        """It has ended, or failed."""
+        """End the micro-step, which has ended or failed."""
         sample, self._sample = self._sample, None
         if sample is None:
             return
@@ -302,7 +305,7 @@ class Analyzer:
                 self._besides_bytes = besides_bytes(self._device, sample.base_bytes, self._sizes)
 
     def close(self) -> None:
-        """Training ends. Twice is allowed."""
+        """End the analysis: training ends. Closing twice is allowed."""
         self.leave()
         self._probe.watcher = None
         self._batch, self.wants_batch = None, False
@@ -312,7 +315,7 @@ class Analyzer:
     # ---- what is known ----
 
     def facts(self) -> MemoryFacts | None:
-        """As of now, without waiting for anything; None where nothing is known yet."""
+        """What is known of the model's memory now, without waiting; None where nothing is."""
         answers = () if self._asking is None else self._asking.answers
         problems = [each.problem for each in answers if each.problem is not None]
         worked_out = tuple(each.passes for each in answers if each.passes is not None)
@@ -354,14 +357,16 @@ class Analyzer:
 
     @property
     def asking(self) -> MemoryAnalysis | None:
-        """What works it out, None where nothing was asked."""
+        """The process that works the memory out; None where none was asked."""
         return self._asking
 
     # ---- what follows ----
 
     def _is_wanted(self) -> bool:
-        """Whether anybody can do anything with what is measured: without an accelerator it takes a profile of a step,
-        and there is no limit to keep to."""
+        """Whether measuring memory is of use: there is an accelerator, a model factory or a limit.
+
+        Without an accelerator it takes a profile of a step, and there may be no limit to keep to.
+        """
         return self._device.type != "cpu" or self._factory is not None or self._training.is_bounded
 
     @property
@@ -423,7 +428,7 @@ class Analyzer:
 def _shapes_of(
     given: tuple[tuple[Any, ...], dict[str, Any], Any], dim: int, num_rows: int, *, num_samples: int, kind: str
 ) -> _Shapes:
-    """Of arguments, options and batch, on a device of that kind; ValueError for what cannot be told."""
+    """Shapes of arguments, options and batch on a device of this kind; ValueError for inputs that JSON cannot tell."""
     arguments, options, batch = given
     return _Shapes(
         num_samples=num_samples,

@@ -1,4 +1,4 @@
-"""What passes take at sizes that were never run, from lines through measured ones. Pure."""
+"""What memory passes take at sizes that were never run, from lines through measured ones. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # beyond, what was worked out is of anothe
 def correction(
     measured: Sequence[PassesMemory], worked_out: Sequence[PassesMemory], gradient_bytes: int
 ) -> tuple[float, str]:
-    """What to multiply by what was worked out, and why that does not help; by measured steps with new gradients.
+    """The factor from worked out to measured bytes, and why there is none; by measured steps with new gradients.
 
     The larger of two sizes' ratios, of the largest that were measured. One size alone corrects upwards only: what is
     too much at one size may be a part that does not grow, and at another one it would be too little.
@@ -49,7 +49,7 @@ def correction(
 
 
 def lines_through(measured: Sequence[PassesMemory], sizes: Iterable[int]) -> tuple[PassesMemory, ...]:
-    """What was measured, and what follows for other sizes of each share of blocks that are computed again."""
+    """Measured passes, and passes at other sizes on lines through them, for each share of blocks computed again."""
     found: list[PassesMemory] = []
     wanted = sorted(set(sizes))
     for ratio in sorted({each.activation_checkpoint for each in measured}):
@@ -62,7 +62,7 @@ def lines_through(measured: Sequence[PassesMemory], sizes: Iterable[int]) -> tup
 
 
 def sizes_up_to(share: int, *more: int) -> list[int]:
-    """Powers of two, and ``share`` itself, the present sizes first where they are given."""
+    """Micro-batches to work out: powers of two up to ``share``, and ``share``; the sizes ``more`` come first."""
     sizes = [size for size in more if 0 < size <= share]
     power = 1
     while power < share:
@@ -96,7 +96,7 @@ def _at(points: Sequence[PassesMemory], size: int) -> PassesMemory:
 
 
 def _neighbours(points: Sequence[PassesMemory], size: int) -> tuple[PassesMemory, PassesMemory]:
-    """The two that a line for this size goes through, in order; the same one twice where there is one alone."""
+    """The two measured sizes that the line for this size goes through, in order; one of them twice if alone."""
     if len(points) == 1:
         return points[0], points[0]
     for at in range(1, len(points)):
@@ -109,24 +109,26 @@ def _neighbours(points: Sequence[PassesMemory], size: int) -> tuple[PassesMemory
 # Whoever sees memory come and go tells it: an account of tensors without memory, a profiler, an allocator.
 
 Stage: TypeAlias = Literal["forward", "loss", "backward", "update", "after"]
-"""``loss`` lasts from the end of the forward pass to the first gradient of what it gave; ``update`` is the
-optimizer's step."""
+"""A stage of a micro-step: ``loss`` is up to the first gradient of the outputs, ``update`` is the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """Bytes beside what was there before the micro-step; without gradients of parameters, but where it says so."""
+    """The most bytes that each stage of a micro-step held beside what was there before it.
+
+    Gradients of parameters are not counted, but where a field says so.
+    """
 
     forward_bytes: int = 0
     loss_bytes: int = 0
     backward_bytes: int = 0
     with_gradients_bytes: int = 0
-    """In the backward pass, with the gradients that have come by then."""
+    """The most bytes in the backward pass together with the gradients that had come by then."""
     update_bytes: int | None = None
-    """Beside what the optimizer's step found; None where there was none."""
+    """The most bytes in the optimizer's step beside those before it; None where there was no such step."""
 
     def passes(self, *, micro_batch: int, activation_checkpoint: float) -> PassesMemory:
-        """Of so many samples, with such a share of blocks computed again."""
+        """These peaks as those of a micro-batch of so many samples, with a share of blocks computed again."""
         return PassesMemory(
             micro_batch=micro_batch,
             activation_checkpoint=activation_checkpoint,
@@ -138,7 +140,7 @@ class Peaks:
 
 
 class Tally:
-    """One micro-step's."""
+    """Counts the memory that comes and goes in one micro-step, by stage and by block."""
 
     def __init__(self) -> None:
         self._held = self._gradients = 0
@@ -148,40 +150,40 @@ class Tally:
         self._held_before_update = 0
         self._held_of_blocks: dict[int, int] = {}
         self.block: int | None = None
-        """The number of the block of the model that computes now; what comes is made by it."""
+        """The number of the model's block that computes now, and makes what comes; None outside of blocks."""
 
     def change(self, num_bytes: int, *, block: int | None = None) -> None:
-        """So much has come, or has gone; made by ``block``, if by any."""
+        """Count memory that has come, or has gone where negative; made by ``block``, if by any."""
         self._held += num_bytes
         if block is not None:
             self._held_of_blocks[block] = self._held_of_blocks.get(block, 0) + num_bytes
         self._note()
 
     def peak(self, num_bytes: int) -> None:
-        """So much came for a moment beside what is held, and is gone."""
+        """Count memory that came for a moment beside what is held, and is gone."""
         self.change(num_bytes)
         self._held -= num_bytes
 
     def count_given(self, num_bytes: int) -> None:
-        """What the model is given takes so much: where less has come so far, it was there before."""
+        """Count the model's inputs as ``num_bytes``: where less has come so far, they were there before."""
         if self._held < num_bytes:
             self.change(num_bytes)
 
     def enter(self, stage: Stage) -> None:
-        """What comes is of this stage."""
+        """Begin a stage of the micro-step."""
         self._stage = stage
         if stage == "update":
             self._held_before_update = self._held
         self._note()
 
     def keep_gradient(self, num_bytes: int) -> None:
-        """Of what is held, so much is the gradient of a parameter, which stays."""
+        """Count some of the held memory as a parameter's gradient, which stays."""
         self._held -= num_bytes
         self._gradients += num_bytes
 
     @property
     def held_of_blocks(self) -> Mapping[int, int]:
-        """By the number of a block, what is held now of all that it has made."""
+        """Bytes held now of all that each block has made, by the block's number."""
         return dict(self._held_of_blocks)
 
     @property

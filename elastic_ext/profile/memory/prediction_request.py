@@ -40,7 +40,7 @@ _MOST_DEPTH = 6
 
 
 def told(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> dict[str, Any]:
-    """``value`` as JSON has it; ValueError for what cannot be told.
+    """``value`` as JSON has it, tensors by shape and type; ValueError for what JSON cannot tell.
 
     In tensors with ``micro_batch`` in dimension ``dim``, that is the number of samples.
     """
@@ -62,7 +62,7 @@ def told(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> di
 
 
 def like(tree: Mapping[str, Any], num_samples: int) -> Any:
-    """What was told, with so many samples; tensors are made where torch makes them now, without contents."""
+    """What ``told`` gave, with ``num_samples`` samples: tensors are made as torch makes them now, without contents."""
     if "shape" in tree:
         shape = list(tree["shape"])
         if tree["dim"] is not None:
@@ -78,8 +78,7 @@ def like(tree: Mapping[str, Any], num_samples: int) -> Any:
 
 
 def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
-    """Which dimension of the first tensor counts samples, and how many they are; None where no tensor comes
-    first that has a shape.
+    """The dimension of the first tensor that counts samples, and its size; None if no tensor with a shape comes first.
 
     It is the one that has ``micro_batch``, which is what a step takes at once at most; the first, where none has.
     """
@@ -94,7 +93,7 @@ def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
 
 
 def num_bytes_of(tree: Mapping[str, Any], num_samples: int) -> int:
-    """What the tensors that were told take, with so many samples."""
+    """Bytes of the tensors that ``told`` told of, with ``num_samples`` samples."""
     if "shape" in tree:
         shape = [num_samples if dim == tree["dim"] else size for dim, size in enumerate(tree["shape"])]
         return math.prod(shape) * dtype_of(tree["dtype"]).itemsize
@@ -107,7 +106,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """ValueError where this torch has none of that name."""
+    """The dtype of a name; ValueError where this torch has none of that name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of tensors")
@@ -115,7 +114,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None of a tensor that is not dense, or of one that stands for others."""
+    """The shape of a tensor; None for one that is not dense, or stands for others."""
     try:
         if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
             return None
@@ -144,7 +143,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factory:
-    """What makes a model like the one that is trained, and its loss, where another process finds them."""
+    """Where another process finds the functions that make a model like the trained one, and its loss."""
 
     main: MainModule | None
     model: Origin
@@ -154,7 +153,7 @@ class Factory:
 def factory_of(
     model_factory: Callable[[], nn.Module] | None, loss_fn: Callable[..., torch.Tensor] | None
 ) -> Factory | None:
-    """What was given, None where nothing was; ValueError where another process could not find it."""
+    """Where the user's functions are found; None without a factory; ValueError if no other process can find them."""
     if model_factory is None:
         if loss_fn is not None:
             raise ValueError(
@@ -170,7 +169,7 @@ def factory_of(
 
 
 def parameter_kinds(model: nn.Module) -> tuple[ParameterKind, ...]:
-    """Of a model without its wrapper; ValueError where its parameters do not tell what they are in the whole model."""
+    """The parameters of a model without its wrapper; ValueError where their whole shape is not known."""
     if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
         raise ValueError("FSDP1 holds parameters flattened, so that they do not tell what they were")
     if any(is_lazy(each) for each in model.parameters()):
@@ -189,7 +188,7 @@ def parameter_kinds(model: nn.Module) -> tuple[ParameterKind, ...]:
 def optimizer_kinds(
     model: nn.Module, optimizers: Iterable[Optimizer], *, is_on_accelerator: bool
 ) -> tuple[OptimizerKind, ...]:
-    """Those of torch's own; none at all, where there is one of another kind."""
+    """The settings of torch's own optimizers; none at all where one of them is of another kind."""
     names = {id(each): _bare(name) for name, each in model.named_parameters()}
     kinds = []
     for optimizer in optimizers:
@@ -203,7 +202,7 @@ def optimizer_kinds(
 
 
 def names_of(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Of some modules within a model, in their order; ValueError where one has been taken out of it."""
+    """The names of some modules within a model, in their order; ValueError where one is not in it any more."""
     names = {id(part): _bare(f"{name}.")[:-1] for name, part in model.named_modules()}
     if any(id(part) not in names for part in parts):
         raise ValueError("a block that the model had is no longer a part of it")
@@ -213,7 +212,7 @@ def names_of(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[str, ...]:
 def _settings(
     group: Mapping[str, Any], names: Mapping[int, str], *, is_on_accelerator: bool
 ) -> Mapping[str, Any] | None:
-    """A group as JSON has it; None where it has parameters that are not the model's."""
+    """A parameter group as JSON has it; None where it has parameters that are not the model's."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if key == "params":

@@ -1,4 +1,4 @@
-"""Asking: a process beside this one that works out what a model's steps take, and what it has answered so far.
+"""A process beside training that works out what memory a model's steps take, and its answers so far.
 
 Training asks once and looks now and then; it never waits. One thread starts the process, reads what it answers, and
 sees to its end.
@@ -38,7 +38,7 @@ _END_SECONDS = 5.0
 
 
 class MemoryAnalysis:
-    """One question; ``close`` it when training ends."""
+    """One question to a process that works out what steps take, and its answers; ``close`` when training ends."""
 
     def __init__(
         self,
@@ -56,25 +56,25 @@ class MemoryAnalysis:
         self._thread = OwnedThread(self._run, name=THREAD_NAME, wake=partial(os.close, close_here))
 
     def start(self) -> None:
-        """Ask; comes back at once."""
+        """Ask the question on a thread, and come back at once."""
         self._thread.start()
 
     @property
     def answers(self) -> Sequence[MemoryAnswer]:
-        """That have come so far."""
+        """The answers that have come so far."""
         return tuple(self._answers)
 
     @property
     def is_over(self) -> bool:
-        """Whether no more will come."""
+        """Whether no more answers will come."""
         return self._is_over.is_set()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Until no more will come; whether that is so. Training never does."""
+        """Wait until no more answers will come; False if the time was up before. Training never calls this."""
         return self._is_over.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End the process, whatever it is at. Twice is allowed."""
+        """End the process that works it out, whatever it does. Closing twice is allowed."""
         if not self._thread.stopping.is_set() and self._thread.close(_END_SECONDS):
             os.close(self._closing)
 
@@ -88,7 +88,7 @@ class MemoryAnalysis:
         self._is_over.set()
 
     def _ask(self) -> str | None:
-        """Read answers until there are no more; why there are not all, or None."""
+        """Start the process and read its answers until the end; gives why some are missing, or None."""
         until = time.monotonic() + self._most_seconds
         process = subprocess.Popen(
             self._command,
@@ -116,9 +116,10 @@ class MemoryAnalysis:
         return request.to_json().encode() + b"\n"
 
     def _converse(self, asked: int, source: int, until: float) -> str | None:
-        """Ask, and take answers until the end of them; why that did not come, or None.
+        """Send the question and take answers until their end; gives why the end did not come, or None.
 
-        A question may be more than a pipe holds, and who is asked reads it after a while: that is not waited for alone.
+        A question may be more than a pipe holds, and the process reads it only after a while: so writing and reading
+        are waited for together.
         """
         poll = select.poll()
         for descriptor in (source, self._closing):
@@ -150,12 +151,12 @@ class MemoryAnalysis:
 
 
 def _path() -> list[str]:
-    """Where modules are looked for: what is no text there is passed over, as an import does."""
+    """The folders where modules are looked for: entries that are no text are left out, as an import does."""
     return [each for each in sys.path if isinstance(each, str)]
 
 
 def _written(asked: int, question: bytes) -> int:
-    """How much of it there was room for; all, where nobody reads any more, which is told by the end of answers."""
+    """How many bytes of the question the pipe took; all where nobody reads any more, which the end of answers tells."""
     try:
         return os.write(asked, question)
     except BrokenPipeError:

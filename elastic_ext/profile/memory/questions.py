@@ -40,14 +40,14 @@ _WHY = "another process has to find it by its module and name"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin(JsonRecord):
-    """Of one function or class."""
+    """Where a function or a class is defined: its module, and its name there."""
 
     module: str
     name: str
-    """Within the module, with dots where it is in a class."""
+    """The name of the function or class in the module, with dots where it is in a class."""
 
     def find(self) -> Any:
-        """It, in this process; ImportError or AttributeError where it is not there."""
+        """The function or class, imported in this process; ImportError or AttributeError where it is not there."""
         found: Any = sys.modules[_MAIN] if self.module == _MAIN else importlib.import_module(self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
@@ -62,7 +62,7 @@ class MainModule(JsonRecord):
     path: str | None = None
 
     def take_up(self) -> None:
-        """Have it as this process's ``__main__`` too, without its main part."""
+        """Load the script as this process's ``__main__`` too, without its main part."""
         module = types.ModuleType(_IMPORTED_MAIN)
         if self.name is not None:
             found = runpy.run_module(self.name, run_name=_IMPORTED_MAIN, alter_sys=True)
@@ -74,7 +74,7 @@ class MainModule(JsonRecord):
 
 
 def origin_of(argument: str, given: object) -> tuple[Origin, MainModule | None]:
-    """Where ``given`` is defined, and the script that has it, if it is one; ValueError where nobody else can find it.
+    """Where ``given`` is defined, and the script if that defines it; ValueError where no other process can find it.
 
     ``argument`` is what the user has called it.
     """
@@ -117,7 +117,7 @@ def _main(argument: str) -> MainModule:
 
 
 def _has_main_part(path: Path) -> bool:
-    """Whether a script says what it does only when it is started."""
+    """Whether a script keeps what it does when it is started under a test of ``__name__``."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -135,12 +135,12 @@ def _has_main_part(path: Path) -> bool:
 # --- what is asked of the process that works out a model's memory, and what it answers, one line of JSON each --------
 
 IS_ANALYSIS = "ELASTIC_EXT_IS_ANALYSIS"
-"""In the environment of the process that is asked: no trainer is made in it."""
+"""The name of a variable in the environment of the analysis process: no trainer is made there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterKind:
-    """A parameter of the model that is trained; whole, whatever part of it a rank has."""
+    """A parameter of the trained model, by name, shape and dtype; whole, whatever part of it a rank has."""
 
     name: str
     shape: tuple[int, ...]
@@ -150,16 +150,16 @@ class ParameterKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerKind:
-    """One of torch's own optimizers."""
+    """The settings of an optimizer that is one of torch's own."""
 
     name: str
     groups: tuple[Mapping[str, Any], ...]
-    """Its settings, and the names of its parameters under ``params``."""
+    """The settings of each parameter group, with the names of its parameters under ``params``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question(JsonRecord):
-    """A model, what it is given, and of which steps to tell what they take."""
+    """A model, its inputs and its plan, and the sizes of steps whose memory is to be worked out."""
 
     main: MainModule | None
     """The script that has the factory or the loss, if it is one."""
@@ -171,13 +171,17 @@ class Question(JsonRecord):
     autocast: str | None
     """The type that passes are computed in, where autocast is on."""
     given: Mapping[str, Any]
+    """Positional arguments of the model, as prediction_request.py tells them."""
     options: Mapping[str, Any]
+    """Named arguments of the model, as prediction_request.py tells them."""
     batch: Mapping[str, Any] | None
-    """Positional and named arguments of the model, and the batch, as prediction_request.py tells them."""
+    """The batch, as prediction_request.py tells it, like the arguments ``given`` and ``options`` of the model."""
     keeps_outputs: bool
-    """Whether the loop holds on to what the model has given while the backward pass runs."""
+    """Whether the loop holds on to the model's outputs while the backward pass runs."""
     blocks: tuple[str, ...]
+    """Names of the model's blocks."""
     micro_batches: tuple[int, ...]
+    """Samples per micro-batch of the steps to work out."""
     ratios: tuple[float, ...]
     """Shares of blocks that are computed again; the first is tried with all sizes before the others."""
     optimizers: tuple[OptimizerKind, ...]
@@ -185,10 +189,10 @@ class Question(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisRequest(JsonRecord):
-    """A question, and where the process that asks it finds the user's code."""
+    """A question to the analysis process, and where this process finds the user's code."""
 
     path: tuple[str, ...]
-    """Where modules are looked for."""
+    """The folders where modules are looked for."""
     argv: tuple[str, ...]
     folder: str
     question: Question
@@ -196,19 +200,19 @@ class AnalysisRequest(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAnswer(JsonRecord):
-    """One line of what the analysis process answers, with what it has found since the line before."""
+    """One line of the analysis process's answers: what it has found since the line before."""
 
     passes: PassesMemory | None = None
     update_bytes: int | None = None
     flops_per_sample: int | None = None
     block_activation_bytes: tuple[int, ...] = ()
-    """Of one sample, by block."""
+    """Bytes that each block keeps of one sample for the backward pass."""
     problem: str | None = None
-    """Why there is no more."""
+    """Why there are no more answers; None where this is not the last."""
 
 
 def refuse_in_analysis(environment: Mapping[str, str]) -> None:
-    """Raise in a process that imports a script for its model_factory alone, where that trains as it is imported."""
+    """Raise in the analysis process where a script, imported for its model_factory, begins to train."""
     if IS_ANALYSIS in environment:
         raise ElasticError(
             "this process imports the script for its model_factory; put training under "

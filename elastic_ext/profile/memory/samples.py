@@ -1,4 +1,4 @@
-"""What the passes of a real micro-step take of memory, measured once for each new size."""
+"""What memory the passes of a real micro-step take, measured once for each new size."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _AGAIN_SECONDS = 60.0  # to look for others' profiles takes a tenth of a second
 
 
 class Account(Protocol):
-    """Whoever sees memory come and go."""
+    """Counts the memory that comes and goes in a micro-step: by a profiler, or by an allocator."""
 
     base_bytes: int | None
-    """What was there when it began; None where nobody counts that."""
+    """Bytes that were allocated when the micro-step began; None where nobody counts them."""
 
     def begin(self) -> None: ...
 
@@ -52,11 +52,14 @@ class Account(Protocol):
     def keep_gradient(self, num_bytes: int) -> None: ...
 
     def end(self, given_bytes: int) -> Peaks | None:
-        """What was seen; None where that was too much. ``given_bytes`` is what the model is given."""
+        """The peaks that were counted; None if there was too much to count. ``given_bytes`` is of the inputs."""
 
 
 class MemorySample:
-    """The memory of one micro-step: ``begin`` it, tell it of phases, ``end`` it; on the thread that trains."""
+    """Measures the memory of one micro-step: ``begin`` it, tell it of phases, ``end`` it.
+
+    On the thread that trains.
+    """
 
     def __init__(self, account: Account, parameters: Iterable[torch.Tensor]) -> None:
         self._account = account
@@ -64,11 +67,11 @@ class MemorySample:
         self._parameters = [each for each in parameters if each.requires_grad]
         self._stage: Stage = "forward"
         self.had_gradients = False
-        """Whether some were there before."""
+        """Whether some parameters had gradients before the micro-step."""
 
     @property
     def base_bytes(self) -> int | None:
-        """What its device's allocator had given before; None where nobody counts that."""
+        """Bytes that the device's allocator had given before the micro-step; None where nobody counts them."""
         return self._account.base_bytes
 
     def begin(self) -> None:
@@ -85,19 +88,19 @@ class MemorySample:
             undo.pop_all()
 
     def see(self, phase: int) -> None:
-        """A phase of the step begins."""
+        """Take in that a phase of the step begins."""
         stage = _next_stage(self._stage, phase)
         if stage != self._stage or phase == Phase.FORWARD:
             self._stage = stage
             self._account.enter(stage)
 
     def end_forward(self) -> None:
-        """The model has given what it gives: what follows is the loss."""
+        """Take in that the model has given its outputs: what follows is the loss."""
         self._stage = "loss"
         self._account.enter("loss")
 
     def end(self, given_bytes: int) -> Peaks | None:
-        """What was seen, None where that was too much."""
+        """The peaks of the micro-step; None where there was too much to count."""
         self._let_go()
         return self._account.end(given_bytes)
 
@@ -116,27 +119,27 @@ class MemorySample:
 
 
 def sample_on(device: torch.device, parameters: Iterable[torch.Tensor]) -> MemorySample:
-    """A sample of a micro-step whose model lies there."""
+    """A memory sample of a micro-step whose model lies on this device."""
     return MemorySample(_Allocator(device) if device.type == "cuda" else _Profiled(), parameters)
 
 
 class Readiness:
-    """Whether samples can be taken on a device: asked again only after a while where they cannot."""
+    """Whether memory samples can be taken on a device; where not, the profiler is looked at again after a while."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_tried = False
         self._try_at = 0.0
         self.is_hopeless = False
-        """Whether this torch does not tell of what comes and goes there."""
+        """Whether no samples can ever be taken there: this torch does not tell of memory on the device."""
 
     @property
     def is_refused(self) -> bool:
-        """Whether none can be taken for a while, or at all."""
+        """Whether no sample can be taken for a while, or at all."""
         return self.is_hopeless or time.monotonic() < self._try_at
 
     def is_given(self) -> bool:
-        """Whether one can be taken now, and nobody else may be asking for the profiler, which there is one of."""
+        """Whether a sample can be taken now, and nobody else uses the profiler, which there is one of."""
         if self._device.type == "cuda":
             return True
         if self.is_refused:
@@ -151,7 +154,7 @@ class Readiness:
 
 
 def _tells() -> bool:
-    """Whether this torch's profiler tells of memory on a CPU: tried with a piece of it."""
+    """Whether this torch's profiler tells of memory on a CPU: it is tried with one tensor."""
     try:
         tried = _Profiled()
         tried.begin()
@@ -178,7 +181,7 @@ def _next_stage(stage: Stage, phase: int) -> Stage:
 
 
 class _Profiled:
-    """By the profiler's events, on a CPU."""
+    """Counts memory by the profiler's events, on a CPU."""
 
     def __init__(self) -> None:
         self.base_bytes: int | None = None
@@ -222,7 +225,7 @@ def _tallied(events: Iterable[Any], given_bytes: int) -> Peaks:
 
 
 class _Allocator:
-    """By the counters of CUDA's allocator, which counts as the program asks, and not as the device works."""
+    """Counts memory by the counters of CUDA's allocator, as the program asks, and not as the device works."""
 
     def __init__(self, device: torch.device) -> None:
         self.base_bytes: int | None = None
@@ -257,7 +260,7 @@ class _Allocator:
         )
 
     def _settle(self) -> None:
-        """Tell of what has come and gone since the last time."""
+        """Count the memory that has come and gone since the last call."""
         assert self.base_bytes is not None
         most = torch.cuda.max_memory_allocated(self._device) - self.base_bytes
         held = torch.cuda.memory_allocated(self._device) - self.base_bytes
@@ -277,7 +280,7 @@ _WORKSPACE_OF_RNN = 3  # the place of a layer's workspace among its results
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``with`` it around a micro-step; ``tally`` is told."""
+    """Tells ``tally`` of each tensor's memory as it comes and goes: ``with`` it around a micro-step."""
 
     supports_higher_order_operators = True
 
@@ -289,11 +292,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs as it is."""
+        """True: compiled code runs as it is."""
         return True
 
     def keep_gradient(self, gradient: torch.Tensor) -> None:
-        """It was made here, and is a parameter's from here on."""
+        """Count a tensor that was made here as a parameter's gradient from now on."""
         storage = gradient.untyped_storage()
         if id(storage) in self._seen:
             self._tally.keep_gradient(storage.nbytes())
@@ -338,10 +341,10 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _kept_unseen(func: Any, args: Any, place: int) -> int:
-    """What a result takes that is empty on tensors without memory, and is not where they have some.
+    """Bytes that a result takes in truth and not as a tensor without memory: what recurrent layers keep.
 
-    A recurrent layer of oneDNN keeps its gates and states for the backward pass. How it lays them out it does not
-    tell; these are what its layers were seen to take, and a hundredth more.
+    A recurrent layer of oneDNN keeps its gates and states for the backward pass. How it lays them out it does not tell;
+    these are what its layers were seen to take, and a hundredth more.
     """
     if func is not _MKLDNN_RNN or place != _WORKSPACE_OF_RNN:
         return 0
@@ -352,7 +355,7 @@ def _kept_unseen(func: Any, args: Any, place: int) -> int:
 
 
 def _taken_unseen(func: Any, args: Any) -> int:
-    """What an operation takes for itself while it runs: weights that it lays out otherwise first, and gates' gradients.
+    """Bytes that an operation takes while it runs beside its results: weights in another layout, gates' gradients.
 
     A recurrent layer does so with its weights and with their gradients; the numbers are what its layers were seen to
     take.
@@ -381,7 +384,10 @@ _MKLDNN_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 class BlockWatch:
-    """``with`` it around one forward pass. A block may be called several times, within another one, and may raise."""
+    """Measures what each block keeps for its backward pass: ``with`` it around one forward pass.
+
+    A block may be called several times, within another one, and may raise.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], tally: Tally) -> None:
         self._blocks = tuple(blocks)
@@ -390,8 +396,10 @@ class BlockWatch:
         self._around: list[int | None] = []  # blocks whose calls have not ended, the outermost first
         self._handles: list[RemovableHandle] = []
         self.kept_bytes: tuple[int, ...] = ()
-        """Of each block, once the forward pass has ended; empty where one was not seen to compute: it is left out of
-        this pass, or compiled, where nobody sees who makes what."""
+        """Bytes that each block keeps once the forward pass has ended; empty where one was not seen to compute.
+
+        Such a block is left out of this pass, or compiled, where nobody sees who makes what.
+        """
 
     def __enter__(self) -> BlockWatch:
         for number, block in enumerate(self._blocks):
