@@ -487,6 +487,7 @@ class StreamedEpochs:
 
     def draw_seed(self) -> None:
         draws = self._is_pipe and not self._goes_on_shuffled and self._seed is None
+        self._drawn_seed = None  # of a loop before, which may have been of another number of ranks
         if draws and _SharesPipe.of_this_rank().num_ranks == 1:
             self._drawn_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
 

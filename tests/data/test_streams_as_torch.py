@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -647,6 +648,22 @@ def test_a_data_pipe_is_shuffled_by_the_seed_of_this_process_or_of_the_generator
         for _ in range(2)
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_a_data_pipe_looped_over_before_ranks_were_joined_is_shuffled_alike_on_all_from_then_on() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
+
+    shares = []
+    for rank in range(2):
+        torch.manual_seed(rank)  # as processes draw, each by itself
+        loader = ElasticDataLoader(pipe_of(30), shuffle=True)
+        assert len(numbers_in(loader)) == 30
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            shares.append(numbers_in(loader))
+        finally:
+            dist.destroy_process_group()
+    assert sorted(shares[0] + shares[1]) == list(range(30))
 
 
 @pytest.mark.parametrize("seed", [None, 3])
