@@ -120,7 +120,7 @@ class Training:
 
     @property
     def analyzer(self) -> Analyzer | None:
-        """Whoever knows what steps take of memory; None on all ranks but the first, and where nothing is profiled."""
+        """What knows how much memory steps take; None on all ranks but the first, and where nothing is profiled."""
         return None if self.recorder is None else self.recorder.analyzer
 
     @property
