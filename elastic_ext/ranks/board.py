@@ -184,7 +184,7 @@ _WANTED = "wanted"
 
 
 class ToldOfFailure(CheckpointError):
-    """Another rank has failed, and says why."""
+    """A save fails here because another rank has failed, which says why."""
 
 
 class OwnStore:

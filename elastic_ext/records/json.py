@@ -198,7 +198,6 @@ def record_of(kind: type[_Record], found: Mapping[str, Any], *, place: str = "")
 
     ValueError names the field that is wrong.
 
-
     A field may be missing where its dataclass has a default for it. ``place`` stands before the names of its fields
     in errors: where the record is in another one.
     """

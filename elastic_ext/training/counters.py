@@ -39,7 +39,7 @@ class NoiseScale:
     Where there is far more noise than gradient, how much cannot be known: then it is what there is at least.
     """
     num_steps: int = 0
-    """Steps that have ended since the noise scale is estimated."""
+    """Steps that have ended while gradients were looked at for the noise scale."""
     num_tried: int = 0
     """Pairs of steps that were to be looked at, also those that told nothing."""
     num_pairs: int = 0
@@ -166,7 +166,7 @@ class Counts:
         return state
 
     def remark_on_beginning(self, epoch: int) -> str | None:
-        """What is odd about the first epoch of a run that was resumed, None where nothing is."""
+        """A warning where a resumed run begins with an epoch that was trained before; None where it does not."""
         if epoch >= self.start_epoch:
             return None
         return (

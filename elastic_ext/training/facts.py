@@ -315,6 +315,6 @@ def profile_of(
 
 
 def _held(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes of these lie on this rank."""
+    """How many bytes of ``tensors`` lie on this rank."""
     own = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
     return sum(each.numel() * each.element_size() for each in own)

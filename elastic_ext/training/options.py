@@ -204,7 +204,10 @@ _VARIABLES = (
     "PMI_SIZE",  # mpirun of MPICH and Intel MPI
     "MV2_COMM_WORLD_SIZE",  # mpirun of MVAPICH
 )
-"""The first of them that is there counts: a launcher that runs within another's job says its own number."""
+"""The variables in which launchers say how many processes they start.
+
+The first that is set counts: a launcher that runs within another's job says its own number.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -189,7 +189,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
 
 
 def _join(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any) -> EpochLength | None:
-    """Check what was given, on all ranks, and follow the config with them; gives how long an epoch is."""
+    """Check what ``prepare`` was given, on all ranks, and follow the config with them; gives the length of an epoch."""
     batches, gradients, spread = training.batches, training.gradients, training.spread
     problem: Exception | None = None
     startup: dict[str, object] = {}

@@ -571,7 +571,7 @@ class Session:
         self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
 
     def abandon(self) -> None:
-        """End without its trainer, which was dropped and not closed; several ranks end only together."""
+        """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""
         if self._has_ended:
             return
         if self._saving is not None:

@@ -222,7 +222,7 @@ class Saving:
         self._steps.fence(None)
 
     def _leave(self) -> NoReturn:
-        """Some rank was told to end: save, and exit, on all ranks between the same two steps."""
+        """Save and exit, on all ranks between the same two steps, since some rank was told to end."""
         assert self._leaving is not None
         self._on_leave()
         ranks = self._follower.ranks

@@ -226,7 +226,7 @@ class Leaving:
             self._training.request_leave()
 
     def _listen(self) -> None:
-        """Note what is sent to this rank, and see that it ends by that, whatever becomes of the store."""
+        """Note signals to this rank, and see that the rank ends by one even if the store does not answer."""
         while not self._is_over.is_set():
             if select.select([self._reader], [], [], _POLL_SECONDS)[0]:
                 for number in self._reader.recv(64):

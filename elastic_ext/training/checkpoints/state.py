@@ -253,7 +253,7 @@ class BoundaryState:
     """Where the dataloader stands, as ``pack`` gives it; its tensors are in ``tensors``."""
     tensors: Mapping[str, torch.Tensor]
     random: Mapping[str, torch.Tensor]
-    """States of generators, by names."""
+    """States of this rank's random generators, by name."""
     own_position: Mapping[str, torch.Tensor]
     """Where this rank's dataloader stands, if each has a place of its own."""
 

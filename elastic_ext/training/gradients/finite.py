@@ -32,7 +32,7 @@ WHEN_NOT_FINITE: tuple[WhenNotFinite, ...] = ("warn", "skip", "stop")
 _MOST_LEFT_OUT = 32
 """Steps in a row that a scaler may leave out: it halves its scale in each, and infinities end long before."""
 _MOST_SKIPPED = 100
-"""Steps in a row after which it is said once more that nothing but skipping happens."""
+"""After how many skipped steps in a row a second warning says that training does not go on."""
 
 _REMEDY = "lower the learning rate, clip gradients, or look at these samples"
 _TEXTS: Mapping[WhenNotFinite, str] = {

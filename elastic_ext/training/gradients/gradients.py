@@ -140,14 +140,14 @@ class Gradients:
         self.awaited: list[torch.Tensor] = []
         """Outputs of a forward pass whose backward pass has not begun, and shares gradients: other ranks wait."""
         self.before_step: Callable[[], None] | None = None
-        """Called on all ranks as a step begins, when the model may have to be taken up anew."""
+        """Called on all ranks as a step begins, to see whether the model was wrapped anew; None without a plan."""
         self.on_unused: Callable[[], None] | None = None
         """Called once, when a pass through sharded modules has left out a parameter that is trained.
 
         Each step's first pass is looked at, and now and then all of a step.
         """
         self.on_shared_buffers: Callable[[], None] | None = None
-        """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
+        """Called in a step's first pass, once the first rank's buffers were broadcast; None where nobody asks."""
         self._has_shared_buffers = False  # in the step under way
         self.share_guarded: Callable[[], None] = lambda: None
         """Called after the passes of a guarded step's last micro-step, on all ranks."""
@@ -243,7 +243,7 @@ class Gradients:
         self.sharing.expect_shared_buffers()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **options: Any) -> None:
-        """``loss.backward()`` with this micro-batch's weight, however the loss came about."""
+        """Call ``loss.backward()`` with this micro-batch's weight, whatever the loss was computed from."""
         state, weighing = self._state, self._weighing
         weight = state.weight
         is_first = not state.has_backward and (weighing.counts or weight != 1.0)  # else others may have gone unseen

@@ -21,11 +21,12 @@ _FRAGMENTED = 0.2  # of what the allocator has
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pressure:
-    """How hard it is for the allocator to find memory."""
+    """Counters of a device's allocator, which show how hard it is to find memory."""
 
     num_retries: int = 0
-    """How often it had to give back all that it kept for later, to find some."""
+    """How often the allocator had to give back its cache to find memory."""
     num_failures: int = 0
+    """How often the allocator has found no memory."""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
 

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["FEWER_BATCHES", "LoopChecks", "Rhythm"]
 
 _NUM_ALIKE = 3
-"""So many micro-batches of one other size are no chance."""
+"""How many micro-batches of one other size are taken for a pattern, and not for chance."""
 _NUM_OF_A_PATTERN = 3
-"""So many steps in which an optimizer did not step are no chance, either."""
+"""How many steps in which an optimizer did not step are taken for a pattern, and not for chance."""
 _NUM_LOSSES = 4
-"""In so many first steps it is seen what the loss was made by, which takes most of a look."""
+"""In how many first steps the graph of the loss is looked at, which takes most of a look's time."""
 _NUM_COLLECTIONS = 4
-"""What refers to itself by way of DDP's hooks takes more than one."""
+"""How often garbage is collected before a graph counts as held; cycles through DDP's hooks take more than one."""
 
 _DIVIDED = (
     "the loss is multiplied by {factor:g} before backward(), and a step has {num} micro-batches, each of which counts "

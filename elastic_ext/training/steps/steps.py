@@ -337,7 +337,7 @@ class Steps:
         self._to_do_first, self._is_like_before = act, False
 
     def fence(self, wait: Callable[[], None] | None) -> None:
-        """Have ``wait`` called before an optimizer, or what hangs on its step, changes anything; None ends that."""
+        """Have ``wait`` called before an optimizer, or a hook on its step, changes anything; None ends that."""
         self._state.before_change = wait
 
     def settle(self) -> None:
@@ -389,7 +389,7 @@ class Steps:
         self._rhythm.end_epoch(num_ended=self._counts.num_boundaries)
 
     def drop_partial(self, why: str) -> None:
-        """Roll back a step that will not be completed, and say so."""
+        """Roll back a step that will not be completed, if one is under way, and warn of it for the reason ``why``."""
         if self.is_partial:
             told = f"{self._state.index} of {self._step.num_micro_steps} micro-steps"
             self.doubt = f"left a step after {told} ({why})"
@@ -469,7 +469,7 @@ class Steps:
         raise StepError(_TAKEN_AHEAD.format(num_handed=num_handed, number=number))
 
     def _check_batch(self) -> None:
-        """Raise where the loop reads another dataloader, and say so where it reads this one too little."""
+        """Raise where the loop reads another dataloader, and warn where it takes too few batches from this one."""
         state, counted = self._state, self._counted
         assert counted is not None
         num_handed = counted.num_handed
@@ -627,12 +627,12 @@ class Steps:
 
 
 def _is_without_gradients(error: BaseException) -> bool:
-    """Whether a backward pass raised it where gradients are switched off."""
+    """Whether ``error`` is that of a backward pass where gradients are switched off."""
     return isinstance(error, RuntimeError) and not torch.is_grad_enabled() and "does not require grad" in str(error)
 
 
 def _is_of_bare_scaler(error: BaseException) -> bool:
-    """Whether a GradScaler raised it because it has seen no gradients since its last update."""
+    """Whether ``error`` is that of a GradScaler which has seen no gradients since its last update."""
     return isinstance(error, AssertionError) and "inf checks were recorded" in str(error)
 
 
@@ -640,7 +640,7 @@ def _is_of_bare_scaler(error: BaseException) -> bool:
 
 
 class PulsingSteps(Steps):
-    """This rank's steps, which note when they begin and end."""
+    """Steps that write to the rank's heartbeat as micro-steps begin and end, where an agent reads it."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
