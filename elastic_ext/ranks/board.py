@@ -1,4 +1,4 @@
-"""What ranks tell each other through the process group's store, where collectives cannot or must not be used."""
+"""Notices and letters by which ranks tell each other things through the process group's store, without collectives."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Store(Protocol):
 
 
 class DecidingStore(Store, Protocol):
-    """One in which the first to say something decides it."""
+    """A store in which the first rank to set a key decides its value for all."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerName:
-    """Where a rank runs."""
+    """A rank with the host and the process that it runs in, to be named in messages."""
 
     rank: int
     host: str
@@ -73,17 +73,17 @@ class Trouble(JsonRecord):
 
     kind: Literal["failed", "lost", "ended"]
     progress: str
-    """How far it had come, in words."""
+    """How far the rank had come, in words."""
     text: str = ""
 
 
 def ended_file(folder: Path, rank: int) -> Path:
-    """Where an agent says how a rank has ended."""
+    """The file in which an agent says how a rank has ended."""
     return folder / f"ended-{rank}"
 
 
 class NoticeBoard:
-    """One rank's view of the notices of all."""
+    """Notices by which ranks say in the store why they stop; written for one rank, and read for all."""
 
     def __init__(
         self, store: Store, *, rank: int, names: Sequence[PeerName], agents_folder: Path | None = None
@@ -108,7 +108,7 @@ class NoticeBoard:
             _logger.debug("peers could not be told of trouble: %s", error)
 
     def tell_of(self, error: BaseException, *, progress: str) -> None:
-        """Say what ends this rank, which had come so far, and log what is known of the others."""
+        """Post that ``error`` ends this rank, and log what is known of the others; ``progress`` is how far it came."""
         self.post(Trouble(kind="failed", progress=progress, text=f"{type(error).__name__}: {error}"))
         if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
             _logger.error(
@@ -159,7 +159,7 @@ class NoticeBoard:
 
 
 def _order(trouble: Trouble | None) -> int:
-    """What explains most comes first: a failure, then silence, then ranks that only saw something go wrong."""
+    """A sort key that puts what explains most first: failures, then silence, then ranks that lost a peer."""
     return 1 if trouble is None else 2 if trouble.kind == "lost" else 0
 
 
@@ -184,11 +184,11 @@ _WANTED = "wanted"
 
 
 class ToldOfFailure(CheckpointError):
-    """Another rank has failed, and says why."""
+    """A save fails here because another rank has failed, which says why."""
 
 
 class OwnStore:
-    """A store of one process alone."""
+    """A store in the memory of one process, for a training of one rank."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -214,7 +214,7 @@ class OwnStore:
 
 
 class Letters:
-    """One rank's letters of one save, which all ranks call by the same ``name``."""
+    """Messages that the threads of one save exchange between ranks through the store; all give the same ``name``."""
 
     def __init__(self, store: Store, *, name: str, rank: int, seconds: float) -> None:
         self._store = store
@@ -227,29 +227,29 @@ class Letters:
         self._is_hurried = False
 
     def post(self, what: str, value: object = None) -> None:
-        """Tell the others; each ``what`` once."""
+        """Send ``value`` to the other ranks under the name ``what``; each name once."""
         key = self._key(what, self._rank)
         self._store.set(key, json.dumps(value))
         self._posted.append(key)
 
     def ask_for(self) -> None:
-        """Have all ranks write what they only hold so far."""
+        """Ask all ranks to write the state that they have only staged so far."""
         key = self._key(_WANTED)
         self._store.set(key, "1")
         self._posted.append(key)
 
     def is_asked_for(self) -> bool:
-        """Whether some rank has said ``ask_for``."""
+        """Whether some rank has called ``ask_for``."""
         return self._store.check([self._key(_WANTED)])
 
     def fail(self, why: str) -> None:
-        """Have whoever waits, or comes to wait, give up."""
+        """Tell all ranks that this one has failed, so that whoever waits, or comes to wait, gives up."""
         key = self._key(_FAILED)
         self._store.set(key, json.dumps([self._rank, why]))
         self._posted.append(key)
 
     def wait(self, what: str, ranks: Iterable[int]) -> list[Any]:
-        """What ``ranks`` have posted under ``what``; CheckpointError where one has failed, or does not come in time."""
+        """Wait for the values that ``ranks`` post under ``what``; CheckpointError if one fails or is late."""
         waiting = list(ranks)
         keys = {rank: self._key(what, rank) for rank in waiting}
         pause, seconds = threading.Event(), _LEAST_POLL_SECONDS
@@ -267,7 +267,7 @@ class Letters:
         return [json.loads(self._store.get(key)) for key in keys.values()]
 
     def raise_if_failed(self) -> None:
-        """ToldOfFailure where another rank has failed: in its words."""
+        """ToldOfFailure, in that rank's words, where another rank has failed; CheckpointError after ``cancel``."""
         if self._cancelled is not None:
             raise CheckpointError(self._cancelled)
         key = self._key(_FAILED)
@@ -276,20 +276,20 @@ class Letters:
             raise ToldOfFailure(f"rank {rank}: {why}")
 
     def restart_clock(self) -> None:
-        """What is waited for from now on has all the time."""
+        """Give waiting from now on all of its time again."""
         self._deadline = time.monotonic() + self._seconds
 
     def hurry(self, seconds: float) -> None:
-        """Have this rank wait no longer than so from now on, each time that it waits."""
+        """Have this rank wait for at most ``seconds`` from now on, each time that it waits."""
         self._seconds = min(self._seconds, seconds)
         self._is_hurried = True
 
     def cancel(self, why: str) -> None:
-        """Have this rank wait no longer."""
+        """Have each wait of this rank fail from now on, for the reason ``why``."""
         self._cancelled = why
 
     def burn(self) -> None:
-        """Take back what this rank has posted, when nobody reads it any more."""
+        """Delete this rank's messages from the store, when nobody reads them any more."""
         while self._posted:
             self._store.delete_key(self._posted.pop())
 

@@ -18,7 +18,8 @@ __all__ = ["Backoff", "Call", "NoAnswer", "OwnedThread", "within"]
 class OwnedThread(threading.Thread):
     """A named daemon thread with an owner, who starts it and closes it.
 
-    What it runs waits on its event ``stopping``, or on something that ``wake`` ends, and returns once the event is set.
+    The function that it runs waits on the event ``stopping``, or on something that ``wake`` ends, and returns once the
+    event is set.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class OwnedThread(threading.Thread):
         return self.ident is not None
 
     def stop(self) -> None:
-        """Have the thread end as soon as it looks."""
+        """Set the event at which the thread ends, without waiting for the end."""
         self.stopping.set()
         if self._wake is not None:
             self._wake()
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether the thread has ended, or was never started, before the time was up; without end for None.
+        """Wait at most ``seconds``, without limit for None; whether the thread has ended, or was never started.
 
         False at once for the thread itself, which may be the one that collects its owner as garbage.
         """
@@ -55,7 +56,7 @@ class OwnedThread(threading.Thread):
         return not self.is_alive()
 
     def close(self, seconds: float | None) -> bool:
-        """Stop the thread and wait for its end: whether it has come in time. Twice is allowed."""
+        """Stop the thread and wait for its end; gives whether the thread has ended in time. Twice is allowed."""
         self.stop()
         return self.wait(seconds)
 
@@ -67,11 +68,11 @@ _Result = TypeVar("_Result")
 
 
 class NoAnswer(Exception):
-    """A call took too long."""
+    """A call has given no answer within its limit of time."""
 
 
 class Call(OwnedThread, Generic[_Result]):
-    """A call that may never come back, on a thread of its own, which nothing can end then."""
+    """A call that may never return, made on a thread of its own; nothing can end the thread then."""
 
     def __init__(self, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> None:
         super().__init__(self._keep, name=name)
@@ -80,7 +81,7 @@ class Call(OwnedThread, Generic[_Result]):
         self._errors: list[BaseException] = []
 
     def within(self, seconds: float) -> _Result:
-        """Make the call: what it gives or raises; NoAnswer if it takes longer."""
+        """Make the call; gives its result or raises its error, NoAnswer if it takes longer than ``seconds``."""
         self.start()
         self.wait(seconds)
         if self._errors:
@@ -99,7 +100,7 @@ class Call(OwnedThread, Generic[_Result]):
 
 
 def within(seconds: float, act: Callable[[], _Result], *, name: str = "elastic_ext-asks") -> _Result:
-    """What ``act`` gives or raises, called on a thread of that ``name``; NoAnswer if it takes longer."""
+    """The result or the error of ``act``, called on a thread of that ``name``; NoAnswer if it takes too long."""
     return Call(act, name=name).within(seconds)
 
 
@@ -111,21 +112,21 @@ _MOST_DOUBLINGS = 30
 
 
 class Backoff:
-    """The waits of one who tries again and again."""
+    """How long to wait before each new try of something that fails: random waits under a bound that doubles."""
 
     def __init__(self, chance: random.Random, *, first_seconds: float, most_seconds: float) -> None:
         self._chance = chance
         self._first_seconds = first_seconds
         self._most_seconds = most_seconds
         self.num_tries = 0
-        """Since it last went well."""
+        """How many waits were asked for since the last ``forget``."""
 
     def next_seconds(self) -> float:
-        """How long to wait now."""
+        """Seconds to wait before the next try, which is counted."""
         bound = min(self._first_seconds * 2.0 ** min(self.num_tries, _MOST_DOUBLINGS), self._most_seconds)
         self.num_tries += 1
         return self._chance.uniform(0.0, bound)
 
     def forget(self) -> None:
-        """It went well."""
+        """Begin with short waits again, after a try that went well."""
         self.num_tries = 0

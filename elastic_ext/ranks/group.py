@@ -49,7 +49,7 @@ class PendingSum:
 
 
 class Ranks:
-    """The ranks that agree with each other, seen from one of them."""
+    """This rank's connection to the other ranks: collectives of numbers and bytes, and the board of notices."""
 
     def __init__(
         self, *, rank: int, names: Sequence[PeerName], group: dist.ProcessGroup | None, board: NoticeBoard | None
@@ -59,18 +59,18 @@ class Ranks:
         self.names = tuple(names)
         self.board = board
         self.progress: Callable[[], str] = lambda: "the start"
-        """How far this rank has come, for the messages of errors; the owner sets it."""
+        """Called for how far this rank has come, in words, for the messages of errors; the owner sets it."""
         self.store: Store | None = None
-        """What is under names that all ranks know, without collectives; None where there is none, as on one rank."""
+        """A store of key and value that ranks share without collectives; None where there is none, as on one rank."""
         self.slice_seconds = 0.5
-        """How long to wait before reading the peers' notices, again and again."""
+        """How long a collective is waited for between two looks at the peers' notices."""
         self._group = group
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
         self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Rank 0 of 1: every collective is a local matter."""
+        """Rank 0 of 1, whose collectives exchange nothing."""
         return cls(rank=0, names=[_my_name(0)], group=None, board=None)
 
     @classmethod
@@ -114,7 +114,7 @@ class Ranks:
         return everything.index(everything[self.rank]) == self.rank
 
     def start_sum(self, values: Sequence[int], doing: str) -> PendingSum:
-        """Begin an element-wise sum; every rank gives as many values."""
+        """Begin an element-wise sum over the ranks, which all give equally many values; ``doing`` is for errors."""
         tensor = torch.tensor(values, dtype=torch.int64)
         if self._group is None:
             return PendingSum(tensor, lambda: None)
@@ -122,11 +122,11 @@ class Ranks:
         return PendingSum(tensor, lambda: self._wait(work, doing))
 
     def sum(self, values: Sequence[int], doing: str) -> list[int]:
-        """The element-wise sum."""
+        """The element-wise sum of ``values`` over the ranks; ``doing`` is for errors."""
         return self.start_sum(values, doing).result()
 
     def gather(self, data: bytes, doing: str) -> list[bytes]:
-        """Every rank's bytes, in rank order."""
+        """The bytes that each rank gave, in rank order; lengths may differ."""
         if self._group is None:
             return [data]
         lengths = self.sum([len(data) if rank == self.rank else 0 for rank in range(self.world_size)], doing)
@@ -138,7 +138,7 @@ class Ranks:
         return [bytes(buffer[:length]) for buffer, length in zip(received, lengths, strict=True)]
 
     def broadcast(self, data: bytes, source: int, doing: str) -> bytes:
-        """The bytes that rank ``source`` gave."""
+        """The bytes that rank ``source`` gave, on all ranks."""
         if self._group is None:
             return data
         (length,) = self.sum([len(data) if self.rank == source else 0], doing)
@@ -152,7 +152,7 @@ class Ranks:
         return bytes(buffer)
 
     def all_or_raise(self, error: BaseException | None, doing: str) -> None:
-        """Return if no rank brought an error; else every rank raises one that holds all tracebacks."""
+        """Return if no rank brought an error; else every rank raises a RanksFailedError that holds all tracebacks."""
         text = "" if error is None else "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
         texts = self.gather(text.encode(errors="replace"), doing)
         failed = {rank: text.decode(errors="replace") for rank, text in enumerate(texts) if text}
@@ -160,7 +160,7 @@ class Ranks:
             raise RanksFailedError(doing, self.world_size, failed) from error
 
     def close(self) -> None:
-        """Leave the group and the store. What is under way is given up; nothing else may be called afterwards."""
+        """Leave the group and the store; collectives under way are given up, and nothing may be called afterwards."""
         self.board = self.store = None
         self.progress = lambda: "the end"
         if self._group is not None and dist.is_initialized():
@@ -187,9 +187,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def waiting_at_most(self, seconds: float, doubt: str = "") -> Iterator[None]:
-        """Within it, peers that do not come in time are lost: for where they may well be somewhere else.
+        """A context in which peers that do not come within ``seconds`` count as lost, as they may wait elsewhere.
 
-        ``doubt`` says why, of this rank: it is to blame then, unless a peer has said that it failed.
+        ``doubt`` is what this rank did to make that likely: this rank is to blame then, unless a peer has said that it
+        failed.
         """
         self._patience_seconds, self._doubt = seconds, doubt
         try:
@@ -217,7 +218,7 @@ class Ranks:
             raise self._peer_lost(doing, error) from error
 
     def _peer_lost(self, doing: str, error: RuntimeError | None) -> RanksError:
-        """The error that says what is known, after hearing the other survivors."""
+        """The error of a collective that lost a peer, with what the other ranks say of themselves."""
         if self.board is None:
             return PeerLostError(f"a peer was lost while {doing}: {error}")
         progress, me = self.progress(), self.names[self.rank]

@@ -1,5 +1,5 @@
-"""A rank's heartbeat: how far it has come, written where its agent sees it, and its stacks when it is
-asked for them.
+"""A rank's heartbeat, called pulse: how far the rank has come, written where its agent sees it; and its stacks, written
+when they are asked for.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _MOST_FRAMES = 100
 
 
 class OwnStacks:
-    """Waits to be asked through ``pipe``, and writes to the open ``file``."""
+    """A thread that writes the stacks of all threads to the open ``file`` when asked to through ``pipe``."""
 
     def __init__(self, pipe: Path, file: int) -> None:
-        """OSError where there can be no such pipe."""
+        """Make the pipe and start the thread; OSError where there can be no such pipe."""
         self._path = pipe
         self._file = file
         pipe.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ class OwnStacks:
         self._thread.start()
 
     def close(self) -> None:
-        """Be asked no more."""
+        """End the thread, and remove the pipe."""
         has_ended = self._thread.close(_JOIN_SECONDS)
         self._path.unlink(missing_ok=True)
         if self._has_pipe() and has_ended:
@@ -94,7 +94,7 @@ class OwnStacks:
 
 
 def ask_for_stacks(pipe: Path) -> bool:
-    """Ask whoever waits at ``pipe``; False where nobody does."""
+    """Ask the process that waits at ``pipe`` for its stacks; False where none waits."""
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -108,7 +108,7 @@ def ask_for_stacks(pipe: Path) -> bool:
 
 
 def _stacks() -> str:
-    """Those of all threads but the one that asks, as faulthandler writes them."""
+    """The stacks of all threads but the present one, in the format of faulthandler."""
     lines = []
     for ident, frame in sys._current_frames().items():  # documented; the name says that it is for debugging
         if ident == threading.get_ident():
@@ -150,7 +150,7 @@ class Activity(IntEnum):
     """Neither in a step nor on the way to one: before the first, between epochs, in an evaluation that says so."""
     STEP = 3
     BOUNDARY = 4
-    """Exchanges words with the other ranks, between steps as a rule."""
+    """The rank exchanges words with the other ranks, between steps as a rule."""
     SAVING = 5
     """Training waits for a checkpoint."""
     CHANGING = 6
@@ -165,47 +165,47 @@ _SAVE = 1 << 32  # beside the micro-step: a save has begun since the last bounda
 
 
 class Pulse:
-    """A rank's pulse that nobody looks at: where there is no agent."""
+    """A rank's heartbeat: what it does and how far it has come. This class, for no agent, writes nothing."""
 
     is_seen = False
 
     def enter(self, micro_step: int) -> None:
-        """A micro-step begins, before which so many of its step have ended."""
+        """Note that a micro-step begins; ``micro_step`` micro-steps of its step have ended before."""
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
-        """A micro-step has ended, or was given up; ``num_boundaries`` steps have ended in this process."""
+        """Note that a micro-step has ended, or was given up; ``num_boundaries`` steps have ended in this process."""
 
     def during(self, activity: Activity) -> AbstractContextManager[None]:
-        """``with pulse.during(activity):``; afterwards it is what it was."""
+        """A context in which the rank does ``activity``; afterwards it does what it did before."""
         return nullcontext()
 
     def communicating(self) -> AbstractContextManager[None]:
-        """``with pulse.communicating():`` within a step, where its gradients are shared after its passes."""
+        """A context within a step, in which its gradients are shared after its passes."""
         return nullcontext()
 
     def pass_step(self, step: int) -> None:
-        """A step has ended, in a loop that does not say when one begins."""
+        """Note that a step has ended, in a loop that does not say when one begins."""
 
     def note(self, activity: Activity) -> None:
-        """The rank does this from here on."""
+        """Note that the rank does ``activity`` from here on."""
 
     def note_save(self) -> None:
-        """The rank begins a save, between two steps, as all ranks do there."""
+        """Note that the rank begins a save, between two steps, as all ranks do there."""
 
     def note_change(self) -> None:
-        """The next steps may take as long as the first ones."""
+        """Note a change of the config or the model, after which steps may take as long as the first ones."""
 
     def end(self) -> None:
-        """Training has ended in this process; nothing is written any more."""
+        """Note that training has ended in this process, and write nothing any more."""
 
 
 class FilePulse(Pulse):
-    """A rank's pulse in a file; one thread calls it."""
+    """A rank's heartbeat in a file that its agent reads; one thread of the rank calls this."""
 
     is_seen = True
 
     def __init__(self, path: Path, *, rank: int, restart: int, stacks: Path) -> None:
-        """OSError where ``path`` cannot be written; without the file ``stacks`` none are given."""
+        """Make the file ``path``, and offer to write stacks to ``stacks``; OSError where ``path`` cannot be made."""
         self._stacks_signal, self._stacks_descriptor = _offer_stacks(stacks)
         self._sequence = self._num_boundaries = self._num_alike = 0
         self._activity = int(Activity.STARTING)
@@ -300,7 +300,7 @@ class FilePulse(Pulse):
         self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
-        """In a forked process, which is not the rank: what is written from here on goes nowhere."""
+        """Have a forked process, which is not the rank, write nothing to the file; called there."""
         self._numbers = memoryview(bytearray(_SIZE)).cast("q")
         self._own_stacks = None
 
@@ -325,17 +325,17 @@ class FilePulse(Pulse):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PulseReading:
-    """What a pulse said at one moment."""
+    """A rank's heartbeat as it was read at one moment."""
 
     pid: int
     start_ticks: int
     thread: int
-    """Of the thread that trains, as ``threading.get_ident`` has it."""
+    """The ident of the training thread, as ``threading.get_ident`` has it."""
     rank: int
     restart: int
     activity: Activity
     since_ns: int
-    """When it took up its activity, or came to this micro-step; on the clock of ``time.monotonic_ns``."""
+    """When the rank took up its activity, or came to this micro-step; on the clock of ``time.monotonic_ns``."""
     step: int
     """Steps that have committed since training began."""
     num_boundaries: int
@@ -343,23 +343,23 @@ class PulseReading:
     micro_step: int
     """Micro-steps of the step under way that have ended."""
     has_begun_save: bool
-    """Since the last boundary, between two steps: ranks that have not will be waited for there."""
+    """Whether a save has begun since the last boundary: ranks where none has will be waited for there."""
     last_step_seconds: float
-    """What the last step took, without what lies between its micro-steps; 0 before the first."""
+    """How long the last step took, without the time between its micro-steps; 0 before the first."""
     num_alike: int
-    """Steps that have ended since the start, or since a change after which they are other ones."""
+    """Steps that have ended since the start, or since a change after which steps may take another time."""
     stacks_signal: int
     """The signal at which this process writes its stacks; 0 where it does not."""
     stacks_descriptor: int
-    """... and to which of its files,"""
+    """The file descriptor, in the rank's process, that stacks are written to."""
     stacks_inode: int
-    """... if that is still the one."""
+    """The inode of the file of stacks; if the descriptor has another one, the script has replaced the file."""
 
 
 def begin_pulse(folder: Path | None, *, rank: int, restart: int, run_dir: Path) -> Pulse:
-    """The pulse of this rank, in an agent's ``folder``; one that nobody looks at where there is none.
+    """The heartbeat of this rank, in an agent's ``folder``; one that writes nothing where there is no agent.
 
-    The same where another process that is alive has that rank's, as where a script starts another that trains too.
+    Nothing is written either where another live process has that rank's, as where a script starts another that trains.
     """
     if folder is None:
         return Pulse()
@@ -378,22 +378,22 @@ def begin_pulse(folder: Path | None, *, rank: int, restart: int, run_dir: Path) 
 
 
 def pulse_file(folder: Path, rank: int) -> Path:
-    """Where a rank's pulse lies."""
+    """The file of a rank's heartbeat."""
     return folder / f"pulse-{rank}"
 
 
 def stacks_pipe(folder: Path, rank: int) -> Path:
-    """Where a rank is asked for its stacks."""
+    """The pipe through which a rank is asked for its stacks."""
     return folder / f"stacks-{rank}"
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank writes its stacks when it is asked to."""
+    """The file to which a rank writes its stacks when it is asked to."""
     return run_dir / f"stacks-{rank}.txt"
 
 
 def read_pulse(path: Path) -> PulseReading | None:
-    """What a rank's pulse says now; None where there is none that could be read, of this format."""
+    """A rank's heartbeat as it is now; None where the file cannot be read, or is of another format."""
     before = b""
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,20 +1,20 @@
-"""RoundBoard: what the agents of one round tell one another, in the store of that round.
+"""RoundBoard: messages that the agents of one round exchange, in the store of that round.
 
     failed/<node>     how workers of that node failed
-    meeting/<node>    it meets the others again
-    leaving/<node>    it leaves
-    met-again         ... and the others have met without it
-    begun             ... and have settled what follows
+    meeting/<node>    that node meets the others again, in the next round
+    leaving/<node>    that node leaves the job
+    met-again         the other nodes have met without the one that leaves
+    begun             the other nodes have settled what follows
     any-failed        some node has said under `failed` that workers of it did
     over              why the job is over, from the node that found it
     finished/<node>   all workers of that node have ended well
     config...         the newest config of any node
-    local-times/<node>  what its workers are busy with by themselves
+    local-times/<node>  what workers of that node are busy with by themselves
     slow-workers      who is slow, from the first node
     <name>/<node>     a row of an exchange, in which every node says something and hears all
 
-A node is known by its place in the round. What is looked for and not there yet is None; the store's own errors are
-passed on: it is gone with the node that has it. Nobody waits in the store for long: torch's rendezvous has the same
+A node is known by its place in the round. A message that is not there yet is None; an error of the store is BoardGone:
+the store is gone with the node that has it. Nobody waits in the store for long: torch's rendezvous has the same
 connection, and this node would be silent for as long.
 """
 
@@ -40,7 +40,7 @@ class BoardGone(Exception):
 
 
 class RoundBoard:
-    """One node's part in it."""
+    """One node's messages to the other nodes of its round, and theirs, in the round's store."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class RoundBoard:
         self._why_gone = ""
 
     def tell(self, name: str, row: Any) -> None:
-        """Say something of this node, for those who look."""
+        """Write this node's message under ``name``."""
         self._put(f"{name}/{self.place}", row)
 
     def told(self, name: str) -> dict[int, Any]:
-        """What nodes have said so far, by their places."""
+        """The messages that nodes have written under ``name`` so far, by their places."""
         found = {}
         for place in range(self.num_nodes):
             if (row := self._look(f"{name}/{place}")) is not None:
@@ -71,17 +71,17 @@ class RoundBoard:
         return found
 
     def announce(self, name: str, row: Any) -> None:
-        """Say something to all; the last to say it is heard."""
+        """Write a message of the whole round under ``name``; a later one, of any node, replaces it."""
         self._put(name, row)
 
     def announced(self, name: str) -> Any:
-        """What was said to all, None if nothing was."""
+        """The message of the whole round under ``name``, None if there is none."""
         return self._look(name)
 
     def exchange(self, name: str, row: Any, *, timeout_seconds: float) -> list[Any]:
-        """What every node says, in the order of their places, once all have.
+        """Write ``row`` for this node, and wait for the rows of all nodes, in the order of their places.
 
-        BoardGone if they have not in time, or one of them is lost meanwhile.
+        BoardGone if a node has not written in time, or is lost meanwhile.
         """
         self.tell(name, row)
         names = self._of_all(name)
@@ -95,7 +95,7 @@ class RoundBoard:
         return [self._look(each) for each in names]
 
     def wait(self, name: str, *, timeout_seconds: float) -> Any:
-        """What is announced to all, once it is; BoardGone if it is not in time."""
+        """Wait for the round's message under ``name``; BoardGone if it does not come in time."""
         end = time.monotonic() + timeout_seconds
         while (row := self._look(name)) is None:
             if time.monotonic() > end:
@@ -104,35 +104,35 @@ class RoundBoard:
         return row
 
     def tell_quietly(self, name: str, row: Any) -> None:
-        """As ``tell``, where it is no matter if nobody hears it."""
+        """Write this node's message as ``tell`` does, and ignore a store that is gone."""
         with contextlib.suppress(BoardGone):
             self.tell(name, row)
 
     def announce_quietly(self, name: str, row: Any) -> None:
-        """As ``announce``, where it is no matter if nobody hears it."""
+        """Write a message of the whole round as ``announce`` does, and ignore a store that is gone."""
         with contextlib.suppress(BoardGone):
             self.announce(name, row)
 
     def announced_quietly(self, name: str) -> Any:
-        """As ``announced``; None too where the store is gone."""
+        """The round's message under ``name``; None if there is none, or the store is gone."""
         try:
             return self.announced(name)
         except BoardGone:
             return None
 
     def who_told(self, *names: str) -> frozenset[int]:
-        """The places of nodes that have said something under one of these names; none if the store is gone."""
+        """The places of nodes that have a message under one of these names; none if the store is gone."""
         try:
             return frozenset(place for name in names for place in self.told(name))
         except BoardGone:
             return frozenset()
 
     def have_all_told(self, name: str) -> bool:
-        """Whether every node has said something under ``name``."""
+        """Whether every node has a message under ``name``."""
         return self._has(self._of_all(name))
 
     def part(self, *, timeout_seconds: float) -> None:
-        """Nothing more is said here: wait until the others have heard all, as the store may go with this node."""
+        """Wait until all nodes have come to their end here, since the store may go with this node."""
         with contextlib.suppress(BoardGone):
             self.exchange("parted", True, timeout_seconds=timeout_seconds)
 
@@ -157,9 +157,9 @@ class RoundBoard:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """What goes wrong with the store is a BoardGone. One whose connection is lost is not asked again.
+        """Turn errors of the store into BoardGone; a store whose connection is lost is not asked again.
 
-        It does not come back, and torch prints stacks of its own each time.
+        The connection does not come back, and torch prints stacks of its own each time.
         """
         if self._why_gone:
             raise BoardGone(self._why_gone)

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 # --- processes named by pid and start --------------------------------------------------------------------------------
-# Processes of this machine, each named by its pid and by when it was started, so that no other one is taken for it.
+# So no other process, which got the pid later, is taken for one.
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.05
@@ -49,7 +49,7 @@ def process_of(pid: int) -> ProcessIdentity | None:
 
 
 def this_process() -> ProcessIdentity:
-    """The one that asks."""
+    """The identity of the calling process."""
     found = process_of(os.getpid())
     if found is None:
         words = "this process is not to be seen there, where a file system of processes has to be mounted"
@@ -58,15 +58,15 @@ def this_process() -> ProcessIdentity:
 
 
 def is_alive(process: ProcessIdentity) -> bool:
-    """Whether it has not ended."""
+    """Whether ``process`` has not ended."""
     return process_of(process.pid) == process
 
 
 def end_groups(leaders: Iterable[ProcessIdentity], *, patience_seconds: float) -> list[ProcessIdentity]:
-    """End the process groups that these lead: SIGTERM, and SIGKILL to whatever is left after a while.
+    """End the process groups of ``leaders`` by SIGTERM, and by SIGKILL after ``patience_seconds``.
 
-    Gives those that had to be killed. A leader that has ended may have left others in its group: its pid is not given
-    out again as long as there is one.
+    Gives the leaders of groups that had to be killed. A leader that has ended may have left others in its group: its
+    pid is not given out again as long as there is one.
     """
     groups = [leader for leader in leaders if _is_its_group(leader)]
     for leader in groups:
@@ -87,7 +87,7 @@ def _is_its_group(leader: ProcessIdentity) -> bool:
 
 
 def _has_members(leader: ProcessIdentity) -> bool:
-    """Whether somebody in the group has not ended; one who has, and whom nobody has asked how, counts for nothing."""
+    """Whether a process in the leader's group has not ended; zombies count as ended."""
     for entry in os.listdir(_PROC):
         if entry.isdecimal():
             with contextlib.suppress(OSError):

@@ -43,14 +43,14 @@ MEMBERSHIP_FILE = "membership.json"
 WORKERS_FILE = "workers.json"
 EVENTS_FILE = "events-agent.jsonl"
 MOST_BYTES = 4 << 20
-"""More is in none of these files."""
+"""The most bytes that any of the agent's files has."""
 
 WorkerState = Literal["running", "succeeded", "failed", "left"]
-"""``left`` where it has ended with the status of those that were told to end, and save first."""
+"""``left``: the worker has ended with the exit status of one that was told to end, and saves first."""
 
 
 class Since:
-    """A moment that times of day in records are compared with, also after the machine's clock was put back."""
+    """A moment to compare records' times of day with, which holds also after the machine's clock was put back."""
 
     def __init__(
         self, began: float, *, time_of_day: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
@@ -62,7 +62,7 @@ class Since:
 
     @property
     def seconds(self) -> float:
-        """When it was, since 1970, by the time of day as it is now; no later than it was told."""
+        """The moment in seconds since 1970, by the present time of day; never later than ``began``."""
         return self._began + min(self._time_of_day() - self._clock() - self._ahead, 0.0)
 
 
@@ -71,10 +71,10 @@ class AgentRecord(JsonRecord):
     """Who the agent of this node is, and where its things lie."""
 
     node_id: str
-    """What the job calls this node; another one that starts in its place is called otherwise."""
+    """The node's id in the job; another node that starts in its place has another one."""
     job: str
     run_id: str
-    """The launcher's, which nodes that belong together have in common."""
+    """The launcher's id of the run, which nodes that belong together have in common."""
     host: str
     pid: int
     start_ticks: int
@@ -86,9 +86,9 @@ class AgentRecord(JsonRecord):
     memory_folder: str
     """The folder in memory that goes with the agent."""
     socket: str
-    """Where the agent is spoken to; empty where it listens to nobody."""
+    """The socket at which the agent takes requests; empty where it takes none."""
     log_folder: str
-    """What workers print, where it is redirected; empty where it is not."""
+    """The folder of what workers print, where that is redirected; empty where it is not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +96,13 @@ class MasterRecord(JsonRecord):
     """The master that an agent speaks with, or has spoken with last."""
 
     address: str
-    """HOST:PORT."""
+    """The master's address, HOST:PORT."""
     token_file: str
-    """Where the token lies that it wants; empty where it wants none."""
+    """The file of the token that the master asks for; empty where it asks for none."""
     ca_file: str
-    """What its certificate is checked by; empty where it has none."""
+    """The file by which the master's certificate is checked; empty where it has none."""
     pid: int
-    """Its process, where the agent has started it; 0 where somebody else has."""
+    """The master's process, where the agent has started it; 0 where somebody else has."""
     job_id: str
     epoch: int
     time: float
@@ -111,7 +111,7 @@ class MasterRecord(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeShare:
-    """A node's part in a job."""
+    """A node in a membership plan: its host, and which ranks run on it."""
 
     node_id: str
     host: str
@@ -127,7 +127,7 @@ class MembershipPlan(JsonRecord):
     nodes: tuple[NodeShare, ...]
     reason: str
     time: float
-    """When it was made, seconds since 1970."""
+    """When the plan was made, seconds since 1970."""
 
     @property
     def world_size(self) -> int:
@@ -145,30 +145,30 @@ class WorkerSeen:
     start_ticks: int
     state: WorkerState
     exit_code: int | None = None
-    """Below zero, the signal that ended it."""
+    """The worker's exit status; below zero, the signal that ended it, negated."""
     cpu_percent: float | None = None
-    """Of one core, since the record before."""
+    """Processor time since the record before, in percent of one core."""
     memory_bytes: int | None = None
-    """What it and the processes that it has started hold of the machine's memory."""
+    """The machine's memory that the worker and the processes started by it hold."""
     num_threads: int | None = None
     num_processes: int | None = None
-    """Itself and those that it has started."""
+    """The number of processes: the worker and those started by it."""
     gpu_percent: float | None = None
     gpu_memory_bytes: int | None = None
     step: int | None = None
-    """Steps that its trainer has taken."""
+    """Steps that the worker's trainer has taken."""
     steps_per_second: float | None = None
     activity: str | None = None
-    """What its trainer does, in a word."""
+    """What the worker's trainer does, in a word."""
     activity_seconds: float | None = None
-    """... and for how long it has."""
+    """How long the worker's trainer has been at its activity."""
     trouble: str | None = None
-    """Why it does not get on, in a sentence."""
+    """Why the worker makes no progress, in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersRecord(JsonRecord):
-    """What the agent sees of its workers."""
+    """The states of all workers on a node, as the agent sees them."""
 
     time: float
     restart: int

@@ -63,7 +63,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 FILE_MODE = 0o664
-"""What new files may be used for, less what the umask takes off: whatever that is, nobody else may write to them."""
+"""The mode of new files, before the umask; whatever the umask is, only owner and group may write to them."""
 _FOLDER_MODE = 0o775
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL})
@@ -77,7 +77,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileStamp:
-    """What changes whenever a file is written or replaced."""
+    """A file's inode, size and times, of which one changes whenever the file is written or replaced."""
 
     inode: int
     size: int
@@ -113,12 +113,12 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the folder of ``path`` that nobody else has; what is left under such a name is garbage."""
+    """A new temporary name in the folder of ``path``; a file that is left under such a name is garbage."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name was still being written here, and is garbage once nobody writes."""
+    """Whether ``name`` is one of ``temporary_beside``: such a file is garbage once nobody writes it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -146,7 +146,7 @@ class NewFiles:
         self._waiting: dict[Path, Path] = {}  # path -> where its contents are so far
 
     def begin(self, path: Path) -> int:
-        """A descriptor by which to write what is to be the file ``path``."""
+        """Begin the file ``path``; gives a descriptor to write its contents to."""
         temporary = temporary_beside(path)
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         self._open.append((path, file))
@@ -154,20 +154,20 @@ class NewFiles:
         return file
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write what is to be all of the file ``path``."""
+        """Write the whole contents of the file ``path``."""
         file = self.begin(path)
         with naming(path), open(file, "wb", closefd=False) as opened:
             opened.write(data)
 
     def sync(self) -> None:
-        """Make the contents of all of them durable; nothing is written to them afterwards."""
+        """Make the contents of all files durable; nothing is written to them afterwards."""
         for path, file in self._open:
             with naming(path):
                 os.fsync(file)
         self._close()
 
     def put_in_place(self) -> None:
-        """Give them their names, once they are synced: FileExistsError if one is taken. The caller syncs the folder."""
+        """Give the synced files their names; FileExistsError if one is taken. The caller syncs the folder."""
         assert not self._open, "sync() comes before put_in_place()"
         for path, temporary in list(self._waiting.items()):
             put_in_place(temporary, path)
@@ -195,9 +195,9 @@ class NewFiles:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError of the system name ``path`` where it names no file, as those of calls on descriptors do not.
+    """A context whose OSErrors name ``path`` where they name no file, as those of calls on descriptors do not.
 
-    Also of those that close one: NFS may tell only then of what it could not write.
+    It belongs around closing a descriptor too: NFS may tell only then that something was not written.
     """
     try:
         yield
@@ -281,10 +281,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def look_afresh(folder: Path) -> None:
-    """Have this machine ask the storage for the names in ``folder``, and not go on from what it remembers of them.
+    """Have this machine ask the storage for the names in ``folder``, and not answer from its cache.
 
-    A client of NFS does so once it has changed something there itself: a file is made for a moment. Where that cannot
-    be done, as on storage that may only be read, nothing is.
+    An NFS client does so once it has changed something there itself: so a file is made for a moment. Nothing happens
+    where that cannot be done, as on storage that may only be read.
     """
     path = temporary_beside(folder / "look")
     with contextlib.suppress(OSError):
@@ -305,18 +305,20 @@ def append_line(path: Path, line: str) -> None:
 
 
 class NotRegularError(OSError):
-    """What was to be read is no regular file, and reading it another time would not make it one."""
+    """A path to be read is no regular file, but a folder, a pipe or a circle of links; trying again does not help."""
 
 
 def read_at_most(path: Path, limit: int) -> bytes:
-    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; raises what ``open_regular``
-    does."""
+    """The first ``limit`` + 1 bytes of a regular file, so that the caller sees if there are more than ``limit``.
+
+    Raises what ``open_regular`` does.
+    """
     with naming(path), open_regular(path) as file:
         return file.read(limit + 1)
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """A regular file, to be read.
+    """A regular file, opened for reading.
 
     NotRegularError for a folder, a pipe, or links that lead round in a circle; OSError where it cannot be read.
     """
@@ -337,7 +339,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """The stamp of the file that ``path`` leads to, None where there is none."""
+    """The stamp of the file that ``path`` leads to, None where there is no file."""
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -356,7 +358,7 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold ``path`` as a lock among processes of this machine; waits until it is free, and says whom for."""
+    """Hold ``path`` as a lock among processes of this machine; waits until it is free, and logs who holds it."""
     descriptor = _open_lock(path)
     try:
         began, waiting, has_told = time.monotonic(), threading.Event(), False
@@ -371,7 +373,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def try_lock(path: Path) -> int | None:
-    """Hold ``path`` as a lock among processes: a descriptor that holds it until it is closed, None if another does.
+    """Take ``path`` as a lock among processes; gives a descriptor that holds it until closed, None if another does.
 
     The lock file is its owner's alone, so that nobody who can only read the folder can keep its owner out; a lock that
     is only looked at is waited for. OSError with errno.ENOLCK where the file system (or the machine) has no locks, and
@@ -394,7 +396,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds ``path`` as a lock now, of which a look is all that is taken; OSError as above."""
+    """Whether some process holds ``path`` as a lock now; takes it but for a moment. OSError as in ``try_lock``."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -468,7 +470,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _flock(descriptor: int, path: Path, *, is_shared: bool) -> bool:
-    """Whether the lock could be had at once."""
+    """Take a lock without waiting; gives whether it was free. OSError with ENOLCK where there are no locks."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))

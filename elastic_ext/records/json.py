@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-# --- JSON read without mercy: what a config file may be at all, before anyone asks what it says ----------------------
+# --- JSON read strictly: what a config file may hold at all, before anyone asks what it says -------------------------
 # Refuses, with the reason: files that are too large, invalid UTF-8, duplicate keys, NaN and infinities, numbers too
 # long to be meant, text that could not be written back, nesting that is too deep, and anything but one object.
 
@@ -154,23 +154,26 @@ _Json = TypeVar("_Json", bound="JsonRecord")
 
 
 class JsonRecord:
-    """What a frozen dataclass inherits that stands in a file or goes to another process as JSON."""
+    """The base class of frozen dataclasses that are written to files, or sent to other processes, as JSON."""
 
     __slots__ = ()
 
     def to_json(self) -> str:
-        """One line, without its end."""
+        """The record as one line of JSON, without a line break."""
         return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls: type[_Json], text: str) -> _Json:
-        """The record that ``to_json`` gave, what is in its mappings as JSON has it; ValueError for anything else."""
+        """The record in ``text``, which ``to_json`` gave; values in its mappings stay as JSON has them.
+
+        ValueError for any other text.
+        """
         record = record_of(cls, object_of(text))
         record.check_read()
         return record
 
     def check_read(self) -> None:
-        """ValueError where its values, which have the types of their fields, are still none that were written."""
+        """ValueError where values, though of the right types, cannot have been written; called after reading."""
 
 
 def object_of(text: str) -> dict[str, Any]:
@@ -191,7 +194,9 @@ def records_of(kind: type[_Record], rows: object) -> tuple[_Record, ...]:
 
 
 def record_of(kind: type[_Record], found: Mapping[str, Any], *, place: str = "") -> _Record:
-    """A record of ``kind``; what a newer version has added to it is left out. ValueError names the field that is amiss.
+    """A record of ``kind`` from a JSON object; unknown fields, of newer versions, are left out.
+
+    ValueError names the field that is wrong.
 
     A field may be missing where its dataclass has a default for it. ``place`` stands before the names of its fields
     in errors: where the record is in another one.
@@ -210,12 +215,12 @@ def record_of(kind: type[_Record], found: Mapping[str, Any], *, place: str = "")
 
 @functools.cache
 def _types_of(kind: Hashable) -> Mapping[str, Any]:
-    """Its fields' types, which take long to make out."""
+    """The types of a record's fields by name; cached, since working them out takes long."""
     return get_type_hints(kind)
 
 
 def _value(kind: Any, value: object, name: str, allowed: str) -> Any:
-    """What a record has for what JSON has, where these differ: records for objects, and tuples for lists."""
+    """A record's value for a JSON value of another type: records for objects, and tuples for lists."""
     if get_origin(kind) in (Union, types.UnionType) and isinstance(value, (dict, list)):
         for each in get_args(kind):
             if is_dataclass(each) if isinstance(value, dict) else get_origin(each) is tuple:
@@ -230,7 +235,7 @@ def _value(kind: Any, value: object, name: str, allowed: str) -> Any:
 
 
 def _tuple_of(kind: Any, value: object, name: str, allowed: str) -> Any:
-    """The tuple of values of one kind that a list stands for."""
+    """A tuple of values of one kind, from a JSON list."""
     if not isinstance(value, list) or (is_dataclass(kind) and not all(isinstance(each, dict) for each in value)):
         raise ValueError(f"{name} is no list{' of objects' * is_dataclass(kind)}")
     return tuple(
@@ -256,7 +261,7 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is one that sums and differences can be made of."""
+    """Whether ``value`` is a finite number, and no boolean."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:

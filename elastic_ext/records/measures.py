@@ -89,7 +89,7 @@ class Metric:
 
 
 def _row(metric: Metric, default: object = None) -> Any:
-    """A field of Measures with its row."""
+    """A dataclass field of Measures, with the metric's row in its metadata."""
     return field(default=default, metadata={"metric": metric})
 
 

@@ -1,4 +1,4 @@
-"""The records that training writes into the run directory: metrics, and what of a job can be changed."""
+"""The records that training writes into the run directory: metrics, and facts about what can be changed in a job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 CAN_GO_ON = "can-go-on"
 """The kind of a JobEvent by which a rank that was told to end says from which step training can go on: its ``step``."""
 TOLD_TO_END = "told-to-end"
-"""... and of one by which it says that nothing is saved to go on from."""
+"""The kind of a JobEvent by which a rank that was told to end says that nothing is saved to go on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class RankMetrics(JsonRecord):
 
 
 def _added_up(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
-    """A field of a StepWindow that is added up over windows in a way that has a name."""
+    """A field of a StepWindow, with the way in which it is added up over windows in its metadata."""
     return field(metadata={"added_up": how}, **given)
 
 
@@ -70,46 +70,49 @@ class StepWindow(JsonRecord):
     """Where the time of one rank went, over some steps; those of a process follow each other without a gap."""
 
     begin: float
+    """When the window begins, seconds since 1970."""
     end: float
-    """Seconds since 1970."""
+    """When the window ends, seconds since 1970."""
     rank: int
     world_size: int
     restart: int
     """How often the launcher had restarted the job's processes."""
     step: int = _added_up("most")
-    """Steps that had committed since training began, at its end."""
+    """Steps that had committed since training began, at the window's end."""
     num_steps: int = _added_up("sum")
-    """Steps that ended in it."""
+    """Steps that ended in the window."""
     config_version: int
     config_revision: int
     seconds: Mapping[str, float] = _added_up("by phase")
-    """By phase, as profile/phases.py names them; they add up to the time from its beginning to its end."""
+    """Seconds by phase, as profile/phases.py names them; they add up to the length of the window."""
     processor_seconds: Mapping[str, float] = _added_up("by phase", default_factory=dict)
-    """What the training thread had of a processor, by phase."""
+    """Processor time of the training thread in seconds, by phase."""
     typical: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step in the middle, by phase; empty where steps were not looked at one by one."""
     step_seconds: tuple[float, ...] = ()
-    """What steps took: a tenth of them no longer than the first of these, then half, nine tenths, and all."""
+    """How long steps took, as quantiles: a tenth took no longer than the first, then half, nine tenths, and all."""
     waiting_seconds: float | None = None
-    """What steps wait for other ranks, a quarter of them no longer: a link is slow in every step, a rank that has no
+    """How long a step waits for other ranks, as the lower quartile: a link is slow in every step, a rank that has no
     processor in some. None where steps were not looked at one by one."""
     computing_seconds: float | None = None
-    """What transfers, passes and the optimizer took of steps, a quarter of them no longer; None as above."""
+    """How long transfers, passes and the optimizer take in a step, as the lower quartile; None where steps were not
+    looked at one by one."""
     is_settling: bool = _added_up("any", default=False)
-    """Whether something that is to be there was still on its way then, such as workers: steps will be quicker."""
+    """Whether something was still starting in the window, such as data workers, after which steps will be quicker."""
     num_samples: int = _added_up("sum", default=0)
-    """Of all ranks together."""
+    """Samples that all ranks together took in the window."""
     num_tokens: int = _added_up("sum", default=0)
+    """Tokens that this rank's model was given, in steps that were looked at one by one."""
     num_bytes: int = _added_up("sum", default=0)
-    """What this rank's model was given, in steps that were looked at one by one,"""
+    """Bytes that this rank's model was given, in steps that were looked at one by one."""
     num_detailed: int = _added_up("sum", default=0)
-    """... and how many those were."""
+    """How many steps were looked at one by one."""
     memory_bytes: int | None = None
-    """What this process holds of the machine's memory, at the end,"""
+    """The machine's memory that this process holds at the window's end."""
     accelerator_bytes: int | None = None
-    """... and of its accelerator's,"""
+    """The accelerator's memory that this process holds at the window's end."""
     accelerator_peak_bytes: int | None = _added_up("most", default=None)
-    """... and the most since torch's peak counters began anew."""
+    """The most accelerator memory that this process held since torch's peak counters began anew."""
 
     @property
     def length(self) -> float:
@@ -140,17 +143,17 @@ class StepCensus(JsonRecord):
     time: float
     rank: int
     num_samples: int
-    """Of the micro-batch."""
+    """Samples in the micro-batch."""
     num_ops: int
-    """Operations that were dispatched."""
+    """Operations that were dispatched, the optimizer's too."""
     num_bytes: int
-    """What they read and wrote."""
+    """Bytes that the operations read and wrote."""
     num_flops: int
-    """Of matrix products, convolutions and attention."""
+    """Floating point operations of matrix products, convolutions and attention."""
     optimizer_ops: int
-    """How many of these operations are the optimizer's, which come once in a step,"""
+    """How many of the operations are the optimizer's, which come once in a step."""
     optimizer_bytes: int
-    """... and how many of the bytes."""
+    """How many of the bytes are read and written by the optimizer's operations."""
     device: str
 
 
@@ -162,17 +165,17 @@ class StepTrace(JsonRecord):
     rank: int
     step_seconds: float
     communication_seconds: float
-    """While anything was on its way between ranks,"""
+    """How long anything was on its way between ranks."""
     exposed_seconds: float
-    """... and nothing was computed beside it,"""
+    """How long anything was on its way between ranks while nothing was computed."""
     computing_seconds: float
-    """... and while something was computed."""
+    """How long anything was computed."""
     top: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the operations that took longest in all, with what they called."""
+    """Seconds of the operations that took longest in all, by name, including what they called."""
 
     @property
     def overlapped_seconds(self) -> float:
-        """Communication beside which something was computed."""
+        """How long anything was on its way between ranks while something was computed."""
         return self.communication_seconds - self.exposed_seconds
 
 
@@ -183,44 +186,45 @@ class NodeCalibration(JsonRecord):
     time: float
     host: str
     device: str
-    """Its name, as torch has it."""
+    """The device's name, as torch has it."""
     num_threads: int
     torch: str
+    """The version of torch."""
     flops_per_second: float
-    """Of a matrix product of float32, or of bfloat16 where the device has that in hardware."""
+    """The speed of a matrix product of float32, or of bfloat16 where the device has that in hardware."""
     bytes_per_second: float
-    """Of memory that is read and written."""
+    """The speed of reading and writing memory."""
     seconds_per_op: float
-    """What it takes to have a small operation done."""
+    """How long one small operation takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile(JsonRecord):
-    """What a rank trains, as training begins."""
+    """The model that a rank trains, and its memory on that rank, as training begins."""
 
     time: float
     rank: int
     name: str
-    """Of the model's class."""
+    """The name of the model's class."""
     num_parameters: int
-    """Of the whole model; as this rank holds them where it is FSDP1's."""
+    """Elements of the whole model's parameters; for FSDP1, of those that this rank holds."""
     num_trainable: int
     by_dtype: str
-    """How many there are of each type, the most first: ``float32 1024, bfloat16 8``."""
+    """The number of parameters' elements of each dtype, the most first: ``float32 1024, bfloat16 8``."""
     parameter_bytes: int
-    """What lies on this rank of them,"""
+    """Bytes of parameters that lie on this rank."""
     buffer_bytes: int
-    """... of buffers,"""
+    """Bytes of buffers that lie on this rank."""
     optimizer_bytes: int
-    """... and of the optimizers' state."""
+    """Bytes of the optimizers' state that lie on this rank."""
     optimizers: str
     blocks: str
-    """The parts that it repeats: ``12 x Block``."""
+    """The parts that the model repeats: ``12 x Block``."""
     device: str
     sharing: str
-    """How ranks share it."""
+    """How ranks average the model's gradients: ``none``, ``DDP``, ``fully_shard`` or ``FSDP1``."""
     plan: str | None = None
-    """By which plan it is spread over them."""
+    """The plan by which the model is spread over the ranks; None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,30 +248,31 @@ class JobEvent(JsonRecord):
 # *block* is one of the parts that a model repeats.
 
 FILE = "job.json"
-"""In the run directory of rank 0."""
+"""The file name of JobFacts in the run directory of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassesMemory:
-    """What the passes of one micro-step take beside what lies there between steps, by when it is the most."""
+    """The peak memory of one micro-step's passes, in each of their parts, beside what is allocated between steps."""
 
     micro_batch: int
     activation_checkpoint: float
-    """The share of blocks that are computed again."""
+    """The share of blocks whose activations are computed again in the backward pass."""
     forward_bytes: int
-    """At most until the forward pass has ended,"""
+    """The peak until the forward pass has ended."""
     loss_bytes: int
-    """... from there until the first gradient of a block: logits and what becomes of them,"""
+    """The peak from the end of the forward pass to the first gradient of a block: logits and what becomes of them."""
     backward_bytes: int
-    """... and from there to the end of the backward pass, without gradients of parameters."""
+    """The peak from the first gradient of a block to the end of the backward pass, without parameters' gradients."""
     with_gradients_bytes: int | None = None
-    """The same with those that have come by then, where there were none before: it is less than both at their most,
-    since activations go as gradients come. None where that is not known."""
+    """The peak in the backward pass with parameters' gradients, where there were none before: less than the sum of both
+    peaks, since activations go as gradients come. None where that is not known."""
 
     def most_bytes(self, gradient_bytes: int, *, has_gradients: bool) -> int:
-        """At most, with gradients of parameters: of so many bytes in all, which lie there from the beginning or not.
+        """The peak of the passes with parameters' gradients, which take ``gradient_bytes`` in all.
 
-        They do from the second micro-step of a step on, and where they are kept for the next step as zeros.
+        ``has_gradients`` says that gradients are there from the beginning: from the second micro-step of a step on, and
+        where they are kept for the next step as zeros.
         """
         most = max(self.forward_bytes, self.loss_bytes, self.backward_bytes)
         if has_gradients or self.with_gradients_bytes is None:
@@ -280,32 +285,33 @@ class MemoryFacts:
     """What a model takes of a device's memory, whole and unsharded, on one rank. Sizes are bytes."""
 
     source: Literal["fake", "measured"]
-    """Whether it was worked out on tensors without memory, or is what steps have taken so far."""
+    """Whether sizes were worked out on fake tensors, without memory, or measured in the steps so far."""
     why_measured: str = ""
-    """Why it was not worked out: a sentence; empty where it was."""
+    """Why sizes were not worked out on fake tensors: a sentence; empty where they were."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     buffer_bytes: int
     block_bytes: int = 0
-    """Of the parameters of the largest block,"""
+    """Bytes of the parameters of the largest block."""
     other_bytes: int = 0
-    """... and of all that is in no block."""
+    """Bytes of all parameters that are in no block."""
     update_bytes: int = 0
-    """What the optimizer's step takes for itself while it runs."""
+    """Memory that the optimizer's step takes while it runs."""
     flops_per_sample: int | None = None
-    """Of a forward and a backward pass, where nothing is computed again: matrix products, convolutions, attention."""
+    """Floating point operations of a forward and a backward pass for one sample, where nothing is computed again:
+    matrix products, convolutions, attention."""
     block_activation_bytes: tuple[int, ...] = ()
-    """Of one sample, what each block keeps from its forward pass for the backward pass, where nothing is computed
-    again; in the model's order. Empty where that was not worked out."""
+    """Activations of one sample that each block keeps for the backward pass, where nothing is computed again; in the
+    model's order. Empty where that was not worked out."""
     passes: tuple[PassesMemory, ...] = ()
-    """Of several sizes of micro-batches and shares, in no order."""
+    """The memory of passes for several micro-batch sizes and shares of blocks computed again, in no order."""
     scale: float = 1.0
-    """What steps have taken beyond the rest, by what was worked out of it: multiplies ``passes``."""
+    """By how much steps' passes have taken more than was worked out: a factor on ``passes``."""
     besides_bytes: int = 0
-    """What the device holds that is no tensor of the model's: its context, workspaces, pieces that cannot be used."""
+    """Device memory that holds no tensors of the model: the context, workspaces, fragments that cannot be used."""
     capacity_bytes: int | None = None
-    """What there is for this process, None where that is not known, as on a machine without an accelerator."""
+    """Device memory that this process can have; None where not known, as on a machine without an accelerator."""
 
     def peak_bytes(self, passes: PassesMemory, *, has_gradients: bool) -> int:
         """The most that a whole model on one rank takes in a step whose micro-steps are ``passes``."""
@@ -316,24 +322,24 @@ class MemoryFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningFacts:
-    """What the size of a step means to what is learned, in a job whose user lets it grow."""
+    """What a larger global batch would mean for learning, in a job whose user lets the tuner change the batch."""
 
     rule: str
-    """How learning rates follow it: none, linear, sqrt, adascale."""
+    """How learning rates follow the global batch: none, linear, sqrt, adascale."""
     first_batch: int
-    """Samples of a step that the rates were chosen for."""
+    """The global batch that the user's learning rates were chosen for."""
     noise_scale: float | None = None
-    """Samples of a step at which its gradient has as much noise as gradient; None as long as that is not known."""
+    """The global batch at which a gradient has as much noise as gradient; None as long as that is not known."""
 
     def check(self) -> None:
-        """ValueError where that cannot be."""
+        """ValueError where the first batch or the noise scale is no possible number."""
         if self.first_batch < 1 or not (self.noise_scale is None or 0 <= self.noise_scale < math.inf):
             raise ValueError("learning.first_batch or learning.noise_scale is no such number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFacts(JsonRecord):
-    """What can be chosen, and what is known."""
+    """What the tuner can change in a job, and what it has to know of it, as the job's rank 0 sees it."""
 
     time: float
     """Seconds since 1970."""
@@ -341,34 +347,34 @@ class JobFacts(JsonRecord):
     """How often the launcher had restarted the job's processes."""
     world_size: int
     num_local: int
-    """Ranks on a machine."""
+    """Ranks on the machine of rank 0."""
     device: str
-    """``cpu``, ``cuda``, ..."""
+    """The type of the model's device: ``cpu``, ``cuda``, ..."""
     num_processors: int
-    """That a machine of rank 0's kind lets one rank have, its share of them."""
+    """Processors for each rank on the machine of rank 0."""
     config_version: int
     config_revision: int
     values: Mapping[str, Any]
-    """By key, as the table of keys has it, what is in force: start-up values under the config. None: torch's way."""
+    """By config key, the value in force: the config's, or else the start-up value. None: torch's way."""
     choices: Mapping[str, Sequence[Any]]
-    """By key, what the job can change it to while it trains; empty: all that the table allows."""
+    """By config key, the values that the job can change it to while it trains; empty for all that the key allows."""
     fixed: Mapping[str, str] = field(default_factory=dict)
-    """By key, why it cannot be changed: a sentence."""
+    """By config key, why it cannot be changed: a sentence."""
     global_batch: int
-    """Samples of a step over all ranks,"""
+    """Samples of a step over all ranks."""
     share: int
-    """... and on the rank that has most of them, which is the largest micro-batch there can be."""
+    """Samples of a step on the rank that has the most, which is the largest micro-batch there can be."""
     num_replicas: int
-    """Of the model, that take samples of their own."""
+    """Replicas of the model, which take samples of their own: the data-parallel degree."""
     bound: int | None = None
-    """The fewest samples at once for which memory did not suffice by the present plan; None where it always did."""
+    """The fewest samples at once that did not fit into memory under the present plan; None where all did."""
     num_blocks: int = 0
     num_parameters: int = 0
     census: StepCensus | None = None
     calibration: NodeCalibration | None = None
     memory: MemoryFacts | None = None
     learning: LearningFacts | None = None
-    """None where the user does not let steps grow."""
+    """What a larger global batch would mean; None where the user does not let the tuner change the batch."""
 
     def check_read(self) -> None:
         counts = (

@@ -41,7 +41,7 @@ _MOST_WINDOW_BYTES = 1 << 13
 
 
 class RunDirectory:
-    """One rank's hand in its node's run directory."""
+    """Writes one rank's files in its node's run directory; a write that fails is one warning."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         self.path = path
@@ -67,23 +67,23 @@ class RunDirectory:
         self._replace(self.metrics_file, metrics)
 
     def write_model(self, profile: ModelProfile) -> None:
-        """Replace what is said of this rank's model."""
+        """Replace the file about this rank's model."""
         self._replace(self.model_file, profile)
 
     def write_census(self, census: StepCensus) -> None:
-        """Replace what is said of this rank's steps."""
+        """Replace the file about what a step of this rank asks of its machine."""
         self._replace(self.census_file, census)
 
     def write_trace(self, trace: StepTrace) -> None:
-        """Replace what torch's profiler saw of a step of this rank."""
+        """Replace the file of what torch's profiler saw of a step of this rank."""
         self._replace(self.trace_file, trace)
 
     def write_calibration(self, calibration: NodeCalibration) -> None:
-        """Replace what is said of this machine."""
+        """Replace the file about what this machine does at best."""
         self._replace(self.calibration_file, calibration)
 
     def write_facts(self, facts: JobFacts) -> None:
-        """Replace what is said of the job."""
+        """Replace the file about what can be changed in the job."""
         self._replace(self.job_file, facts)
 
     def profiled_until(self) -> float:
@@ -156,11 +156,11 @@ class StartSettings:
     shutdown_seconds: float
     """How long a launcher waits, after it has told this process to end, before it ends it."""
     profiles: bool = True
-    """Whether it is noted where the time goes."""
+    """Whether this process records where its time goes."""
     profile_seconds: float = 60.0
-    """How much training there is between two lines of the log that say so; 0 where there are none."""
+    """Seconds between two log lines that say where time went; 0 for no lines."""
     pulse_dir: Path | None = None
-    """Where an agent looks how far this process has come; None where there is none."""
+    """The agent's folder for the heartbeats of its workers; None where there is no agent."""
 
     @staticmethod
     def is_enabled(environ: Mapping[str, str]) -> bool:
@@ -169,12 +169,12 @@ class StartSettings:
 
     @staticmethod
     def jobs_folder(environ: Mapping[str, str]) -> Path:
-        """Where the run directories of jobs lie that were given none; ValueError if the home folder is not known."""
+        """The folder of run directories by default; ValueError if the home folder is not known."""
         return _absolute(_cache(environ) / "elastic_ext")
 
     @staticmethod
     def run_dir_of(environ: Mapping[str, str], job: str) -> Path:
-        """The run directory of a job of this name that was given none."""
+        """The default run directory of a job of this name."""
         return StartSettings.jobs_folder(environ) / _as_name(job)
 
     @classmethod
@@ -232,7 +232,7 @@ def _launcher_job(environ: Mapping[str, str]) -> str:
 
 
 def _script_job(script: str) -> str:
-    """A name for a script started by hand: its own, made unique by where it lies."""
+    """A job name for a script started by hand: the script's name, made unique by its path."""
     path = Path(script or "interactive").absolute()
     return f"{path.stem}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 

@@ -28,7 +28,7 @@ _STEPS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def size_in_words(num_bytes: int) -> str:
-    """Three digits and a unit, such as ``1.50 GiB``."""
+    """A number of bytes in words, with three digits and a unit, such as ``1.50 GiB``."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     size = float(num_bytes)
@@ -40,7 +40,7 @@ def size_in_words(num_bytes: int) -> str:
 
 
 def age_in_words(seconds: float) -> str:
-    """The largest unit that fits, rounded down, such as ``3 h``; what lies ahead of this clock is ``0 s`` old."""
+    """An age in words, in the largest unit that fits, rounded down, such as ``3 h``; a negative one is ``0 s``."""
     for unit, length in _STEPS:
         if seconds >= length:
             return f"{int(seconds / length)} {unit}"
@@ -48,7 +48,7 @@ def age_in_words(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """How many of what, such as ``1 node`` and ``2 nodes``."""
+    """A number with its noun, in the plural where it is not 1, such as ``1 node`` and ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -63,25 +63,25 @@ _EMPTY = "is '', as where a variable is not set; allowed: a path, and '.' for th
 
 
 def as_list(given: Any) -> list[Any]:
-    """None, one thing, or a list or tuple of some, as a list."""
+    """A user's argument as a list: of nothing for None, of one thing, or of the items of a list or tuple."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | bool | None]) -> None:
-    """ValueError unless it is one of those; 0 and 1 are neither False nor True."""
+    """ValueError unless ``value`` is one of ``allowed``; 0 and 1 are neither False nor True."""
     if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """ValueError unless it is True or False: any other text would be true, and so would "False"."""
+    """ValueError unless ``value`` is True or False, since any text would count as true, "False" too."""
     check_choice(name, value, (True, False))
 
 
 def path_given(name: str, value: object) -> Path:
-    """``value`` as a path; ValueError for what is none, and for no text, which would be the current folder."""
+    """``value`` as a path; ValueError for what is no path, and for empty text, which would be the current folder."""
     if not isinstance(value, (str, Path)):
         raise ValueError(f"{name} is {value!r}; allowed: a path, as text or as a pathlib.Path")
     if value == "":
@@ -90,7 +90,7 @@ def path_given(name: str, value: object) -> Path:
 
 
 def names_given(name: str, value: object) -> list[str]:
-    """``value`` as a list of names; ValueError for what is none, such as one name by itself, whose letters it has."""
+    """``value`` as a list of names; ValueError for anything else, such as one name, which would give its letters."""
     if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
         found = list(value)
         if all(isinstance(one, str) for one in found):
@@ -110,7 +110,7 @@ def expanded(path: str | Path) -> Path:
 
 
 class Progress:
-    """A bar that is there from ``begin`` to ``end``; where it is not shown, nothing happens."""
+    """A progress bar on a terminal, from ``begin`` to ``end``; where it is not shown, nothing happens."""
 
     def __init__(self, *, is_shown: bool, unit: Literal["step", "B"] = "step") -> None:
         self.is_shown = is_shown

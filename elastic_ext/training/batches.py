@@ -48,18 +48,21 @@ _GOES_BACK_LATER = (
 )
 
 _OWN = {"of": "each rank"}
-"""What stands for a position where each rank has one of its own."""
+"""What a checkpoint holds for all ranks as the dataloader's position where each rank has a position of its own."""
 _WHY_NOT = "why there is none"
 
 
 class Positions:
-    """Those of one loader, if there is one; only a MicroBatchSource knows of any itself."""
+    """Where a trainer's dataloader stands in its epoch, asked for a checkpoint and put back from one."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def held(self) -> Any:
-        """What the loader says of where it stands, as plain values; None where it cannot go on from there."""
+        """The loader's position, which all ranks share, as plain values; None where the loader cannot go on from one.
+
+        Where each rank has a position of its own, a mark that says so; where the loader has none, the reason.
+        """
         source = self._loader
         if isinstance(source, OwnPositions) and source.has_own_positions:
             why_not = source.why_no_position
@@ -67,13 +70,13 @@ class Positions:
         return source.state_dict() if isinstance(source, ResumableSource) else None
 
     def own(self) -> Any:
-        """The same of a loader that stands elsewhere on each rank; None of all others."""
+        """This rank's own position in a loader that stands elsewhere on each rank; None for all other loaders."""
         source = self._loader
         has_own = isinstance(source, OwnPositions) and source.has_own_positions and source.why_no_position is None
         return source.state_dict() if has_own else None
 
     def resume(self, position: Mapping[str, Any], own: Any) -> str | None:
-        """Go on from a position; gives why the epoch begins anew instead, where it does."""
+        """Have the loader go on from a checkpoint's position; gives the reason where its epoch begins anew instead."""
         held, source = _either(position["source"], own), self._loader
         if isinstance(held, str):
             return f"{held}: the epoch begins anew"
@@ -89,7 +92,7 @@ class Positions:
         )
 
     def go_on(self) -> str | None:
-        """Have the loop that comes go on where the last one was left; gives why its epoch begins anew, where it does.
+        """Have the next loop go on where the last one was left; gives the reason where its epoch begins anew instead.
 
         A loader that cannot go on anywhere is left as it is.
         """
@@ -103,14 +106,14 @@ class Positions:
         return None
 
     def can_go_back(self, position: Mapping[str, Any]) -> bool:
-        """Whether what came after a position can come again."""
+        """Whether the samples after a checkpoint's position can be handed out again."""
         held = position["source"]
         return held is not None and not _is_missing(held) and isinstance(self._loader, ResumableSource)
 
     def go_back(self, position: Mapping[str, Any], own: Any) -> str | None:
-        """Have what came after a position come again, between two steps; gives what has to be known where it may not.
+        """Have the samples after a checkpoint's position come again; gives a warning where they do not, or later.
 
-        A loader with sizes of its own goes on as if nothing had happened.
+        Called between two steps. A loader with sizes of its own goes on as if nothing had happened.
         """
         held, source = _either(position["source"], own), self._loader
         if not self.can_go_back(position) or isinstance(held, str):
@@ -124,7 +127,7 @@ class Positions:
 
 
 def _either(held: Any, own: Any) -> Any:
-    """What all ranks hold, or this one's own; a string says why there is none."""
+    """The position that all ranks share, or this rank's own; a string gives the reason where there is none."""
     if _is_missing(held):
         return f"where the dataloader stood is not known: {held[_WHY_NOT]}"
     if held != _OWN:
@@ -151,16 +154,16 @@ LOADER_SETTINGS = tuple(each.name for each in fields(DataloaderSection) if each.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """One step as one rank takes it."""
+    """How one rank's part of one step is cut into micro-batches."""
 
     weights: tuple[float, ...]
-    """What each micro-batch counts."""
+    """The weight of each micro-batch's mean loss in the gradient of the step."""
     num_samples: int | None
-    """Over all ranks, where that is known."""
+    """Samples of the step over all ranks; None where that is not known."""
     sizes: tuple[int, ...] | None = field(default=None, compare=False)
-    """How many samples this rank's micro-batches have, where that is known."""
+    """The number of samples in each of this rank's micro-batches; None where that is not known."""
     largest: int | None = None
-    """The most that a rank takes at once, of a loader that can be told another size."""
+    """The most samples that any rank takes at once in the step; None where the loader cannot be told another size."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -168,7 +171,10 @@ class RankStep:
 
 
 class Batches:
-    """The micro-batches of a trainer's steps; ``begin`` it before the first."""
+    """How a trainer's steps are cut into micro-batches, and how far its epoch has come.
+
+    Call ``begin`` before the first step.
+    """
 
     def __init__(
         self,
@@ -183,16 +189,16 @@ class Batches:
                 raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1, or None")
         self.source = loader if isinstance(loader, MicroBatchSource) and loader.batch_size is not None else None
         self.counted = self.source if isinstance(self.source, CountedSource) else None
-        """The source, where it says how many micro-batches it has handed out since the last commit."""
+        """The dataloader, where it counts the micro-batches handed out since the last commit; else None."""
         self.is_resuming = False
-        """A state is being loaded, whose global batch counts where the script gave none."""
+        """Whether a state is being loaded, whose global batch counts where the script gave none."""
         self.loader = loader
         self.positions = Positions(loader)
-        """How the loader goes on from a position, or back to one."""
+        """How the dataloader goes on from a position, or back to one."""
         self.ordered = self.source if isinstance(self.source, OrderedSource) else None
-        """The same loader, where it draws an order that has to be the same on all ranks."""
+        """The dataloader, where it draws an order that has to be the same on all ranks; else None."""
         self.drawing = loader if isinstance(loader, BatchDrawingSource) and loader.draws_batches else None
-        """The loader, where each rank draws batches of its own."""
+        """The dataloader, where each rank draws batches of its own; else None."""
         self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
         if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(
@@ -209,7 +215,9 @@ class Batches:
             )
         self._given_batch = global_batch_size
         self.is_gathered_by_hand = False
-        """The loop lets the optimizer step in some of its micro-steps, without a global batch that was asked for."""
+        """Whether the loop accumulates gradients by itself: no global batch was asked for, and optimizers step in some
+        micro-steps alone.
+        """
         self._share_weights = share_weights
         self._num_ranks, self._rank = 1, 0
         self._global_batch: int | None = None
@@ -226,35 +234,36 @@ class Batches:
         return self._global_batch
 
     def keeps(self, step: RankStep) -> bool:
-        """Whether the step has a global batch that was asked for, so that it gathers what it is made of."""
+        """Whether the trainer accumulates gradients in ``step``: a global batch is given, or it has several parts."""
         return self._given_batch is not None or step.num_micro_steps > 1
 
     @property
     def largest(self) -> int:
-        """The most samples of a full step that a rank takes at once; 0 where that is not known."""
+        """The most samples that a rank takes at once in a full step; 0 where that is not known."""
         return 0 if self._full is None else self._full[0].largest
 
     @property
     def share(self) -> int:
-        """The most samples of a full step that are a rank's; 0 where that is not known."""
+        """The most samples that a rank has in a full step, over its micro-batches; 0 where that is not known."""
         return 0 if self._full is None else max(map(sum, self._full[0].micro_batches))
 
     @property
     def step_samples(self) -> int | None:
-        """Of a full step over all ranks, where that is known."""
+        """Samples of a full step over all ranks; None where that is not known."""
         return self._single.num_samples if self._full is None else self._global_batch
 
     def largest_under(self, config: ElasticConfig) -> int:
-        """The same as ``largest``, were ``config`` in force, which was checked."""
+        """The most samples that a rank would take at once in a full step under ``config``, which was checked."""
         if self.source is None:
             return self.largest
         micro_batch = config.dataloader.batch_size or self.source.batch_size
         return self._planned(config.global_batch_size or 0, micro_batch, self._num_ranks).full_step.largest
 
     def fewer(self, largest: int, *, takes_one: bool) -> int:
-        """A size of micro-batches by which the step that comes takes fewer than ``largest`` at once; 0 for none.
+        """A micro-batch size with which ranks take fewer than ``largest`` samples at once in the next step; 0 for none.
 
-        The present size, halved; unless the model ``takes_one``, the first by which no rank ever has a single sample.
+        The present size is halved until it is one. Unless the model ``takes_one`` sample at once, it also leaves no
+        rank with a single sample, and sizes between the halves are tried too.
         """
         assert self._plan is not None
         sizes = [self._plan.micro_batch]
@@ -271,7 +280,7 @@ class Batches:
         return self._plan.micro_batch
 
     def leaves_one(self, micro_batch: int) -> bool:
-        """Whether a rank takes a single sample at once in the step that comes, with micro-batches of such a size."""
+        """Whether some rank would take a single sample at once in the next step, with this micro-batch size."""
         assert self.source is not None
         assert self._plan is not None
         try:
@@ -294,7 +303,7 @@ class Batches:
 
     @property
     def num_steps(self) -> int | None:
-        """Of an epoch, where that is known."""
+        """Steps of an epoch; None where that is not known."""
         num_batches = None if self._fixed is None else self._fixed.num_batches
         if num_batches is not None:
             return -(-num_batches // (self._full[1].num_micro_steps if self._full is not None else 1))
@@ -302,7 +311,7 @@ class Batches:
         return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
 
     def epoch_length(self, num_ranks: int) -> EpochLength | None:
-        """That of an epoch as the script counts it, asked before sizes are told; None where it is not known."""
+        """The length of an epoch in the script's own batches, asked before ``begin``; None where it is not known."""
         fixed, source = self._fixed, self.source
         if fixed is not None and fixed.num_batches is not None:
             return EpochLength(num_batches=fixed.num_batches, batch_samples=fixed.micro_batch * num_ranks)
@@ -351,7 +360,7 @@ class Batches:
 
     @property
     def loader_applier(self) -> Applier | None:
-        """The loader itself, where it follows keys of its own."""
+        """The dataloader as an applier of config keys; None where it follows none."""
         return self.loader if hasattr(self.loader, "check") and hasattr(self.loader, "apply") else None
 
     @property
@@ -361,14 +370,14 @@ class Batches:
 
     @property
     def description(self) -> tuple[int | None, ...]:
-        """What must be the same on all ranks."""
+        """The size and number of the dataloader's own batches, which must be the same on all ranks."""
         fixed = self._fixed
         if fixed is None:
             return (None,)
         return fixed.micro_batch, fixed.num_batches, fixed.last_batch
 
     def startup_values(self, num_ranks: int) -> dict[str, object]:
-        """What the script's arguments say, as values of a config; ValueError where they do not go together."""
+        """The script's batch sizes as values of config keys; ValueError where they do not go together."""
         source, fixed = self.source, self._fixed
         micro_batch = fixed.micro_batch if fixed is not None else None
         batch = self._given_batch
@@ -398,7 +407,7 @@ class Batches:
             self._single = RankStep(weights=(1.0,), num_samples=num_samples, sizes=(fixed.micro_batch,))
 
     def begin_epoch(self) -> None:
-        """A loader with sizes of its own begins anew, perhaps with more or fewer batches than before."""
+        """Begin an epoch; a loader with sizes of its own may have more or fewer batches than in the last one."""
         self.end_epoch()
         fixed = FixedBatches.of(self.loader) if self.source is None and self.loader is not None else None
         if fixed is not None and self._fixed is not None:
@@ -410,26 +419,26 @@ class Batches:
             self._fixed = fixed
 
     def leave_epoch(self) -> None:
-        """An epoch is over, whether or not its loop has come to the end of the data."""
+        """End an epoch, whether or not its loop has come to the end of the data, and tell the loader."""
         self.end_epoch()
         if isinstance(self.loader, LeavableSource):
             self.loader.leave_epoch()
 
     def end_epoch(self) -> None:
-        """Nothing of an epoch is taken so far; the loop that comes is over the next one."""
+        """Count no batch of an epoch as taken; the next loop over the data is over the next epoch."""
         self._num_taken, self._has_passed = 0, False
 
     def pass_rest(self) -> None:
-        """Have the loop that comes be over the next epoch, also where a source stands at the end of the last one."""
+        """Have the next loop be over the next epoch, also where the loader stands at the end of the last one."""
         if self.source is not None and self.has_none_left:
             for _ in self.loader:  # there is nothing but its end
                 self.source.rollback()
                 break
 
     def next_step(self, *, keep_batch: bool = True) -> RankStep | None:
-        """The step that comes, the same object for all that are full; every micro-step is one unless ``keep_batch``.
+        """How the next step is cut, the same object for all full steps; None where the epoch is over.
 
-        None where the epoch is over.
+        Without ``keep_batch`` every micro-step is a step.
         """
         if not keep_batch:
             return self._single_step()
@@ -448,7 +457,7 @@ class Batches:
         return self._for_this_rank(fixed.next_step(self._num_taken, full.num_micro_steps, self._num_ranks))
 
     def commit(self, num_micro_steps: int) -> None:
-        """What a step took is consumed."""
+        """Count the samples that a step of ``num_micro_steps`` took as consumed."""
         self._has_passed = True
         if self.source is not None:
             self.source.commit(num_micro_steps)
@@ -456,14 +465,14 @@ class Batches:
             self._pass(num_micro_steps)
 
     def rollback(self, num_micro_steps: int) -> None:
-        """What the step under way took is to come again; a loader with sizes of its own has gone past it."""
+        """Have the samples of the step under way come again; a loader with sizes of its own has gone past them."""
         if self.source is not None:
             self.source.rollback()
         else:
             self._pass(num_micro_steps)
 
     def position(self) -> dict[str, Any]:
-        """Where the epoch stands, as plain values; a source that can go on from there says more of it."""
+        """Where the epoch stands, as plain values for a checkpoint: batches taken, and the loader's position."""
         return {"num_batches": self._num_taken, "source": self.positions.held()}
 
     def check(self, new: ElasticConfig) -> str | None:
@@ -497,7 +506,7 @@ class Batches:
         return None
 
     def own_values(self) -> dict[str, object]:
-        """What no resumed config may say otherwise: the sizes of a loader that has its own."""
+        """Config values that a resumed config may not change: the batch size of a loader that has its own."""
         return {} if self._fixed is None else {"dataloader.batch_size": self._fixed.micro_batch}
 
     def _pass(self, num_batches: int) -> None:
@@ -507,7 +516,7 @@ class Batches:
             self._num_taken = 0
 
     def _single_step(self) -> RankStep | None:
-        """A step of the one micro-batch that comes."""
+        """A step that has the next micro-batch alone; None where the epoch is over."""
         if self.source is None:
             return self._single
         plan = self._next_plan(self.source)
@@ -549,14 +558,14 @@ class Batches:
         return RankStep(weights=weights, num_samples=plan.global_batch, sizes=sizes, largest=largest)
 
 
-# --- where one rank's dataloader stands ------------------------------------------------------------------------------
-# Where one rank's dataloader stands, as its own part of a checkpoint: what no other rank has, nor can go on from.
+# --- a rank's own dataloader position, as its part of a checkpoint ---------------------------------------------------
+# No other rank has that position, nor can go on from it.
 
 _PREFIX = "position"  # of the names of its tensors
 
 
 def packed_position(held: Any, rank: int) -> dict[str, torch.Tensor]:
-    """What a loader says of where it stands, as tensors by names; none where it says nothing."""
+    """A rank's own dataloader position as tensors by name, for a checkpoint; empty where there is no position."""
     if held is None:
         return {}
     tensors: dict[str, torch.Tensor] = {}
@@ -566,7 +575,7 @@ def packed_position(held: Any, rank: int) -> dict[str, torch.Tensor]:
 
 
 def own_position(opened: Opened, *, rank: int, num_ranks: int) -> Any:
-    """What the same rank had packed, if there were as many; else None."""
+    """This rank's own dataloader position in a checkpoint; None where it has none, or had more or fewer ranks."""
     whole = f"{_PREFIX}/{rank}"
     names = {name for name in opened.names("extra") if name == whole or name.startswith(f"{whole}/")}
     if opened.num_ranks != num_ranks or whole not in names:

@@ -31,36 +31,42 @@ _SURE = 2.0  # standard errors: what lies further away cannot be true
 
 @dataclass(slots=True)
 class NoiseScale:
-    """The estimate as it grows, pair by pair; the same on every rank, which are told of the same pairs."""
+    """The estimate of the gradients' noise scale, from pairs of steps; the same on every rank: all add the same."""
 
     value: float | None = None
-    """In samples; None until it is known well enough, and from then on what was known last, if that can still be true.
+    """The noise scale in samples; None until known well enough, then the last known, if that can still be true.
 
-    Where there is far more noise than gradient it cannot be known how much: then it is what there is at least.
+    Where there is far more noise than gradient, how much cannot be known: then it is what there is at least.
     """
     num_steps: int = 0
-    """That have ended since somebody began to look."""
+    """Steps that have ended while gradients were looked at for the noise scale."""
     num_tried: int = 0
     """Pairs of steps that were to be looked at, also those that told nothing."""
     num_pairs: int = 0
+    """Pairs of steps that the estimate is made of."""
     size: float = 0.0
-    """How large gradients were lately: their squares."""
+    """A running mean of the gradients' squared norm."""
     weight: float = 0.0
-    """Of all pairs together: the sum, and that of its squares."""
+    """The sum of the pairs' weights; older pairs weigh less."""
     weight_squares: float = 0.0
+    """The sum of the squares of the pairs' weights."""
     noise: float = 0.0
-    """Weighted sums of T and of |G|^2, by how large gradients were then; and of their squares and product."""
+    """The weighted sum of the pairs' T, each divided by the gradients' squared norm of that time."""
     signal: float = 0.0
+    """The weighted sum of the pairs' |G|^2, each divided by the gradients' squared norm of that time."""
     noise_squares: float = 0.0
+    """The weighted sum of the squares of what ``noise`` adds up."""
     signal_squares: float = 0.0
+    """The weighted sum of the squares of what ``signal`` adds up."""
     products: float = 0.0
+    """The weighted sum of the products of what ``noise`` and ``signal`` add up."""
 
     def note_nothing(self) -> None:
-        """A pair that was to be looked at has told nothing."""
+        """Count a pair of steps that was to be looked at, and that gives no estimate."""
         self.num_tried += 1
 
     def add(self, num_samples: int, *, apart: float, product: float) -> None:
-        """Two gradients of so many samples each: the square of their difference, and their product."""
+        """Add a pair of gradients of ``num_samples`` each: the square of their difference, and their product."""
         self.num_tried += 1
         size = apart / 2.0 + product  # which is half of both squares
         if not (math.isfinite(size) and size > 0.0 and apart >= 0.0):
@@ -82,7 +88,7 @@ class NoiseScale:
             self.value = found
 
     def _found(self, num_samples: int) -> float | None:
-        """The estimate by all pairs; where that is too uncertain, what was known as far as it can still be true."""
+        """The noise scale by all pairs; where that is too uncertain, the last value as far as it can still be true."""
         if self.num_pairs < _FEWEST_PAIRS:
             return None
         noise, signal = self.noise / self.weight, self.signal / self.weight
@@ -106,7 +112,7 @@ class NoiseScale:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; what was saved before there was one begins anew."""
+        """Go on from a saved estimate; a field that was not saved begins anew."""
         for each in fields(self):
             setattr(self, each.name, state.get(each.name, each.default))
 
@@ -118,24 +124,28 @@ _TOTALS = tuple(name for name, metric in METRICS.items() if metric.over_steps ==
 
 @dataclass(slots=True)
 class Counts:
-    """The same on every rank, but for what each has seen by itself."""
+    """How far training has come: steps, epochs and samples; the same on every rank, but for ``measured``."""
 
     global_step: int = 0
+    """Steps that committed since training began."""
     num_steps: int = 0
+    """Steps that committed since the epoch began, or since ``reset()``."""
     epoch: int = 0
+    """The epoch under way; between two epochs the next one."""
     start_epoch: int = 0
+    """The epoch that the loop is to begin with: 0, or where a loaded state was."""
     is_in_epoch: bool = False
-    """Within ``with trainer.epoch()``."""
+    """Whether the loop is within ``with trainer.epoch()``."""
     unfinished_epoch: int | None = None
     """The epoch whose loop was left before its end, where no other has begun since."""
     reference_batch: int | None = None
-    """The global batch of the first start: what rates were chosen for."""
+    """The global batch of the job's first start, which the user's learning rates were chosen for."""
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
-    """What was seen of the noise of gradients, where anybody looks."""
+    """The estimate of the gradients' noise scale; empty where nobody looks for it."""
     num_boundaries: int = 0
     """Steps that ended since this run began, whether they committed or not."""
     num_samples: int = 0
-    """Of those steps, over all ranks, as far as they are known."""
+    """Samples, over all ranks, of the steps that ended since this run began, as far as they are known."""
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0))
     """Values of metrics for this rank's next record, by name. Those that are added up over steps begin with 0."""
 
@@ -156,7 +166,7 @@ class Counts:
         return state
 
     def remark_on_beginning(self, epoch: int) -> str | None:
-        """What is odd about the first epoch of a run that was resumed, None where nothing is."""
+        """A warning where a resumed run begins with an epoch that was trained before; None where it does not."""
         if epoch >= self.start_epoch:
             return None
         return (
@@ -165,13 +175,13 @@ class Counts:
         )
 
     def undo(self, global_step: int) -> None:
-        """Have the steps after this one not be counted; the epoch goes on where it is, or comes next."""
+        """Go back to counting ``global_step`` steps; the epoch goes on where it is, or comes next."""
         self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)
         self.global_step = global_step
         self.go_on_in(self.epoch)
 
     def go_on_in(self, epoch: int) -> None:
-        """What comes is of this epoch."""
+        """Count the steps that come as steps of this epoch."""
         self.epoch = self.start_epoch = epoch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

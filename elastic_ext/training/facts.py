@@ -55,17 +55,19 @@ _NO_BLOCKS = "the model has no repeated blocks that were found or named"
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """By key, what it can be changed to (nothing: all that is allowed), or why it cannot be."""
+    """Which config keys this job can change while it trains, to what, and why it cannot change the others."""
 
     free: Mapping[str, Sequence[Any]]
+    """By key, the values that it can take; empty for all that the key allows."""
     fixed: Mapping[str, str]
+    """By key, why it cannot be changed."""
 
     def __or__(self, other: _Choices) -> _Choices:
         return _Choices({**self.free, **other.free}, {**self.fixed, **other.fixed})
 
 
 class FactsOfJob:
-    """Those of one job; ranks other than the first tell nothing."""
+    """What rank 0 reports of one job to whoever tunes it; other ranks report nothing."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -79,7 +81,7 @@ class FactsOfJob:
         self._last: JobFacts | None = None
 
     def tell(self) -> None:
-        """Write them, where they are others than were written last."""
+        """Write the job's facts, where they differ from those written last."""
         if not self._is_told:
             return
         facts = self.look()
@@ -88,7 +90,7 @@ class FactsOfJob:
             self._follower.reports.write_facts(facts)
 
     def look(self) -> JobFacts | None:
-        """They as they are now; None where it is not known how many samples a step has."""
+        """The job's facts as of now; None where it is not known how many samples a step has."""
         follower, batches = self._follower, self._batches
         analyzer = self._training.analyzer
         global_batch, num_replicas = batches.step_samples, self._training.gradients.sharing.num_ranks
@@ -126,7 +128,7 @@ class FactsOfJob:
         )
 
     def _values(self, global_batch: int, share: int) -> dict[str, Any]:
-        """By key what is in force: of the config, and where something here knows it of that."""
+        """By key the value in force: the config's, or what the loader and the plan say where they know better."""
         config, loader, plan = self._follower.config, self._batches.loader, self._spread.plan
         values: dict[str, Any] = {key: config.get(key) for key in TUNABLE}
         values["global_batch_size"] = global_batch
@@ -142,7 +144,7 @@ class FactsOfJob:
         return values
 
     def _counted(self) -> int:
-        """Parameters; those without a size are none before the first step."""
+        """The number of elements of the model's parameters; 0 while some have no size, before the first step."""
         if self._num_parameters == 0:
             parts = list(self._model.parameters())
             if any(map(is_lazy, parts)):
@@ -166,7 +168,7 @@ class FactsOfJob:
     # ---- samples ----
 
     def _with_batch(self, choices: _Choices) -> _Choices:
-        """With how many samples a step has, where the user lets the tuner choose that, as the config now says."""
+        """``choices`` with the key of a step's samples, where the config in force lets the tuner choose that."""
         if self._training.learning.lets_grow:
             fixed = {key: why for key, why in choices.fixed.items() if key != _BATCH}
             return _Choices({**choices.free, _BATCH: ()}, fixed)
@@ -216,7 +218,7 @@ class FactsOfJob:
     # ---- how the model is spread ----
 
     def _spreading(self, plan: ParallelPlan | None) -> _Choices:
-        """By what changes of plan would be made."""
+        """The choices of keys that change the plan, found by asking which changes would be accepted."""
         keys = [key for key in TUNABLE if key.startswith(("parallelism.", "communication."))]
         if plan is None or self._why_not_reshard is not None:
             why = self._why_not_reshard or _NO_PLAN
@@ -234,7 +236,7 @@ class FactsOfJob:
         return _Choices(free, fixed)
 
     def _strategies(self, plan: ParallelPlan) -> Iterator[tuple[str, Sequence[Any]]]:
-        """What goes with strategies, where another one would be accepted than the present one."""
+        """The choices of strategy, shard degree, unit, prefetch and bucket size, by plans that would be accepted."""
         num_ranks = self._spread.num_ranks
         if num_ranks == 1:
             return
@@ -270,7 +272,7 @@ class FactsOfJob:
 
 
 def _processors() -> int:
-    """That this process may use."""
+    """How many processors this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = group_limits().quota_cores
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
@@ -313,6 +315,6 @@ def profile_of(
 
 
 def _held(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes of these lie on this rank."""
+    """How many bytes of ``tensors`` lie on this rank."""
     own = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
     return sum(each.numel() * each.element_size() for each in own)

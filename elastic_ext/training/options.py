@@ -191,7 +191,7 @@ class MemoryModel:
         self.factory()
 
     def factory(self) -> Factory | None:
-        """Where another process finds the functions, None where none were given; ValueError where it cannot."""
+        """Names by which another process imports the functions; None where none were given, ValueError if it cannot."""
         return factory_of(self.model_factory, self.loss_fn)
 
 
@@ -204,7 +204,10 @@ _VARIABLES = (
     "PMI_SIZE",  # mpirun of MPICH and Intel MPI
     "MV2_COMM_WORLD_SIZE",  # mpirun of MVAPICH
 )
-"""The first of them that is there counts: a launcher that runs within another's job says its own number."""
+"""The variables in which launchers say how many processes they start.
+
+The first that is set counts: a launcher that runs within another's job says its own number.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,11 +216,11 @@ class LaunchSize:
 
     num_processes: int = 1
     variable: str | None = None
-    """Which variable of the environment says so; None where none does."""
+    """The variable of the environment that gives the number; None where none does."""
 
     @classmethod
     def in_environment(cls, environ: Mapping[str, str]) -> LaunchSize:
-        """As the launcher of this process says."""
+        """The number of processes that the launcher has put into the environment; 1 where it has not."""
         for name in _VARIABLES:
             value = environ.get(name, "").strip()
             if value.isdecimal():
@@ -273,7 +276,7 @@ def check_model(model: object, *, accelerator: object) -> None:
 
 
 def check_sharded(model: nn.Module) -> None:
-    """Raise where the trainer was told that it is, and nobody has done so."""
+    """Raise where the model is not sharded, though the trainer was told that it is."""
     if not any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules()):
         raise ValueError(
             "use_fsdp is True and the model is not sharded; call fully_shard(model) before ElasticTrainer is made, or "
@@ -304,7 +307,7 @@ def check_scaler(scaler: object, model: nn.Module) -> None:
 
 
 def check_not_prepared(*things: object) -> None:
-    """Raise where accelerate has prepared one of them, and the trainer was not told by which accelerator."""
+    """Raise where accelerate has prepared one of ``things``, as the trainer was not told by which accelerator."""
     for thing in things:
         if is_prepared(thing):
             raise ValueError(
@@ -321,7 +324,7 @@ def check_process_group(launched: LaunchSize) -> None:
 
 
 def check_ranks_are_joined(*, num_replicas: int, num_parts: int, accelerated: Accelerated | None = None) -> None:
-    """``num_parts`` ranks make one replica of the model."""
+    """Raise where some ranks would train a model of their own: the replicas, of ``num_parts`` ranks, are not all."""
     num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_ranks != num_replicas * num_parts:
         if num_replicas == num_parts == 1:
@@ -353,7 +356,11 @@ def check_shared(
     left_out: Callable[[Iterable[torch.Tensor]], Sequence[torch.Tensor]],
     how: str,
 ) -> None:
-    """Raise where something is trained in ``groups`` of optimizers, and is ``left_out`` of what the ranks average."""
+    """Raise where optimizers train parameters whose gradients nothing averages over the ranks.
+
+    ``groups`` are the optimizers' parameter groups, ``left_out`` gives the parameters that are not averaged, and
+    ``how`` names the way in which the others are.
+    """
     trained = dict.fromkeys(part for group in groups for part in group["params"] if part.requires_grad)
     alone = left_out(trained)
     if not alone:
@@ -369,7 +376,7 @@ def check_shared(
 
 
 def check_updates(model: nn.Module) -> None:
-    """Raise where something else than a loop's optimizers computes the model's gradients, or uses them."""
+    """Raise where parameters are updated within backward, or the model is a stage of a pipeline."""
     if any(getattr(part, "_in_backward_optimizers", None) for part in model.parameters()):
         raise ValueError(_UPDATED_IN_BACKWARD)
     if pipelines.has_stage_of({id(part) for part in model.modules()}):

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["FixedSharding", "Parallelism", "ReshardReport", "Resharded", "plan_of", "values_of"]
 
 
-# --- the appliers by which a model in training is spread otherwise, and what they report of it -----------------------
+# --- the appliers that change how a model in training is sharded, and what they report -------------------------------
 # The sections ``parallelism`` and ``communication`` of a config together name one plan. Whether it can be put on is
 # found out on every rank before any of them changes something.
 
 _PLANNED = {**keys_of(ParallelismSection), **keys_of(CommunicationSection)}
 _PATHS: Mapping[str, str] = {path.partition(".")[2]: path for path in _PLANNED}
-"""What each field of a plan is called in a config."""
+"""The dotted config key of each field of a plan."""
 _LEFT_TO_TORCH = ("prefetch", "bucket_cap_mb")  # where a plan has None
 
 _HALF = (
@@ -49,16 +49,16 @@ class ReshardReport:
     new: ParallelPlan
     steps: tuple[str, ...]
     seconds: float
-    """That training stood still on this rank."""
+    """How long training stood still on this rank."""
     moved_bytes: int
-    """Between all ranks."""
+    """Bytes that were sent between all ranks."""
     extra_bytes: int
-    """The most that a rank took for a while, beside what its state took before or after."""
+    """The most memory that a rank took for a while, beside what its state took before or after."""
     replaced: int
-    """Parameters that are other objects now: optimizers and registered state have them."""
+    """How many parameters are other objects now: optimizers and registered state have them."""
 
     def details(self) -> dict[str, object]:
-        """The same for whoever reads events."""
+        """The report as plain values, for the details of an event."""
         return {
             "old": values_of(self.old),
             "new": values_of(self.new),
@@ -82,50 +82,50 @@ class Resharded(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the model has made passes, and makes more: what can be tried in one, is."""
+        """Whether a step was ever begun, so that activation recomputation can be tried in the passes to come."""
 
     def registered(self) -> Sequence[Tensors]:
         """Registered tensors, which are sharded as parameters are."""
 
     def let_go_of_parameters(self) -> Sequence[object]:
-        """Let go of parameters where that can be; gives what else refers to some."""
+        """Drop references to parameters where possible; gives the objects that still refer to some."""
 
     def agree_on_reshard(self, error: BaseException | None) -> None:
         """Return if no rank brought an error; else raise on all."""
 
     def fence(self) -> None:
-        """Return once no tensor is being copied."""
+        """Wait until no tensor is being staged for a checkpoint."""
 
     def take_up_model(self) -> None:
         """Go on with the model as it is sharded now."""
 
     def give_up(self, why: str) -> None:
-        """Training cannot go on from here."""
+        """Let no further step be taken, for the reason ``why``."""
 
     def tell_resharded(self, report: ReshardReport) -> None:
-        """The model was resharded, which has done and cost what ``report`` says."""
+        """Note that the model was resharded; ``report`` says what was done, and what it has cost."""
 
 
 class Parallelism:
-    """Changes how a model is sharded while it is trained; the applier of two sections."""
+    """Changes how a model is sharded in training; applies the config's sections parallelism and communication."""
 
     paths = frozenset(_PATHS.values())
     """The dotted keys of a config that name a plan."""
 
     def __init__(self, spread: Spread, optimizers: Sequence[Optimizer], training: Resharded) -> None:
-        """Of a model with a plan."""
+        """``spread`` is that of a model with a plan."""
         self.report: ReshardReport | None = None
-        """Of the last change."""
+        """The report of the last change of plan; None before the first."""
         assert spread.plan is not None
         self.startup_values: Mapping[str, object] = values_of(spread.plan)
-        """How the model was given to the trainer, as values of a config."""
+        """The plan by which the model was given to the trainer, as values of config keys."""
         self._spread = spread
         self._optimizers = optimizers
         self._training = training
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
     def appliers(self) -> list[_Section]:
-        """For each section one, in the order in which they are called."""
+        """An applier for each of the two sections, in the order in which they are called."""
         return [_Section("communication", self), _Section("parallelism", self)]
 
     def check(self, new: ElasticConfig) -> str | None:
@@ -155,7 +155,10 @@ class Parallelism:
         return None
 
     def apply(self, new: ElasticConfig) -> None:
-        """Put it on; all ranks call this between two steps, after none has refused."""
+        """Change the model to the plan that ``new`` names; all ranks call this between two steps, after none refused.
+
+        Declined where nothing has changed.
+        """
         assert self._spread.plan is not None
         if plan_of(new) == self._spread.plan:
             return
@@ -189,17 +192,17 @@ class Parallelism:
         self._training.tell_resharded(self.report)
 
     def forget(self) -> None:
-        """Let go of a change that was looked at and is not made now, and of the tensors that it would have moved."""
+        """Drop a change that was checked and is not made now, with the tensors that it would have moved."""
         self._prepared = None
 
     def close(self) -> None:
-        """Let go of what moving needs."""
+        """Drop a change that was checked, and free what moving tensors needs."""
         self.forget()
         self._spread.close()
 
 
 class _Section:
-    """The applier of one section, for what applies both."""
+    """The applier of one of the two sections; both are applied by ``Parallelism``."""
 
     def __init__(self, section: str, owner: Parallelism) -> None:
         self.section = section
@@ -213,7 +216,7 @@ class _Section:
 
 
 def values_of(plan: ParallelPlan) -> dict[str, object]:
-    """A plan as dotted keys and values of a config: all that it says, whatever was in force before."""
+    """A plan as values of config keys: all of its fields, whatever was in force before."""
     values: dict[str, Any] = {path: getattr(plan, name) for name, path in _PATHS.items()}
     values |= {_PATHS[name]: TORCH for name in _LEFT_TO_TORCH if getattr(plan, name) is None}
     return {path: value for path, value in values.items() if value is not None}  # a degree goes with the strategy
@@ -242,7 +245,7 @@ def _report(
 
 
 def _told_of(error: Exception) -> str:
-    """What a failure says, of each rank that has failed."""
+    """The text of a failure, with that of each rank that has failed."""
     if isinstance(error, RanksFailedError):
         ends = {rank: text.rstrip().rpartition("\n")[2] for rank, text in error.tracebacks.items()}
         return "; ".join(f"rank {rank} raised {end}" for rank, end in ends.items())
@@ -258,7 +261,7 @@ def _in_words(plan: ParallelPlan) -> str:
     return told + (f", {plan.ratio:.0%} recomputed" if plan.ratio else "")
 
 
-# --- says no where a config asks a model for another sharding, and nothing can give it that --------------------------
+# --- refuses a config that asks for another sharding, where the model's cannot be changed ----------------------------
 
 
 class FixedSharding:
@@ -278,4 +281,4 @@ class FixedSharding:
         return f"{', '.join(changed)} cannot be changed: {self._reason}" if changed else None
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        """Of other keys of the section others may make something."""
+        """Do nothing: other appliers may act on other keys of the section."""

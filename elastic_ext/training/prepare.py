@@ -66,9 +66,9 @@ def record(
     progress: Callable[[], tuple[int, int]],
     analyze: Callable[[Probe], Analyzer] | None = None,
 ) -> Recorder:
-    """Have ``follower`` hear where this rank's time goes; ``progress`` gives the global step and the samples so far.
+    """A recorder of where this rank's time goes, which ``follower`` hears; ``progress`` gives global step and samples.
 
-    ``analyze`` makes whoever wants to know what steps take of memory.
+    ``analyze`` makes the analyzer of the memory that steps take.
     """
     device = _device_of(model)
     timeline = _timeline_of(device)
@@ -106,7 +106,7 @@ def record(
 
 
 def _started_at(now: float) -> float:
-    """When this process was; ``now`` where the system does not say."""
+    """When this process was started; ``now`` where the system does not say."""
     try:
         return psutil.Process().create_time()
     except (OSError, psutil.Error):
@@ -189,7 +189,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
 
 
 def _join(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any) -> EpochLength | None:
-    """Check what was given, on all ranks, and follow the config with them; gives how long an epoch is."""
+    """Check what ``prepare`` was given, on all ranks, and follow the config with them; gives the length of an epoch."""
     batches, gradients, spread = training.batches, training.gradients, training.spread
     problem: Exception | None = None
     startup: dict[str, object] = {}
@@ -242,7 +242,7 @@ def _compare_at_agreements(training: Training) -> None:
 
 
 def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
-    """The checkpoints of the training, None where it keeps none; without them nothing is followed."""
+    """The checkpoints of the training, None where it keeps none; a failure here closes the follower."""
     with ExitStack() as undo:
         undo.callback(training.follower.close)
         told = {path: value for path, value in training.startup.items() if path not in Parallelism.paths}
@@ -254,7 +254,7 @@ def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
 
 
 def _tell_of_model(training: Training) -> None:
-    """Write for people and tuners what model is trained."""
+    """Report which model is trained, for people and the tuner."""
     plan, sharing = training.spread.plan, training.gradients.sharing.name
     training.follower.reports.write_model(
         profile_of(
@@ -343,7 +343,7 @@ def _recorder(training: Training) -> Recorder | None:
 
 
 def _showing(training: Training) -> Showing:
-    """What becomes of this rank's profile; with the profiler off, no more than that sinks are closed."""
+    """The object that shows this rank's profile; with the profiler off it only closes the sinks."""
     follower = training.follower
     showing = Showing(
         follower.settings.run_dir,
@@ -358,7 +358,7 @@ def _showing(training: Training) -> Showing:
 
 
 def _after_each_window(follower: ConfigFollower, tell: Callable[[], None]) -> None:
-    """Have rank 0 do this once it has written where its time went, beside what is done then."""
+    """Have rank 0 call ``tell`` each time that it has written a profile window."""
     on_window = follower.reports.on_window
     if follower.ranks.rank != 0 or on_window is None:
         return
@@ -371,7 +371,7 @@ def _after_each_window(follower: ConfigFollower, tell: Callable[[], None]) -> No
 
 
 def _facts_of(training: Training) -> TrainingFacts:
-    """What one has to know of the training to judge its profile."""
+    """Facts about the training by which its profile is judged."""
     workers, sharing = getattr(training.batches.loader, "num_workers", None), training.gradients.sharing
     return TrainingFacts(
         num_replicas=sharing.num_ranks,
@@ -400,7 +400,7 @@ def _remark_on_length(scheduler: Any, epoch: EpochLength | None, training: Train
 
 
 def _check(training: Training, scaler: Any) -> None:
-    """ValueError where they cannot be trained with so."""
+    """ValueError where the model, loader, optimizers and scaler do not go together."""
     sharing, optimizers = training.gradients.sharing, training.optimizers
     check_optimizers(training.model, optimizers)
     check_ranks_are_joined(

@@ -21,34 +21,36 @@ _MOST_BETWEEN_LOOKS = 1024
 
 
 def is_looked_at(number: int) -> bool:
-    """Whether the step of that number is looked at: the first eight, then four in each doubling of their number, until
-    the most that may be lie between two."""
+    """Whether the loop is checked in the step of that number: in the first eight, then in ever fewer.
+
+    There are four looks in each doubling of the number, until _MOST_BETWEEN_LOOKS steps lie between two.
+    """
     return number % _between_looks(number) == 0
 
 
 def next_look(number: int) -> int:
-    """The first step after that of this number that is looked at."""
+    """The number of the first step after ``number`` in which the loop is checked."""
     following = number + 1
     return following + -following % _between_looks(following)
 
 
 def _between_looks(number: int) -> int:
-    """How many steps lie between two looks about that step."""
+    """How many steps lie between two looks around the step of that number."""
     return min(1 << max(number.bit_length() - 3, 0), _MOST_BETWEEN_LOOKS)
 
 
 class Remarks:
-    """Warnings about a training loop, each said once, by the first rank."""
+    """Warnings about a training loop, each logged once, by the first rank."""
 
     def __init__(self) -> None:
         self.are_logged = True
-        """Whether this rank is the one that says them."""
+        """Whether this rank is the one that logs the warnings."""
         self.on_said: Callable[[str], None] | None = None
-        """Called with what was said, by the rank that says it."""
+        """Called with each warning that this rank logs."""
         self._said: set[str] = set()
 
     def say(self, kind: str, text: str) -> None:
-        """Log ``text``, unless something of its kind was said before."""
+        """Log ``text``, unless a warning of its kind was logged before."""
         if kind in self._said:
             return
         self._said.add(kind)
@@ -70,16 +72,16 @@ class EpochLength:
     """How long an epoch is, as a script can count it before ``prepare()``."""
 
     num_batches: int
-    """Of ``len(dataloader)``."""
+    """Batches in an epoch, as ``len(dataloader)`` gives them."""
     batch_samples: int
-    """What such a batch holds, over all ranks where each has its own."""
+    """Samples in such a batch, over all ranks where each has its own."""
 
     def num_steps(self, global_batch: int) -> int:
         return -(-self.num_batches * self.batch_samples // global_batch)
 
 
 def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int) -> str | None:
-    """What is odd about a schedule that steps once per step of so many samples, None where nothing is."""
+    """A warning about a schedule that seems to be made for micro-batches, and steps once per step; None for none."""
     num_batches, num_steps = epoch.num_batches, epoch.num_steps(global_batch)
     if num_batches < _FEWEST_BATCHES or 3 * num_steps > 2 * num_batches:
         return None
@@ -98,7 +100,7 @@ def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int) -> s
 
 
 def _lengths_of(scheduler: Any) -> Iterator[tuple[str, int]]:
-    """The lengths that a schedule has, each with its name; of one made of others, that of all its parts one by one."""
+    """The numbers of steps that a schedule and its parts are made for, each with its name."""
     for name in _LENGTHS:
         length = getattr(scheduler, name, None)
         if type(length) is int:

@@ -45,11 +45,11 @@ _logger = logging.getLogger(__name__)
 
 
 # --- samplers of torch's DataLoader ----------------------------------------------------------------------------------
-# Samplers of torch's DataLoader: whether one shares samples out among ranks, and whether it is told of epochs.
+# Whether one shares samples out among ranks, and whether it is told of epochs.
 
 
 def num_unshared(loader: Any) -> int | None:
-    """How many samples this rank takes of a dataset that nothing shares out, None where something may.
+    """The length of a dataset whose samples nothing shares out among ranks; None where something may.
 
     What accelerate has prepared shares out by itself, and so may a batch sampler of the user's own.
     """
@@ -65,7 +65,7 @@ def num_unshared(loader: Any) -> int | None:
 
 
 def remark_on_shares(num_samples: int, num_replicas: int, sampler: object) -> str:
-    """What is odd about each of several replicas taking so many samples."""
+    """A warning that each of several replicas takes all ``num_samples`` samples of its dataset."""
     return (
         f"each of {num_replicas} replicas of the model takes all {num_samples} samples of its dataset, since the "
         f"dataloader's {type(sampler).__name__} shares nothing out: an epoch has each sample {num_replicas} times, "
@@ -75,7 +75,7 @@ def remark_on_shares(num_samples: int, num_replicas: int, sampler: object) -> st
 
 
 class EpochsOfSampler:
-    """Which epochs a DistributedSampler was told of by the ends of the loop's epochs."""
+    """Notices that a DistributedSampler was not told of a new epoch, so that two epochs have the same order."""
 
     def __init__(self, loader: Any) -> None:
         sampler = getattr(loader, "sampler", None)
@@ -83,7 +83,7 @@ class EpochsOfSampler:
         self._last: tuple[int, int] | None = None  # an epoch, and the sampler's at its end
 
     def end(self, epoch: int) -> str | None:
-        """The loop over ``epoch`` has ended; gives what is odd about the order that it had."""
+        """A warning if the epoch that has ended had the same order as the one before; None where it had not."""
         if self._sampler is None:
             return None
         last, self._last = self._last, (epoch, self._sampler.epoch)
@@ -100,7 +100,7 @@ class EpochsOfSampler:
 
 
 class SameLoading:
-    """This rank's loader beside those of the others. All ranks compare at the same places, and all raise."""
+    """Compares the dataloaders of all ranks, at the same places on each; all ranks raise where they differ."""
 
     def __init__(self, batches: Batches, ranks: Ranks) -> None:
         self._batches = batches
@@ -112,7 +112,7 @@ class SameLoading:
     def compare(self) -> None:
         """Raise where loaders differ: the ranks would take different numbers of steps, or samples twice.
 
-        Of different seeds all take rank 0's: what seeds each rank's workers may be that rank's own.
+        Where seeds of the order differ, all take rank 0's: seeds of each rank's workers may be that rank's own.
         """
         ordered = self._batches.ordered
         mine = {
@@ -138,13 +138,13 @@ class SameLoading:
         self.compare_orders()
 
     def compare_shares(self, num_replicas: int, remarks: Remarks) -> None:
-        """Say so where each of several replicas of the model takes all samples; called after ``compare``."""
+        """Warn where each of several replicas of the model takes all samples; called after ``compare``."""
         if self._num_unshared is not None and num_replicas > 1:
             sampler = self._batches.loader.sampler
             remarks.say("samples not shared out", remark_on_shares(self._num_unshared, num_replicas, sampler))
 
     def compare_orders(self) -> None:
-        """Raise where samplers have drawn different orders for the epoch that comes."""
+        """Raise where ranks' samplers have drawn different orders for the next epoch."""
         if not self._compares_orders:
             return
         ordered = self._batches.ordered
@@ -158,7 +158,7 @@ class SameLoading:
             )
 
     def compare_batches(self, num_replicas: int) -> None:
-        """Warn, once, where batch samplers have drawn the same for so many replicas of the model."""
+        """Warn, once, where the batch samplers of all ranks have drawn the same batches for several replicas."""
         if not self._compares_batches or num_replicas == 1:
             return
         self._compares_batches = False
@@ -188,7 +188,7 @@ def _in_words(description: Sequence[int | None]) -> str:
 
 
 class Speed:
-    """How fast training goes, from one look to the next."""
+    """Measures steps and samples per second between two calls of ``measure``."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -196,7 +196,7 @@ class Speed:
         self._num_boundaries = self._num_samples = 0  # so many there were then
 
     def measure(self) -> Measures:
-        """What was counted since the last call, per second, and the memory held now."""
+        """Steps and samples per second since the last call, the memory held now, and counted metrics."""
         now, counts = time.perf_counter(), self._counts
         seconds = now - self._since
         num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
@@ -285,7 +285,7 @@ class Session:
         self._take_up(self.follower.config)
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Within it this rank is outside of steps, where it may take as long as it likes."""
+        """A context in which this rank is outside of steps, and may take as long as it likes without being a hang."""
         if self.steps.is_inside:
             raise StepError(
                 "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
@@ -293,13 +293,13 @@ class Session:
         return self.follower.pulse.during(Activity.OUTSIDE)
 
     def save_checkpoint(self) -> Path:
-        """Save now, with all ranks; gives the folder."""
+        """Save a checkpoint now, with all ranks; gives its folder."""
         saving = self._kept()
         self._refuse_within_step()
         return saving.checkpoints.save_now()
 
     def load_checkpoint(self) -> bool:
-        """Go on from the newest checkpoint, with all ranks; whether there is one."""
+        """Go on from the newest checkpoint, with all ranks, before the first step; gives whether there is one."""
         saving = self._kept()
         self._refuse_within_step()
         if self._counts.num_boundaries > 0:
@@ -376,7 +376,7 @@ class Session:
         return self._training.showing.measured(self._speed.measure())
 
     def _tell_begun(self) -> None:
-        """From which step training goes on, for those who know where it had been."""
+        """Report that training has begun, and after which step it goes on."""
         step = self._counts.global_step
         text = f"training goes on after step {step}" if step else "training begins"
         details = {
@@ -391,7 +391,7 @@ class Session:
         return [tensors for _, tensors in sorted(self._training.registered.items())]
 
     def let_go_of_parameters(self) -> Sequence[object]:
-        """Let go of parameters where that can be; gives what else of ours refers to some."""
+        """Drop references to parameters where possible; gives our objects that still refer to some."""
         self._training.guarding.let_go()
         return self._gradients.holders()
 
@@ -411,7 +411,7 @@ class Session:
             self._training.guarding.expect_more()
 
     def give_up(self, why: str) -> None:
-        """Training cannot go on from here."""
+        """Let no further step be taken, for the reason ``why``."""
         self.steps.give_up(why)
 
     @property
@@ -420,12 +420,12 @@ class Session:
         return not self.steps.has_not_begun
 
     def fence(self) -> None:
-        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
+        """Wait until staging is done, so that parameters and optimizer state may change."""
         if self._saving is not None:
             self._saving.fence()
 
     def tell_resharded(self, report: ReshardReport) -> None:
-        """The model has been spread otherwise."""
+        """Have all parts follow a change of plan that was made, and report it."""
         self.steps.weigh_anew()
         self._learning.forget()
         self.follower.pulse.note_change()
@@ -437,7 +437,7 @@ class Session:
         self.follower.reports.tell("resharded", step=step, text=str(report), details=report.details())
 
     def reset(self) -> None:
-        """An epoch begins: count its steps and its batches from zero."""
+        """Begin an epoch: count its steps and its batches from zero."""
         self._leave_unfinished()
         self._begin_to_count()
 
@@ -448,21 +448,21 @@ class Session:
         self._batches.begin_epoch()
 
     def _leave_unfinished(self) -> None:
-        """The loop goes on to another epoch, and not with the rest of one that it has left."""
+        """Give up the rest of an epoch that the loop has left, as another epoch begins."""
         unfinished, self._counts.unfinished_epoch = self._counts.unfinished_epoch, None
         if unfinished is not None:
             self._counts.epoch = unfinished + 1
             self._batches.leave_epoch()
 
     def _go_on_with_rest(self) -> None:
-        """The loop comes back to an epoch that it has left, and takes what it has not taken of it."""
+        """Go on with the rest of an epoch that the loop has left, and now comes back to."""
         self._counts.unfinished_epoch = None
         why_anew = self._batches.positions.go_on()
         if why_anew is not None and self.follower.ranks.rank == 0:
             _logger.warning("%s", why_anew)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Take up ``epoch``."""
+        """Begin ``epoch`` with all ranks, or go on with the rest of it."""
         if self._is_in_epoch:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         if not self._has_begun_epoch:
@@ -482,7 +482,7 @@ class Session:
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
     def end_epoch(self, error: BaseException | None) -> None:
-        """Come to the end of an epoch with all ranks; an exception is told to them instead."""
+        """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
         self._is_in_epoch = False
         self.follower.pulse.note(Activity.OUTSIDE)
         if self._training.recorder is not None:
@@ -526,14 +526,14 @@ class Session:
         return self.follower.ranks.sum([int(is_left)], "ending an epoch")[0] > 0
 
     def _begin_outside(self) -> None:
-        """A step comes that is of no epoch, where none has begun since the last one."""
+        """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
         if not self._counts.is_in_epoch:
             self._leave_unfinished()
             if self._saving is not None:
                 self._saving.begin_due_in_step()
 
     def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
-        """End training with all ranks; an exception is told to them instead. Twice is allowed.
+        """End training with all ranks, or tell them of ``error``, an exception. Twice is allowed.
 
         ``by`` is what the user did, for whoever calls something that comes too late.
         """
@@ -558,7 +558,7 @@ class Session:
             self._let_go(by)
 
     def _tell_of_nothing_left(self) -> None:
-        """A run that went on from an earlier one has ended well, and has taken no step: that is no training."""
+        """Warn where a run that went on from an earlier one has ended without taking a step."""
         counts = self._counts
         if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
             return
@@ -571,7 +571,7 @@ class Session:
         self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
 
     def abandon(self) -> None:
-        """End without its trainer, which was dropped and not closed; several ranks end only together."""
+        """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""
         if self._has_ended:
             return
         if self._saving is not None:
@@ -586,7 +586,7 @@ class Session:
         self._let_go("the trainer was dropped")
 
     def _let_go(self, by: str) -> None:
-        """Of everything, whichever of it fails."""
+        """Close and release all parts of the training, whichever of them fails."""
         with ExitStack() as ending:
             ending.callback(self._training.showing.close)
             ending.callback(self.follower.close, by)  # which ends the last window
@@ -649,7 +649,7 @@ class Session:
         self._learning.take_up(new)
 
     def _take_up(self, config: ElasticConfig) -> None:
-        """Bring everything in line with ``config``, wherever it came from."""
+        """Bring batches, rates and learning in line with ``config``, at the start or after a state was loaded."""
         self._begin_batches(config)
         if self._counts.reference_batch is None:
             self._counts.reference_batch = self._startup.global_batch_size
@@ -659,11 +659,11 @@ class Session:
         self._training.settings.apply(self._startup, config)
 
     def follow_noise(self) -> None:
-        """More is known of the noise of gradients, which learning rates may follow."""
+        """Adapt learning rates to the noise scale of gradients, which has just changed."""
         self._follow_batch(self.follower.config)
 
     def _follow_batch(self, config: ElasticConfig) -> None:
-        """Have rates follow the global batch by the rule."""
+        """Set learning rates' factor for the global batch in ``config``, by the user's rule."""
         batch, reference = config.global_batch_size, self._counts.reference_batch
         if batch is None or reference is None:
             return
@@ -673,7 +673,7 @@ class Session:
             optimizer.rates.set_batch_factor(factor)
 
     def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A resumed config, but for what this run's loader decides by itself, and how its script spreads the model."""
+        """A resumed config, with the batch size of a loader that has its own, and with this script's plan."""
         config = ElasticConfig.from_dict(state["config"], revision=state["revision"])
         own, mine = self._batches.own_values(), self._training.parallelism
         saved = {path: value for path, value in config.values().items() if path not in Parallelism.paths}
@@ -697,7 +697,7 @@ class Session:
 
 
 def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str) -> None:
-    """Return if no rank has a problem; else close, and raise: one's own problem, or that of others."""
+    """Return if no rank has a problem; else close the follower, and raise this rank's problem, or that of others."""
     try:
         follower.ranks.all_or_raise(problem, doing)
     except RanksError:

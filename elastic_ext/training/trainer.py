@@ -82,7 +82,7 @@ NOT_PREPARED = "prepare() was not called; call it with the optimizer, on every r
 
 
 class OwnStep:
-    """``with trainer.step(fix_total_batch_size=False):``."""
+    """The context of ``with trainer.step(fix_total_batch_size=False):``, where every micro-step commits."""
 
     def __init__(self, steps: Steps | NotPrepared) -> None:
         self._steps = steps
@@ -101,7 +101,7 @@ class OwnStep:
 
 
 class NotPrepared:
-    """``with trainer.step():`` before ``prepare()``."""
+    """The context of ``with trainer.step():`` before ``prepare()``, which raises."""
 
     keep_batch = True
 
@@ -114,7 +114,7 @@ class NotPrepared:
 
 
 class Epoch:
-    """``with trainer.epoch():``."""
+    """The context of ``with trainer.epoch():``; entering it gives the epoch's number."""
 
     def __init__(self, session: Session, epoch: int) -> None:
         self._session = session
@@ -131,7 +131,7 @@ class Epoch:
 
 
 class Mutating:
-    """``with trainer.mutate():``."""
+    """The context of ``with trainer.mutate():``; entering it waits until staging is done."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -253,7 +253,7 @@ class ElasticTrainer:
 
     @property
     def reshard_report(self) -> ReshardReport | None:
-        """Of the last change of plan; None before the first."""
+        """What the last change of plan has done and cost; None before the first."""
         parallelism = self._training.parallelism
         return None if parallelism is None else parallelism.report
 
@@ -388,7 +388,7 @@ class ElasticTrainer:
         return self._training.growing.try_grow()
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
-        """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
+        """Call ``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
 
         With ``num_items``, ``loss`` is a sum over so many items of this micro-batch, such as tokens; the step's
         gradient is the mean over the items of all its micro-batches on all ranks.
@@ -497,7 +497,7 @@ class ElasticTrainer:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of them this rank belongs to; ranks of one replica take the same samples."""
+        """The index of the replica that this rank belongs to; ranks of one replica take the same samples."""
         return self._gradients.sharing.rank
 
     @property
@@ -507,7 +507,7 @@ class ElasticTrainer:
 
     @property
     def should_stop(self) -> bool:
-        """Some rank asked to stop; the same on every rank."""
+        """Whether some rank asked to stop; the same on every rank."""
         return self._session is not None and self._session.should_stop
 
     @property
@@ -526,7 +526,7 @@ class ElasticTrainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; on all ranks, before ``prepare`` or before the first step.
+        """Go on from a state that ``state_dict`` gave; on all ranks, before ``prepare`` or before the first step.
 
         The optimizer and the scheduler load their own states, in any order.
         """

@@ -65,9 +65,9 @@ class Training:
     options: StepOptions
     following: FollowOptions
     request: CheckpointRequest
-    """What the trainer was told of its checkpoints."""
+    """The trainer's arguments about its checkpoints."""
     factory: Factory | None
-    """Makes models like this one, in a process beside training."""
+    """Names of functions that make a model like this one in a process beside training; None where none were given."""
     state: StepState
     gradients: Gradients
     spread: Spread
@@ -82,7 +82,7 @@ class Training:
     loaded_config: Mapping[str, Any] | None = None
     """The config of a state that was loaded before ``prepare``."""
     sinks: Sinks = field(default_factory=Sinks)
-    """Where rank 0 writes its profile."""
+    """The user's sinks, to which rank 0 writes its profile."""
 
     # ---- made by prepare(), in this order ----
     prepared: PreparedOptimizers = field(init=False)
@@ -96,15 +96,15 @@ class Training:
     growing: Growing = field(init=False)
     learning: Learning = field(init=False)
     recorder: Recorder | None = field(init=False)
-    """Measures where this rank's time goes; None where nothing is profiled."""
+    """The recorder of where this rank's time goes; None where nothing is profiled."""
     showing: Showing = field(init=False)
     facts: FactsOfJob = field(init=False)
     session: Session = field(init=False)
     parallelism: Parallelism | None = field(init=False, default=None)
-    """Changes how the model is sharded; None where it has no plan."""
+    """The applier that changes how the model is sharded; None where it has no plan."""
     steps: Steps = field(init=False)
     saved_state: TrainingState = field(init=False)
-    """What checkpoints hold of this rank."""
+    """The state of this rank that checkpoints hold."""
     checkpoints: Checkpoints | None = field(init=False)
     attempts: Attempts = field(init=False)
 
@@ -120,7 +120,7 @@ class Training:
 
     @property
     def analyzer(self) -> Analyzer | None:
-        """Whoever knows what steps take of memory; None on all ranks but the first, and where nothing is profiled."""
+        """What knows how much memory steps take; None on all ranks but the first, and where nothing is profiled."""
         return None if self.recorder is None else self.recorder.analyzer
 
     @property

@@ -41,35 +41,35 @@ _logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """Saving the checkpoints of a training, as far as one rank does it."""
+    """One rank's saves of a training's checkpoints: begins them, waits for them, and tells of those that failed."""
 
     def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool, pulse: Pulse) -> None:
         self.path: Path | None = None
-        """Of the last checkpoint that there is, or is being saved."""
+        """The folder of the last checkpoint that exists or is being saved."""
         self.warns = warns
-        """A save that fails is a warning."""
+        """Whether a save that fails is a warning instead of an exception."""
         self._job = job
         self._state = state
         self._counts = state.counts
         self._pulse = pulse  # where it is noted that training waits for a save
         self.names_of_now: set[str] = set()
-        """Of all checkpoints that this run has saved of the step that ``path`` is of."""
+        """Names of all checkpoints that this run has saved of the same global step as ``path``."""
         self._saved_at: int | None = None  # the global step of that
         self._back_at: int | None = None  # the global step that training went back to last
         self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
 
     @property
     def path_of_now(self) -> Path | None:
-        """Of a checkpoint of this very step, if there is one."""
+        """The folder of a checkpoint of the present global step; None where there is none."""
         return self.path if self._saved_at == self._counts.global_step else None
 
     @property
     def step(self) -> int | None:
-        """The global step of the last checkpoint that there is, or is being saved."""
+        """The global step of the last checkpoint that exists or is being saved."""
         return self._saved_at
 
     def moment(self, *, is_between: bool = False) -> BoundaryState:
-        """What belongs to now: a loader's position, for one, which may take a while to be told.
+        """The counters, config, random states and loader position of now; asking the loader may take a while.
 
         ``is_between`` is as ``TrainingState.moment`` takes it.
         """
@@ -77,7 +77,10 @@ class Saves:
             return self._state.moment(is_between=is_between)
 
     def save(self, name: str, moment: BoundaryState, manner: Manner) -> Path | None:
-        """Begin to save, where that goes on while training does; else save. None where another save is under way."""
+        """Begin an async save where that is possible, else save while training waits; gives the checkpoint's folder.
+
+        None where another save is under way, and ``manner`` does not wait for it.
+        """
         if not self._job.live.can_save:
             return self.save_and_wait(name, moment)
         self._pulse.note_save()
@@ -88,7 +91,7 @@ class Saves:
         return path
 
     def save_and_wait(self, name: str, moment: BoundaryState) -> Path:
-        """Save while training waits."""
+        """Save a checkpoint while training waits; gives its folder."""
         self._pulse.note_save()
         self.settle()
         with self._pulse.during(Activity.SAVING):
@@ -111,42 +114,42 @@ class Saves:
         )
 
     def go_back(self) -> None:
-        """Training stands where an earlier checkpoint does: until there is a newer one that is undone by a restart."""
+        """Note that training went back to an earlier checkpoint; until a newer one is saved a restart undoes that."""
         self._saved_at = self.path = None
         self._back_at = self._counts.global_step
 
     @property
     def is_back_unsaved(self) -> bool:
-        """Whether training went back, and has saved nothing since."""
+        """Whether training went back to an earlier checkpoint, and has saved nothing since."""
         return self._back_at is not None and self.path is None
 
     def note(self, path: Path) -> None:
-        """There is, or will be, a checkpoint of now."""
+        """Note that a checkpoint of the present global step exists or is being saved."""
         if self._saved_at != self._counts.global_step:
             self.names_of_now.clear()
         self._saved_at, self.path = self._counts.global_step, path
         self.names_of_now.add(path.name)
 
     def note_failure(self, error: CheckpointError) -> None:
-        """What was being saved is no checkpoint."""
+        """Forget the checkpoint whose save failed, and raise the failure or warn of it."""
         self._saved_at = self.path = None
         with self.warning():
             raise error
 
     def keep_failure(self, error: CheckpointError) -> None:
-        """What was being saved is no checkpoint, and that is not the place to say so."""
+        """Forget the checkpoint whose save failed, and keep the failure for ``tell_failure``."""
         self._saved_at = self.path = None
         self._failure = error
 
     def tell_failure(self) -> None:
-        """Say what was kept, if anything was."""
+        """Raise the failure that ``keep_failure`` kept, or warn of it, if there is one."""
         error, self._failure = self._failure, None
         if error is not None:
             with self.warning():
                 raise error
 
     def settle(self) -> None:
-        """Wait for what is being saved; where it failed, there is no such checkpoint."""
+        """Wait for the save under way, and raise its failure or warn of it."""
         self.tell_failure()
         try:
             with self._pulse.during(Activity.SAVING):
@@ -156,7 +159,7 @@ class Saves:
 
     @contextlib.contextmanager
     def warning(self) -> Iterator[None]:
-        """Where the user allows it, a save that fails is a warning."""
+        """Turn a CheckpointError into a warning, where the user allows that; never a CheckpointFenced."""
         try:
             yield
         except CheckpointFenced:
@@ -168,17 +171,17 @@ class Saves:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
 
 
-# --- copies of what there is, to be written if training is told to end and no step ends in time ----------------------
+# --- copies of the training state, to be written if training is told to end and no step ends in time -----------------
 
 _SPARING = 200  # times as long as copying takes lies between two copies of a kind, which nobody may need
 
 
 class HeldCopies:
-    """One rank's part in them."""
+    """Copies of the training state in this rank's memory, written if training is told to end and no step ends."""
 
     def __init__(self, job: JobCheckpoints, state: TrainingState, saves: Saves) -> None:
         self.is_on = False
-        """There is memory for them."""
+        """Whether copies are made, since there is memory for them."""
         self._job = job
         self._saves = saves
         self._counts = state.counts
@@ -187,7 +190,7 @@ class HeldCopies:
         self._step = 0  # the global step that was copied last
 
     def hold(self, *, is_between: bool) -> None:
-        """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
+        """Copy the training state at the end of an epoch, to be written if training is told to end before a step.
 
         ``is_between`` is as ``TrainingState.moment`` takes it. Nothing is copied where that would take up much of the
         time, nor while something is still being written.
@@ -199,9 +202,9 @@ class HeldCopies:
             self._held_at = time.monotonic()
 
     def keep(self, name: str, moment: BoundaryState, *, waits: bool) -> None:
-        """Copy what a checkpoint holds that is due, to be written by ``write`` unless it is saved before; on all ranks.
+        """Stage the checkpoint that is due, to be written by ``write`` unless it is saved before; on all ranks.
 
-        Where another save is under way that is not waited for nothing is copied.
+        Nothing is staged where another save is under way, unless this one ``waits``.
         """
         manner = Manner(waits=waits, starts=False, on_failed=self._saves.note_failure)
         self._saves.save(name, moment, manner)
@@ -209,24 +212,27 @@ class HeldCopies:
         self._held_at = self._copied_at = time.monotonic()
 
     def wait(self) -> None:
-        """Return once ``write`` is done, or other ranks have done nothing for it in a while."""
+        """Wait until the checkpoint that ``write`` began exists, or other ranks have not worked on it for a while."""
         self._job.live.wait_for_held()
 
     def write(self) -> Path | None:
-        """Begin to write what was copied last, on this rank and, by threads of theirs, on the others; its folder."""
+        """Begin to write the newest copy, on this rank and by threads of the other ranks; gives the folder.
+
+        None where there is no copy.
+        """
         return self._job.live.begin_held()
 
     def write_with_others(self) -> None:
-        """Begin to write it where another rank has; from any thread."""
+        """Begin to write the newest copy where another rank has begun to; from any thread."""
         self._job.live.follow_others()
 
     def copy_if_on(self) -> None:
-        """Copy what there is, if there is memory for that; with all ranks."""
+        """Copy the training state, if there is memory for that; with all ranks."""
         if self.is_on and self._job.live.can_save:
             self.copy()
 
     def is_wanted(self) -> bool:
-        """Whether it is time to copy what there is, for a training that is told to end, and costs little of it."""
+        """Whether it is time for another copy of the training state: it is not saved, and copying takes little time."""
         return self.is_on and self._may_copy(self._copied_at)
 
     def _may_copy(self, since: float) -> bool:
@@ -234,9 +240,9 @@ class HeldCopies:
         return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
 
     def copy(self, moment: BoundaryState | None = None) -> None:
-        """Copy what there is, to be written if training is told to end before the next copy; with all ranks.
+        """Copy the training state, to be written if training is told to end before the next copy; with all ranks.
 
-        Not where that is saved. What has become of the save before is told where the next one is due.
+        Nothing is copied where a checkpoint has this step. That the save before failed is told when the next is due.
         """
         if self._saves.path_of_now is not None:
             return
@@ -254,18 +260,18 @@ class HeldCopies:
         self._copy_seconds = max(self._copied_at - began, self._copy_seconds / 2)
 
     def has_some(self) -> bool:
-        """Whether there is something to go on from, or to be written for that."""
+        """Whether there is a checkpoint to go on from, or a copy to be written as one."""
         return self._job.live.is_holding or self._saves.path is not None
 
     def has_newest(self) -> bool:
-        """Whether ``write_newest`` has something to write, or has nothing left to write."""
+        """Whether ``write_newest`` has a copy to write, or the present step is saved already."""
         return self._job.live.is_holding or self._saves.path_of_now is not None
 
     def write_newest(self, seconds: float) -> tuple[int | None, str]:
-        """Have a checkpoint of what was copied last, without the other ranks.
+        """Have the newest copy written as a checkpoint within ``seconds``, by threads beside the ranks' training.
 
-        Gives the step from which training can go on, None where there is nothing to go on from, and what became of it
-        in words. Another thread than training's may call this.
+        Gives the step from which training can go on, None where there is nothing to go on from, and the outcome in
+        words. Another thread than training's may call this.
         """
         step = self._counts.global_step
         if not self.has_some():
@@ -283,7 +289,7 @@ class HeldCopies:
         return None, f"what was copied is not saved in the time that there is, and training has come to step {step}"
 
 
-# --- a trainer's own: when one is saved, and which one a run resumes from --------------------------------------------
+# --- a trainer's checkpoints: when one is saved, and which one a run resumes from ------------------------------------
 # What goes into one is in state.py, how a run goes on from one in resume.py. How it comes to lie in files, and
 # back, is fsdp/checkpoint's affair.
 
@@ -295,22 +301,23 @@ _CANNOT_HOLD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Due:
-    """A checkpoint that is due, and not begun."""
+    """A checkpoint that is due, and whose save has not begun."""
 
     moment: BoundaryState
-    """Of the boundary, or of the end of the epoch, at which it was due."""
+    """The counters, config, random states and position at the boundary, or the end of the epoch, where it is due."""
     is_asked_for: bool = False
+    """Whether somebody has asked for the checkpoint, so that it waits for another save."""
     is_of_epoch: bool = False
-    """Epochs say when one is due, and this is the end of one."""
+    """Whether the checkpoint is due because an epoch has ended."""
     is_between: bool = False
-    """It is begun when the loop has done what it does between two epochs."""
+    """Whether the save begins when the loop has done what it does between two epochs."""
     marks: Sequence[object] | None = None
-    """Of what there was when it was saved before its time, if it was."""
+    """``TrainingState.marks`` when the checkpoint was saved before its time; None where it was not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRequest:
-    """What a trainer was told of its checkpoints."""
+    """A trainer's arguments about its checkpoints: where, for which job, how often, and the options."""
 
     storage: Path | None
     """The folder of all jobs; None to keep no checkpoints."""
@@ -319,13 +326,13 @@ class CheckpointRequest:
     options: CheckpointOptions
 
     def to_compare(self) -> str:
-        """Text that is the same on all ranks where they were told the same."""
+        """The arguments as text, which ranks compare: it is the same where they were given the same."""
         own = {"shared_storage_path": self.storage, "job": self.job, "checkpoint_interval": self.interval}
         return json.dumps({name: str(value) for name, value in (own | asdict(self.options)).items()})
 
 
 class Checkpoints:
-    """One rank's part in the checkpoints of one training."""
+    """When one training saves checkpoints, and how it goes on from them; one object on each rank."""
 
     def __init__(
         self,
@@ -343,7 +350,7 @@ class Checkpoints:
         self._pulse = pulse  # where it is noted that training waits for storage
         self._saves = Saves(job, state, warns=options.when_save_fails == "warn", pulse=pulse)
         self.held = HeldCopies(job, state, self._saves)
-        """What there is, should training be told to end."""
+        """Copies of the training state in memory, written should training be told to end."""
         self._given = interval or CheckpointInterval()
         self._interval = self._given
         self.options = options
@@ -367,16 +374,16 @@ class Checkpoints:
         return math.inf if steps is None else (self._counts.global_step // steps + 1) * steps
 
     def note_due(self, *, is_asked_for: bool) -> None:
-        """A checkpoint is due at this boundary, and is begun when the loop has done what it does after the step.
+        """Note that a checkpoint is due at this boundary; its save begins when the loop has done with the step.
 
         One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
         """
         self._due = _Due(moment=self._saves.moment(), is_asked_for=is_asked_for)
 
     def note_epoch(self, *, is_over: bool) -> None:
-        """An epoch's loop has ended, or was left before that: what is due now holds what the loop does until the next.
+        """Note that an epoch's loop has ended or was left: a checkpoint due now has what the loop does until the next.
 
-        It is begun there, and ``keep_due`` has it outlive what ends training before.
+        The save begins there, and ``keep_due`` has the state survive if training ends before.
         """
         number = self._counts.epoch_to_resume + (not is_over)
         is_of_epoch = self._interval.should_save(current_epoch=number)
@@ -390,10 +397,10 @@ class Checkpoints:
         )
 
     def keep_due(self, *, by_copy: bool) -> None:
-        """Have what is due between two epochs be there should training end before it is begun; with all ranks.
+        """Keep the state of a checkpoint due between two epochs, should training end before its save; with all ranks.
 
-        As a copy in memory, where threads of all ranks can write that; else it is saved, and saved once more where
-        anything has changed until it would be begun.
+        The state is copied in memory where threads of all ranks can write the copy (``by_copy``). Else it is saved
+        now, and once more where anything has changed until its save would begin.
         """
         due = self._due
         if due is None or not due.is_between or self._saves.path_of_now is not None:
@@ -407,16 +414,16 @@ class Checkpoints:
             self._note_saved(due)
 
     def _note_saved(self, due: _Due) -> None:
-        """What is due is saved by now, as it is so far."""
+        """Note, with marks of the present state, that the checkpoint that is due was saved before its time."""
         self._due = replace(due, marks=self._state.marks()) if self._saves.path_of_now is not None else due
 
     def _has_changed(self, due: _Due) -> bool:
-        """Whether anything has, on any rank, since ``due`` was saved."""
+        """Whether the training state has changed on any rank since ``due`` was saved."""
         changed = [int(due.marks != self._state.marks())]
         return self._job.ranks.sum(changed, "seeing whether anything has changed")[0] > 0
 
     def tell_of_no_epoch(self) -> None:
-        """A step was taken: where epochs say what is saved, it has to be one of an epoch whose end is known."""
+        """Warn once of a step outside of ``trainer.epoch()`` where checkpoints are saved by epochs; after a step."""
         if self._interval.epochs is None or self._counts.is_in_epoch or self._has_told_of_no_epoch:
             return
         self._has_told_of_no_epoch = True
@@ -434,23 +441,23 @@ class Checkpoints:
 
     @property
     def root(self) -> Path:
-        """The folder in which the job's are."""
+        """The job's folder of checkpoints."""
         return self._job.root
 
     @property
     def is_due(self) -> bool:
-        """Whether one was due, and is not begun yet."""
+        """Whether a checkpoint is due, and its save has not begun."""
         return self._due is not None
 
     @property
     def is_due_between(self) -> bool:
-        """Whether it is one that is begun when the loop has done what it does between two epochs."""
+        """Whether a checkpoint is due whose save begins when the loop has done its work between two epochs."""
         return self._due is not None and self._due.is_between
 
     def begin_due(self, *, in_step: bool = False) -> None:
-        """Save what is due, if anything is; before the next step or epoch, or the end of training.
+        """Save the checkpoint that is due, if any; before the next step or epoch, or the end of training.
 
-        As a step begins (``in_step``) what that does not change is copied while it goes on, until ``fence``.
+        As a step begins (``in_step``) staging may overlap with the step's passes, until ``fence``.
         """
         due, self._due = self._due, None
         if due is None:
@@ -463,7 +470,7 @@ class Checkpoints:
             self._save_again(moment, manner)
 
     def _moment_of(self, due: _Due, *, in_step: bool) -> BoundaryState:
-        """What belongs to what is due: of the boundary; between two epochs of now, where the next one begins.
+        """The counters, random states and position to save: of the boundary, or of now for one between two epochs.
 
         Where a step begins instead, the loop over its data has drawn random numbers, and will do so again.
         """
@@ -473,29 +480,29 @@ class Checkpoints:
         return replace(now, random=due.moment.random) if in_step else now
 
     def _may_overlap(self) -> bool:
-        """Asked for each save: hooks that step what prepare() returns are not there before."""
+        """Whether staging may overlap with passes; asked for each save, since users may add hooks after prepare()."""
         why_not = self._state.why_not_overlap(self.options.overlap_saving)
         _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
         return why_not is None
 
     @property
     def is_copying(self) -> bool:
-        """Whether ``fence`` has something to wait for."""
+        """Whether a save is still being staged, so that ``fence`` would wait."""
         return self._job.live.is_copying
 
     def fence(self) -> None:
-        """Return once parameters and optimizers may change."""
+        """Wait until staging is done, so that parameters and optimizer state may change."""
         with self._pulse.during(Activity.SAVING):
             self._job.live.fence()
 
     def moment(self, *, is_between: bool = False) -> BoundaryState:
-        """What belongs to the boundary that was passed just now, or to the end of an epoch."""
+        """The counters, config, random states and position of the boundary just passed, or of the end of an epoch."""
         return self._saves.moment(is_between=is_between)
 
     def save_now(self, moment: BoundaryState | None = None) -> Path:
-        """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
+        """Save a checkpoint on all ranks, and wait for it, unless one holds just this state; gives its folder.
 
-        The rest of the state is that of now, or of ``moment``.
+        Tensors are those of now; the rest of the state is that of now, or of ``moment``.
 
         CheckpointExists where this step has one, and something has changed since.
         """
@@ -520,13 +527,13 @@ class Checkpoints:
         return path
 
     def try_out(self) -> None:
-        """Find out now what could not be saved later."""
+        """Raise now if a part of the training state could not be saved later; with all ranks."""
         self._job.try_out(self._state.collect)
 
     def try_out_stepped(self) -> None:
-        """The same after the first step, with all ranks, of what optimizers have made in it.
+        """Raise after the first step if the state that optimizers have made could not be saved; with all ranks.
 
-        A warning where none falls due by itself, or one that fails is to be a warning.
+        A warning instead where no checkpoint falls due by itself, or where a failed save is to be a warning.
         """
         try:
             self._job.try_out(self._state.collect)
@@ -539,22 +546,23 @@ class Checkpoints:
                 _logger.warning("%s; training goes on without", self._why_never)
 
     def check(self, new: ElasticConfig) -> str | None:
-        """Why none can be saved where ``new`` asks for some, None where they can, or where a failure is a warning."""
+        """Why no checkpoint can be saved though ``new`` asks for some; None where one can, or failures are warnings."""
         wanted = new.checkpoint
         is_wanted = wanted.steps is not None or wanted.epochs is not None or wanted.now
         return self._why_never if is_wanted and not self._saves.warns else None
 
     def make_ready(self) -> None:
-        """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
+        """Allocate the memory for async saves in the background, once, as soon as there is an interval to save at."""
         if not self.held.is_on and (self._interval.steps or self._interval.epochs):
             self.held.is_on = True
             with self._pulse.during(Activity.SAVING):
                 self._job.live.make_ready(ToSave(self._state.collect))
 
     def end(self) -> None:
-        """Training has ended well on all ranks: what is being saved is, or is an error; and that it went back.
+        """Finish saving, as training has ended well on all ranks: wait for the save under way, save what is missing.
 
-        So is what was due at its last step, and was left out for another save: nothing is gained by that any more.
+        That is a checkpoint due at the last step, and left out since another save was under way; or the state after
+        training went back, where nothing was saved since.
         """
         self._saves.settle()
         left_out_at, name = self._left_out or (None, "")
@@ -566,16 +574,16 @@ class Checkpoints:
                 self._saves.settle()
 
     def close(self) -> None:
-        """Let another run of the job have the folder."""
+        """Give up the job's folder, so that another run of the job can have it."""
         self._job.close(hurries=sys.exc_info()[1] is not None)
 
     def _manner(self, *, waits: bool = False, overlaps: bool = False) -> Manner:
-        """How to save what is due."""
+        """How to save what is due: whether it waits for another save, and whether staging overlaps with passes."""
         waits = waits or self.options.when_saving == "wait"
         return Manner(waits=waits, overlaps=overlaps, on_failed=self._saves.note_failure)
 
     def _name_of(self, due: _Due | None) -> str:
-        """An epoch that is over gives its number, unless another has had that; all else is named by its step."""
+        """The checkpoint's name: the number of an epoch that is over, unless another has had that; else the step."""
         counts = self._counts
         if due is not None and due.is_of_epoch and counts.unfinished_epoch is None:
             name = f"epoch_{counts.epoch}"
@@ -585,7 +593,7 @@ class Checkpoints:
         return f"step_{counts.global_step}"
 
     def _save_again(self, moment: BoundaryState, manner: Manner) -> None:
-        """Save what has changed since it was saved as an epoch ended."""
+        """Save once more under another name, since the state has changed after it was saved as an epoch ended."""
         name = self._free_name()
         if name is not None:
             self._save_or_warn(name, moment, manner, is_again=True)
@@ -620,7 +628,7 @@ class Checkpoints:
                 self._note_name(name)
 
     def _leave_out(self, name: str) -> None:
-        """Another save is under way, and this one does not wait for it."""
+        """Raise or warn that a checkpoint is not saved, since another save is under way and is not waited for."""
         if self.options.when_saving == "error":
             raise CheckpointError(
                 f"{name} is due while {self._saves.path} is still being saved; save less often, or wait for it with "
@@ -649,13 +657,16 @@ class Checkpoints:
     # ---- going on from a checkpoint ----
 
     def resume(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
-        """Take the job's folder, and go on from its newest checkpoint, unless that is never to be done."""
+        """Claim the job's folder, and load its newest checkpoint unless resume is "never"; gives whether it loaded one.
+
+        ``take_up`` is given the checkpoint's config.
+        """
         with self._pulse.during(Activity.RESUMING):
             self._job.run.claim()
         return self.options.resume != "never" and self.load(take_up)
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
-        """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config."""
+        """Go on from the job's newest checkpoint; gives whether there is one. ``take_up`` is given its config."""
         self._due = None
         with self._pulse.during(Activity.RESUMING):
             resumed = self._resuming.load(take_up)
@@ -667,7 +678,7 @@ class Checkpoints:
     def load_earlier(
         self, step: int | None, *, skips: bool, is_torn: bool, more: str, on_begin: Callable[[], None]
     ) -> Resumed:
-        """Load an earlier checkpoint, as ``Resuming.load_earlier`` does; ``go_back`` comes next."""
+        """Load an earlier checkpoint, as ``Resuming.load_earlier`` does; call ``go_back`` next."""
         self._due = None
         self._job.live.drop_held()
         self._saves.settle()
@@ -675,7 +686,7 @@ class Checkpoints:
             return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
-        """Go on from what was loaded, under the config ``in_force``."""
+        """Go on from the earlier checkpoint that was loaded, under the config ``in_force``."""
         self._resuming.go_back(resumed, in_force, skips=skips)
         self._saves.go_back()
         self._last_epoch = self._counts.epoch

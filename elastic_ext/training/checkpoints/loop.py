@@ -1,6 +1,6 @@
-"""Saving: a session's checkpoints in its loop: what is begun where, what waits for it, what a signal leads to.
+"""Saving: where in a training's loop checkpoints are begun, what waits for them, and how a signal ends training.
 
-When one is due, and what is in it, is in checkpoints.py; what a signal leads to, in signals.py.
+When a checkpoint is due, and what is in it, is in checkpoints.py; how signals are heard, in signals.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """One rank's checkpoints, from the start of a session to its end."""
+    """Saves checkpoints at the right moments of a rank's loop, from the start of a session to its end."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Saving:
         self._is_fenced = False  # optimizers wait for a checkpoint that is being copied
 
     def start(self) -> None:
-        """From here on checkpoints are saved, and a signal ends training with one."""
+        """Begin to save checkpoints as they fall due, and to end training with one at a signal."""
         self.plan()
         self._try_at = self._follower.step + 1
         self._follower.on_change("checkpoint", lambda old, new: None, self.checkpoints.check)
@@ -57,18 +57,18 @@ class Saving:
             self._leaving.start()
 
     def plan(self) -> None:
-        """Follow the config in force; all ranks alike."""
+        """Set the next step with a checkpoint from the config in force; on all ranks alike."""
         self._save_at = self.checkpoints.next_due(self._follower.config)
         self.checkpoints.make_ready()
 
     def go_back(self) -> None:
-        """Training went back: have that written too if it is told to end before the next step; with all ranks."""
+        """Plan saves anew after training went back, and copy its state in case it is told to end; with all ranks."""
         self.plan()
         if self._leaving is not None:
             self.checkpoints.held.copy_if_on()
 
     def pass_boundary(self, step: int, boundary: Boundary | None) -> None:
-        """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
+        """Note, after a step, what to save before the next one; ``boundary`` is None where nothing was agreed."""
         if self._is_fenced:
             self._take_down_fence()
         if step >= self._try_at:
@@ -91,7 +91,7 @@ class Saving:
             self._steps.do_first(self.begin_due_in_step)
 
     def _note_copy(self, boundary: Boundary) -> None:
-        """Copy what there is before the next step, if the first rank has found that it is time to."""
+        """Have the training state copied before the next step, if the first rank has found that it is time to."""
         if boundary.copy:
             self._copies_at = self.checkpoints.moment()
             self._steps.do_first(self._copy)
@@ -104,16 +104,16 @@ class Saving:
             self.checkpoints.held.copy(moment)
 
     def begin_due(self) -> None:
-        """Save what is due, if anything is, or end, if some rank was told to; between two steps, on all ranks."""
+        """Save the checkpoint that is due, or save and exit if a rank was told to; between steps, on all ranks."""
         if self._leaves_at is not None:
             self._leave()
         self.checkpoints.begin_due()
 
     def end_epoch(self, *, is_over: bool) -> None:
-        """A loop over the data has ended, or was left before its epoch ``is_over``: keep a copy of what is due.
+        """Keep the state of a checkpoint that is due as a loop over the data ends; ``is_over`` unless left early.
 
-        Or of what there is, should training be told to end before the next step. What the loop does from here on is
-        within no step, whether or not the last one came to its end: nothing may be being copied that it changes.
+        Where none is due, the present state is copied, should training be told to end before the next step. What the
+        loop does from here on is within no step: so staging ends here, before the loop changes anything.
         """
         checkpoints = self.checkpoints
         checkpoints.fence()
@@ -132,9 +132,9 @@ class Saving:
             checkpoints.held.hold(is_between=is_over)
 
     def give_up_due(self, *, is_well: bool) -> None:
-        """Training ends between a step whose checkpoint is due and the next one, and without the other ranks.
+        """Save or give up the checkpoint that is due, as training ends between two steps without the other ranks.
 
-        Unless that is ``is_well`` something may be half done that the loop does after a step.
+        Unless training ends well (``is_well``) the loop's work after the step may be half done.
         """
         checkpoints = self.checkpoints
         if not checkpoints.is_due or self._steps.torn is not None:
@@ -151,7 +151,7 @@ class Saving:
             )
 
     def leave_failed(self, error: BaseException) -> None:
-        """Training was told to end, and fails: then what was copied last is saved, as where no step ends."""
+        """Save the newest copy where training was told to end and then failed with ``error``."""
         is_asked = self._leaving is not None and self._leaving.is_asked
         if is_asked and isinstance(error, Exception) and self.checkpoints.held.has_newest():
             assert self._leaving is not None
@@ -159,7 +159,7 @@ class Saving:
             self._leaving.go_from_memory()
 
     def end(self) -> None:
-        """Training has ended well on all ranks: what is being saved is; and where one was told to end, all exit."""
+        """Finish saving, as training has ended well on all ranks; where one was told to end, all exit."""
         self.checkpoints.end()
         if self._leaving is not None:
             asked = self._follower.ranks.sum([int(self._leaving.is_asked)], "ending")
@@ -167,17 +167,17 @@ class Saving:
                 self._leave()
 
     def fence(self) -> None:
-        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
+        """Wait until staging is done, so that parameters and optimizer state may change."""
         self.checkpoints.fence()
 
     def stop(self) -> None:
-        """Nothing is begun any more, and signals are left to others."""
+        """Give the signals back to their earlier handlers, and wait until staging is done."""
         if self._leaving is not None:
             self._leaving.stop()
         self._take_down_fence()
 
     def _listening(self) -> Leaving | None:
-        """None where ranks have no store to tell each other by."""
+        """The listener for signals; None where ranks have no store to tell each other by."""
         follower = self._follower
         store: Any = follower.ranks.store if follower.ranks.world_size > 1 else OwnStore()
         if store is None:
@@ -210,7 +210,7 @@ class Saving:
     # ---- saving as a step begins, and leaving ----
 
     def begin_due_in_step(self) -> None:
-        """Save what is due as a step begins; optimizers wait until it is copied."""
+        """Save the checkpoint that is due as a step begins; optimizers wait until it is staged."""
         self.checkpoints.begin_due(in_step=True)
         if self.checkpoints.is_copying:
             self._is_fenced = True
@@ -222,7 +222,7 @@ class Saving:
         self._steps.fence(None)
 
     def _leave(self) -> NoReturn:
-        """Some rank was told to end: save, and exit, on all ranks between the same two steps."""
+        """Save and exit, on all ranks between the same two steps, since some rank was told to end."""
         assert self._leaving is not None
         self._on_leave()
         ranks = self._follower.ranks
@@ -236,14 +236,14 @@ class Saving:
         raise SystemExit(EXIT_STATUS)
 
     def _tell_left(self, step: int | None, words: str) -> None:
-        """An event of a training that was told to end: from which ``step`` it can go on, None where from none."""
+        """Report that training was told to end, and from which ``step`` it can go on; None where from none."""
         now = self.checkpoints.step
         kind, how = (TOLD_TO_END, f"at step {now}") if step is None else (CAN_GO_ON, f"and can go on from step {step}")
         text = f"training was told to end, {how}: {words}"
         self._follower.reports.tell(kind, step=now if step is None else step, text=text, details={})
 
     def _save(self) -> tuple[bool, str]:
-        """Save, whatever became of the save before: whether this step is there to go on from, and what in words."""
+        """Save before exiting, with a second try; whether a run can go on from this step, and the outcome in words."""
         for is_last in (False, True):
             try:
                 return True, f"{self.checkpoints.save_now(self._leaves_at)} is saved"

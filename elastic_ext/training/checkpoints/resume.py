@@ -1,4 +1,4 @@
-"""Resuming: how a run goes on from a checkpoint, or goes back to one, and what it says of that.
+"""Resuming: how a run goes on from a checkpoint, or goes back to one, and what it logs then.
 
 When that is done, and what is saved afterwards, is in checkpoints.py.
 """
@@ -24,10 +24,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Resuming:
-    """One rank's part in going on from a job's checkpoints.
+    """Loads a job's checkpoints: the newest as a run resumes, an earlier one as training goes back.
 
-    ``startup`` are the values that the script gives. One that is damaged is passed over for the one before it, if this
-    ``falls_back`` and it is not asked for.
+    ``startup`` are the config values that the script gives. A damaged checkpoint is passed over for the one before it,
+    if this ``falls_back`` and the damaged one was not asked for.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Resuming:
         self._falls_back = falls_back
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> Resumed | None:
-        """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config."""
+        """Go on from the job's newest checkpoint; None where there is none. ``take_up`` is given its config."""
         resumed = self._job.restore(self._state, falls_back=self._falls_back)
         if resumed is None:
             return None
@@ -56,7 +56,7 @@ class Resuming:
     def load_earlier(
         self, step: int | None, *, skips: bool, is_torn: bool, more: str, on_begin: Callable[[], None]
     ) -> Resumed:
-        """Load the checkpoint of ``step``, or the newest before the present step; ``go_back`` comes next.
+        """Load the checkpoint of ``step``, or the newest before the present step; call ``go_back`` next.
 
         ``on_begin`` is called before anything is touched. ``more`` is what else has to be the same on all ranks.
         """
@@ -68,7 +68,7 @@ class Resuming:
         return resumed
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
-        """Go on from what was loaded, under the config ``in_force``."""
+        """Go on from the earlier checkpoint that was loaded, under the config ``in_force``."""
         if self._state.rank == 0:
             then = ElasticConfig.from_dict(resumed.state["config"]["config"]).label
             _logger.info(
@@ -89,7 +89,7 @@ class Resuming:
             _logger.warning("%s", why)
 
     def _tell(self, resumed: Resumed) -> None:
-        """One line of what is not as it was when the checkpoint was saved, and of what the script says in vain."""
+        """Log what differs from when the checkpoint was saved, and which of the script's values are not used."""
         commit = resumed.commit
         was = {**commit.about, "torch": commit.versions.get("torch")}
         now = {**self._state.about(), "torch": torch.__version__}
@@ -126,7 +126,7 @@ class _Earlier:
         self._state.check(opened)
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """Of what another checkpoint has ``touched``, what this one would not leave a part of."""
+        """Parts of the state, of those that another checkpoint has ``touched``, that this one fills in whole."""
         return self._state.refilled(opened, touched)
 
     def load(self, opened: Opened) -> Resumed:

@@ -27,7 +27,7 @@ __all__ = ["EXIT_STATUS", "SIGNALS", "SIGNALS_THREAD_NAME", "THREAD_NAME", "Leav
 _logger = logging.getLogger(__name__)
 
 
-# --- the signal that tells a whole job to end leaves them alive, for the steps that are still to be taken ------------
+# --- the signal that tells a whole job to end leaves loader workers alive, for the steps that are still to be taken --
 # torchrun sends SIGTERM to the process group of every rank, and some schedulers to all processes there are. A worker
 # that ended by it would end its rank too, in the middle of whatever that does, by an exception and without a
 # checkpoint.
@@ -39,9 +39,9 @@ _OWN = "elastic_ext.data.workers.worker_process"  # where an ElasticDataLoader's
 
 
 def spare_loader_workers(owner: object, *, is_over: Callable[[], bool]) -> None:
-    """Have workers that are forked from here on end by their parent's SIGTERM alone; as long as ``owner`` lives.
+    """Have loader workers forked from here on end by a SIGTERM of their parent alone, as long as ``owner`` lives.
 
-    No SIGUSR1 ends them. What they have to do with a parent that is gone they see by themselves.
+    No SIGUSR1 ends them. That their parent is gone workers notice by themselves.
     """
 
     def in_worker(_: object) -> None:
@@ -97,14 +97,14 @@ class ToldToEnd(Protocol):
         """Whether there is nothing to lose: no step was taken so far."""
 
     def write_newest(self, seconds: float) -> str:
-        """Write what was copied last, in so much time; gives what became of it, in words."""
+        """Write the newest copy of the training state within ``seconds``; gives the outcome in words."""
 
     def write_with_others(self) -> None:
-        """Write what another rank waits for, if one does; called now and then."""
+        """Write this rank's part of the newest copy, if another rank has begun to write it; called now and then."""
 
 
 class Leaving:
-    """Ends a training at a signal to this rank or to another; ``start`` it, and ``stop`` it."""
+    """Ends a training with a checkpoint at SIGTERM or SIGUSR1 to any rank; ``start`` it, and ``stop`` it."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Leaving:
             thread.start()
 
     def stop(self) -> None:
-        """Give the signals back."""
+        """Stop listening, and give the signals back to their earlier handlers."""
         self._is_over.set()
         if threading.current_thread() is not threading.main_thread():
             return  # which alone can give them back: a signal that comes yet finds that this is over
@@ -178,14 +178,17 @@ class Leaving:
                 handler.__self__._have_signals_written()  # type: ignore[union-attr]
 
     def _earlier_handler(self, number: int) -> Any:
-        """Of before this took the signal, or if that was a trainer's which has given it back, of before that."""
+        """The handler of a signal before this took it; that of a trainer that has given it back is passed over."""
         handler = self._handlers[number]
         while _is_a_trainers(handler) and handler.__self__._has_given_back:
             handler = handler.__self__._handlers[number]
         return handler
 
     def _have_signals_written(self) -> None:
-        """So that they are seen while the main thread is deep in C, unless they are written to somebody else."""
+        """Have signals written to a socket, so that they are seen while the main thread is deep in C.
+
+        Not where somebody other than an earlier trainer has them written.
+        """
         found = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         earlier = [handler.__self__ for handler in self._handlers.values() if _is_a_trainers(handler)]
         if found != -1 and found not in [each._writer.fileno() for each in earlier]:
@@ -197,16 +200,16 @@ class Leaving:
         return self._asked_at is not None
 
     def claim(self) -> bool:
-        """Whether it is to be done in steps; on one rank, once all have finished the same one."""
+        """Whether training ends by a save between steps; asked on one rank, once all have finished the same step."""
         return self._decide("in steps") == "in steps"
 
     def go_from_memory(self) -> None:
-        """Training cannot go on, as where the signal has ended what it needs: return when this process exits anyway."""
+        """End by writing the newest copy, since training cannot go on; returns when this process exits anyway."""
         if self._decide("from memory") == "from memory":
             self.wait()
 
     def wait(self) -> None:
-        """Another thread does it; until it has this process exit."""
+        """Wait until another thread, which writes the newest copy, has this process exit."""
         self._is_over.wait(self._seconds + self._margin)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -223,7 +226,7 @@ class Leaving:
             self._training.request_leave()
 
     def _listen(self) -> None:
-        """Note what is sent to this rank, and see that it ends by that, whatever becomes of the store."""
+        """Note signals to this rank, and see that the rank ends by one even if the store does not answer."""
         while not self._is_over.is_set():
             if select.select([self._reader], [], [], _POLL_SECONDS)[0]:
                 for number in self._reader.recv(64):
@@ -282,12 +285,12 @@ class Leaving:
             )
 
     def _has_waited(self, late: float) -> bool:
-        """Whether what there is without another step is taken: the longer it is waited for one, the less it has."""
+        """Whether training ends without another step: the longer none has ended, the older a state will do."""
         training, part = self._training, late / self._seconds
         return (part > 1 / 2 and training.can_write()) or (part > 3 / 4 and training.has_some())
 
     def _leave(self, seconds: float) -> None:
-        """Write what is held, and exit."""
+        """Write the newest copy, and exit."""
         what = self._training.write_newest(max(seconds, 0.0))
         _logger.warning("%s: training ends between steps; %s", self._signal, what)
         self._exit()
@@ -304,7 +307,7 @@ class Leaving:
         return self._learn(self._store.get("leaving/how")) if self._store.check(["leaving/how"]) else None
 
     def _decide(self, how: _How) -> _How:
-        """What was decided: this, unless something else was before."""
+        """How all ranks end training, by the store: ``how``, unless another way was decided before."""
         return self._learn(self._store.compare_set("leaving/how", "", how))
 
     def _learn(self, said: bytes) -> _How:
@@ -313,7 +316,7 @@ class Leaving:
 
 
 def _is_a_trainers(handler: Any) -> bool:
-    """Whether an earlier trainer of this process takes a signal: the later one is training now."""
+    """Whether a signal's handler is that of another trainer in this process."""
     return isinstance(getattr(handler, "__self__", None), Leaving)
 
 

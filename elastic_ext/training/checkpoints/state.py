@@ -65,7 +65,7 @@ Registered = dict[str, Mapping[str, torch.Tensor]]
 
 
 def named_registered(registered: Registered) -> dict[str, torch.Tensor]:
-    """All their tensors, as they are called in a checkpoint."""
+    """All registered tensors, by their names in a checkpoint."""
     return {
         f"{REGISTERED}{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
         for name, held in registered.items()
@@ -76,9 +76,9 @@ def named_registered(registered: Registered) -> dict[str, torch.Tensor]:
 def wanted_of_registered(
     opened: Opened, registered: Registered, unclaimed: Registered, *, rank: int, num_ranks: int
 ) -> list[Wanted]:
-    """What is registered, to be filled; what is not so far waits for whoever registers it.
+    """Registered tensors to be filled from a checkpoint; those not registered here are kept in ``unclaimed``.
 
-    Of what ranks had of their own each gets its own where there are as many ranks, and the first one's elsewhere.
+    State that each rank had for itself goes to the same rank where there are as many; else all get the first one's.
     """
     saved = _saved_under(opened, REGISTERED)
     unsaved = sorted(registered.keys() - saved.keys())
@@ -112,7 +112,7 @@ def wanted_of_registered(
 
 
 def _saved_under(opened: Opened, prefix: str) -> dict[str, dict[str, str]]:
-    """What there is of registered state: its tensors' names in the checkpoint, by its own and their keys."""
+    """Full names of registered tensors in a checkpoint, by the name they were registered under and by key."""
     saved: dict[str, dict[str, str]] = {}
     for full in opened.names("extra"):
         if full.startswith(prefix):
@@ -122,19 +122,19 @@ def _saved_under(opened: Opened, prefix: str) -> dict[str, dict[str, str]]:
 
 
 def _is_whole(held: torch.Tensor | None) -> bool:
-    """Whether a rank has all of what is registered by now; parts of what ranks had differently make no whole."""
+    """Whether a registered tensor lies whole on this rank, or is not registered so far."""
     return held is None or box_of("registered", held) == Box.whole(tuple(held.shape))
 
 
 def claim_registered(name: str, held: Mapping[str, torch.Tensor], unclaimed: Registered) -> None:
-    """Fill what is registered now with what was loaded under its name, if anything was; it stays there if it cannot."""
+    """Fill newly registered tensors with those loaded under their name, if any; these stay there if they do not fit."""
     if name in unclaimed:
         fill_registered(name, held, unclaimed[name])
         del unclaimed[name]
 
 
 def fill_registered(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors that were loaded, whole, into those that are registered; CheckpointMismatch if they do not fit."""
+    """Copy loaded tensors, which are whole, into registered ones; CheckpointMismatch if they do not fit."""
     kept = {key: _Kept(tuple(tensor.shape), tensor.dtype) for key, tensor in loaded.items()}
     _check_registered(name, held, kept, "what was loaded")
     with torch.no_grad():
@@ -177,7 +177,7 @@ def has_idle_core(*, num_cores: float, num_ranks: int, num_threads: int) -> bool
 
 
 def num_cores() -> float:
-    """How many this process may use at once."""
+    """How many processor cores this process may use at once."""
     cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     try:
         quota, _, period = _CGROUP_QUOTA.read_text().partition(" ")
@@ -189,7 +189,7 @@ def num_cores() -> float:
 def why_not_overlap(
     model: nn.Module, optimizers: Sequence[Optimizer], *, sharding: str, ranks_here: int, asked: Overlap
 ) -> str | None:
-    """Why parameters and optimizer state are to be copied before the next step begins, None where that can wait."""
+    """Why parameters and optimizer state are to be staged before the next step begins, None where that can wait."""
     if asked is False:
         return "overlap_saving is False"
     unknown = [type(optimizer).__name__ for optimizer in optimizers if not _is_torchs(optimizer)]
@@ -227,7 +227,7 @@ def _are_on_gpus(parameters: Iterable[nn.Parameter]) -> bool:
 # When a checkpoint is saved, and which one a run resumes from, is in checkpoints.py.
 
 PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader")
-"""What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
+"""Keys and names in ``TrainingState.collect`` that may change between two steps without a need to save again."""
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
 _GATHERED = (
     "{path} was saved while the loop was gathering gradients by itself, and optimizer.step() was not called since: "
@@ -246,32 +246,36 @@ class BoundaryState:
     """Training state as it is at the boundary between two steps, before the loop does anything else."""
 
     counts: Mapping[str, Any]
+    """The counters, as ``Counts.state_dict`` gives them, and whether the epoch is over."""
     config: Mapping[str, Any]
+    """The config in force, as ``ConfigFollower.state_dict`` gives it."""
     position: Any
     """Where the dataloader stands, as ``pack`` gives it; its tensors are in ``tensors``."""
     tensors: Mapping[str, torch.Tensor]
     random: Mapping[str, torch.Tensor]
-    """States of generators, by names."""
+    """States of this rank's random generators, by name."""
     own_position: Mapping[str, torch.Tensor]
     """Where this rank's dataloader stands, if each has a place of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Resumed:
-    """A checkpoint whose tensors are loaded."""
+    """A checkpoint whose tensors are loaded, with the rest of its state, which is taken up afterwards."""
 
     path: Path
     commit: Commit
     state: Mapping[str, Any]
+    """The checkpoint's plain values, as they were saved: counters, config, schedulers and the like."""
     position: Mapping[str, Any]
+    """Where the epoch and its dataloader stood, as ``Batches.position`` had it."""
     own_position: Any
     """Where this rank's dataloader stood, if there were as many ranks and each had a place of its own; else None."""
     random: Mapping[str, torch.Tensor]
-    """This rank's, or the first one's."""
+    """States of random generators by name: this rank's, or the first rank's where there were more or fewer ranks."""
 
 
 class TrainingState:
-    """All of a training's state on one rank."""
+    """All of a training's state on one rank: collected for a checkpoint, and put back from one."""
 
     def __init__(self, training: Training) -> None:
         ranks = training.ranks
@@ -290,7 +294,7 @@ class TrainingState:
     # ---- saving ----
 
     def moment(self, *, is_between: bool = False) -> BoundaryState:
-        """What must not move on when the loop does.
+        """The state that moves on when the loop does: counters, config, loader position and random states, as of now.
 
         ``is_between`` says that an epoch has ended, and that the loop has not done yet what it does before the next.
         """
@@ -308,7 +312,7 @@ class TrainingState:
         )
 
     def collect(self, moment: BoundaryState | None = None) -> Contents:
-        """All that this rank has: as it is now, and the rest as it was at ``moment``."""
+        """All that this rank brings to a checkpoint: tensors as they are now, the rest as it was at ``moment``."""
         moment = moment or self.moment()
         for optimizer in self._parts.optimizers:
             optimizer.rates.note_written()
@@ -347,9 +351,9 @@ class TrainingState:
         )
 
     def marks(self) -> list[object]:
-        """What is another as soon as something has changed here of what would be saved.
+        """Values that differ as soon as anything has changed on this rank of what would be saved.
 
-        Of large tensors that is what autograd counts of changes in place.
+        Large tensors are compared by autograd's count of changes in place.
         """
         contents = self.collect()
         counted = [*contents.model, *contents.optim]
@@ -364,7 +368,7 @@ class TrainingState:
         return [versions, whole, json.dumps(state, sort_keys=True)]
 
     def _counts_to_save(self, *, is_between: bool) -> dict[str, Any]:
-        """After an epoch's last step, and before the loop has left the epoch, what comes is the next one."""
+        """The counters that a checkpoint holds; after an epoch's last step they name the next epoch."""
         counts = self.counts
         is_unfinished = counts.unfinished_epoch is not None
         is_over = self._batches.is_over if counts.is_in_epoch else self._batches.has_none_left
@@ -385,13 +389,13 @@ class TrainingState:
         return [part for each in optimizers for group in each.param_groups for part in group["params"]]
 
     def why_not_overlap(self, asked: Overlap) -> str | None:
-        """Why what is saved is to be copied before the next step begins, None where a part of it can wait."""
+        """Why the state is to be staged before the next step begins, None where staging can overlap with passes."""
         optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
         how = self._training.gradients.sharing.name
         return why_not_overlap(self.model, optimizers, sharding=how, ranks_here=self._ranks_here, asked=asked)
 
     def about(self) -> dict[str, Any]:
-        """What somebody who resumes is told of this run."""
+        """Facts about this run that its checkpoints hold, and that a run that resumes compares with its own."""
         return {
             "ranks": self.num_ranks,
             "sharding": self._training.gradients.sharing.name,
@@ -401,7 +405,7 @@ class TrainingState:
     # ---- loading ----
 
     def check(self, opened: Opened) -> None:
-        """Find what does not fit, before anything is touched; called before ``load``."""
+        """Raise where a checkpoint does not fit this training, before anything is changed; called before ``load``."""
         optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
         self._loader = Loader(self.model, optimizers, rank=self.rank, num_ranks=self.num_ranks)
         self._check_parts(opened)
@@ -411,9 +415,9 @@ class TrainingState:
         )
 
     def load(self, opened: Opened) -> Resumed:
-        """Fill all tensors, and give what is taken up once every rank has come so far.
+        """Fill all tensors from a checkpoint; gives the rest of its state, taken up once every rank has loaded.
 
-        What goes into memory of its own is read first: damage that is found there has touched nothing.
+        Tensors that go into new memory are read first: damage found there has changed nothing.
         """
         parts, state = self._parts, opened.state
         own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
@@ -440,12 +444,12 @@ class TrainingState:
         )
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """Of what another checkpoint has ``touched``, what this one would not leave a part of."""
+        """Parts of the state, of those that another checkpoint has ``touched``, that this one fills in whole."""
         registered = {each.what for each in self._wanted if each.what is not None}
         return self._loader.refilled(opened, touched) | registered
 
     def _drawn(self, opened: Opened) -> dict[str, torch.Tensor]:
-        """The states of random generators: this rank's, or the first one's."""
+        """A checkpoint's states of random generators: this rank's, or the first one's."""
         drawer = self.rank if opened.num_ranks == self.num_ranks else 0
         prefix = f"random/{drawer}/"
         return {
@@ -455,7 +459,10 @@ class TrainingState:
         }
 
     def take_up(self, resumed: Resumed) -> None:
-        """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
+        """Put the loader and random generators where the checkpoint was; the last act of resuming.
+
+        So nothing is drawn from the generators after it.
+        """
         why_anew = self._batches.positions.resume(resumed.position, resumed.own_position)
         if why_anew is not None and self.rank == 0:
             _logger.warning("%s", why_anew)
@@ -464,10 +471,10 @@ class TrainingState:
         self._restore_random(resumed)
 
     def why_incomplete(self, resumed: Resumed) -> str | None:
-        """What was not done yet, or is not in it, where it was saved between two epochs; or what comes again, where an
-        epoch was left before its end. None where all is well.
+        """What a run that resumes from a checkpoint lacks, or does twice, in words; None where all is well.
 
-        Called after ``load``.
+        It lacks what the loop does between two epochs, or gradients that the loop gathers by itself; schedules may step
+        twice where an epoch was left before its end. Called after ``load``.
         """
         counts = resumed.state["counts"]
         saved = resumed.state["schedulers"]
@@ -510,10 +517,10 @@ class TrainingState:
         )
 
     def go_back(self, resumed: Resumed, *, skips: bool) -> None:
-        """Count, hand out samples and draw as from the checkpoint on; with ``skips`` samples go on where they are.
+        """Put counters, samples and random generators back to a checkpoint; with ``skips`` samples stay where they are.
 
-        Where they cannot go back within an epoch they go on, too, and the epoch with them. The last of all that is done
-        to go back.
+        Where samples cannot go back within an epoch they go on, too, and the epoch with them. The last act of going
+        back.
         """
         is_in_epoch, can_go_back = self.counts.is_in_epoch, self._batches.positions.can_go_back(resumed.position)
         stays = skips or (is_in_epoch and not can_go_back)
@@ -532,12 +539,12 @@ class TrainingState:
         self._restore_random(resumed, with_loader=not skips)
 
     def let_go(self) -> None:
-        """Hold no parameter, which may become another object; called once a checkpoint is loaded."""
+        """Hold no parameter any more, since it may become another object; called once a checkpoint is loaded."""
         del self._loader
         self._wanted = []
 
     def _pass_rest(self, resumed: Resumed) -> None:
-        """What was saved after an epoch's last step goes on with the next epoch."""
+        """Have the next loop be over the next epoch, where the checkpoint was saved after an epoch's last step."""
         if resumed.state["counts"].get("is_over", False):
             self._batches.pass_rest()
 
@@ -559,9 +566,9 @@ class TrainingState:
             )
 
     def _restore_random(self, resumed: Resumed, *, with_loader: bool = True) -> None:
-        """Each rank draws on where it was; of another number of ranks each begins anew, from the first one's state.
+        """Put random generators back to this rank's saved state; where ranks are more or fewer, seed from the first's.
 
-        What a loader shuffles with goes on where it is without ``with_loader``.
+        Without ``with_loader`` the generators that a loader shuffles with go on where they are.
         """
         if resumed.commit.num_ranks == self.num_ranks:
             own = _generators_of(self._batches.loader)
@@ -588,7 +595,7 @@ def _epoch_of(saved: Mapping[str, Any]) -> int:
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """What a DataLoader shuffles with, where the script has given it a generator, by names."""
+    """The generators that the script has given to a DataLoader and its sampler, by name."""
     sampler = getattr(loader, "sampler", None)
     found = {"loader": getattr(loader, "generator", None), "sampler": getattr(sampler, "generator", None)}
     return {name: draw for name, draw in found.items() if isinstance(draw, torch.Generator)}

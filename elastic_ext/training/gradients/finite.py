@@ -32,7 +32,7 @@ WHEN_NOT_FINITE: tuple[WhenNotFinite, ...] = ("warn", "skip", "stop")
 _MOST_LEFT_OUT = 32
 """Steps in a row that a scaler may leave out: it halves its scale in each, and infinities end long before."""
 _MOST_SKIPPED = 100
-"""Steps in a row after which it is said once more that nothing but skipping happens."""
+"""After how many skipped steps in a row a second warning says that training does not go on."""
 
 _REMEDY = "lower the learning rate, clip gradients, or look at these samples"
 _TEXTS: Mapping[WhenNotFinite, str] = {
@@ -64,13 +64,13 @@ class NotFinite:
     """Which losses and gradients of a step were not finite, as far as this rank has seen."""
 
     num_gradients: int = 0
-    """Parameters whose gradients are not,"""
+    """Parameters whose gradients were not finite."""
     num_parameters: int = 0
-    """... of so many that were looked at."""
+    """Parameters whose gradients were looked at."""
     is_elsewhere: bool = False
-    """Another rank has found some."""
+    """Whether another rank has found gradients that were not finite."""
     losses: tuple[tuple[int, float], ...] = ()
-    """Micro-steps, from 1 on, and what their losses were."""
+    """Losses that were not finite, each with the number of its micro-step, from 1 on."""
     norm: float | None = None
     """The norm of all gradients, where clipping found one that is not finite."""
     num_by_scaler: int = 0
@@ -98,7 +98,7 @@ class NotFinite:
 
 
 class FiniteGradients:
-    """The looks of one rank at the gradients of its steps."""
+    """Checks on one rank whether the gradients of each step are finite, and leaves out or stops steps where not."""
 
     def __init__(self, training: Training) -> None:
         state, scaler = training.state, training.prepared.scaler
@@ -127,23 +127,23 @@ class FiniteGradients:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether optimizers were kept from the step under way."""
+        """Whether optimizers were kept from stepping in the step under way."""
         return self._is_left_out and self._number == self._state.number
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """``loss`` is what a backward pass of this step begins with; it is read when the step ends."""
+        """Keep the loss of a micro-step that enters its backward pass; it is read when the step ends."""
         if not self._has_scaler and loss.numel() == 1:
             self._begin()
             self._losses.append((self._state.index + 1, loss.detach()))
 
     def note_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of these are clipped now: where their norm is not finite, none of them is afterwards."""
+        """Check gradients before they are clipped: where their norm is not finite, none of them is afterwards."""
         if not self._has_scaler:
             self._begin()
             self._count(parameters)
 
     def note_norm(self, norm: torch.Tensor) -> None:
-        """Clipping has come to this norm; on a device it is not waited for."""
+        """Note a norm found by clipping, where it is not finite; one on a device is not waited for."""
         if self._has_scaler or norm.device.type != "cpu":
             return
         value = float(norm)
@@ -153,9 +153,9 @@ class FiniteGradients:
             self._state.looks_from = min(self._state.looks_from, self._state.number)
 
     def may_step(self, own: Iterable[torch.Tensor]) -> bool:
-        """Whether the optimizer of these parameters is to step; on all ranks, unless it is only told.
+        """Whether the optimizer of these parameters is to step; all ranks decide alike, unless it is only a warning.
 
-        Raises StepError where the step is to be taken back.
+        StepError where the step is to be taken back.
         """
         self._begin()
         if self._is_left_out:
@@ -180,7 +180,7 @@ class FiniteGradients:
         return False
 
     def end_step(self) -> None:
-        """The step ends on this rank, and was looked at."""
+        """Count and tell what was found in a step that was looked at, as it ends on this rank."""
         state = self._state
         if self._number == state.number:
             has_stepped = state.num_stepped > 0
@@ -206,7 +206,7 @@ class FiniteGradients:
             self._losses, self._norm = [], None
 
     def _count(self, parameters: Sequence[torch.Tensor]) -> int:
-        """How many gradients of these are not finite; what is told is what was found first, before clipping."""
+        """How many of these parameters' gradients are not finite; a step's first finding, before clipping, is kept."""
         found = num_not_finite(part.grad for part in parameters if part.grad is not None)
         if found and not self._num_gradients and self._norm is None:
             self._num_gradients, self._num_parameters = found, len(parameters)
@@ -224,7 +224,7 @@ class FiniteGradients:
         )
 
     def _note(self, finding: NotFinite) -> None:
-        """Count the step, and say so once."""
+        """Count a step with gradients that are not finite, and warn of the first one."""
         counts = self._counts
         counts.measured["num_not_finite"] += 1
         if not self._is_left_out:
@@ -262,7 +262,7 @@ class FiniteGradients:
         self._reports.tell("not-finite", step=self._after, text=text, details=details)
 
     def _note_left_out(self) -> None:
-        """A scaler has kept an optimizer from the step under way; where it never ends it is no matter of its scale."""
+        """Count steps in a row that a scaler leaves out; where they do not end, the scale is not the reason."""
         state, committed = self._state, self._counts.global_step
         last, committed_then, number = self._left_out_by_scaler
         if last == state.number:
@@ -296,7 +296,7 @@ def num_not_finite(gradients: Iterable[torch.Tensor]) -> int:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """What of a gradient lies on this rank; of a sparse one, its values."""
+    """The part of a gradient that lies on this rank; of a sparse one, its values."""
     held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     if held.layout is torch.sparse_coo:
         return held._values()

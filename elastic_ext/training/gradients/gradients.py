@@ -34,31 +34,31 @@ _SOME = 256
 
 
 class Tampering:
-    """Looks on in some steps: in every one it would cost too much."""
+    """Notices that gradients were changed between backward passes; in some steps, as in all it would cost too much."""
 
     def __init__(self) -> None:
         self.is_looking = False
-        """In the step under way."""
+        """Whether changes are looked for in the step under way."""
         self._seen: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients' versions, and some of their values
 
     def begin_step(self, *, is_looking: bool) -> None:
-        """A step of several micro-steps begins."""
+        """Begin a step of several micro-steps, in which changes are looked for or not."""
         self._seen.clear()
         self.is_looking = is_looking
 
     def forget(self) -> None:
-        """Hold no parameter until the next pass."""
+        """Hold no parameter until the next backward pass."""
         self._seen.clear()
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A backward pass has ended: so gradients are to stay."""
+        """Remember the gradients of ``parameters`` as a backward pass has left them."""
         for part in parameters:
             gradient = part.grad
             if gradient is not None and not gradient.is_sparse:
                 self._seen[part] = local_part(gradient)._version, _some(gradient).clone()
 
     def has_seen_change(self) -> bool:
-        """Whether a gradient is another than the last backward pass has left it, or gone."""
+        """Whether a gradient has changed or is gone since the last backward pass."""
         seen = ((part.grad, version, values) for part, (version, values) in self._seen.items())
         return any(
             gradient is None or local_part(gradient)._version != version or not _are_alike(_some(gradient), values)
@@ -67,12 +67,12 @@ class Tampering:
 
 
 def local_part(gradient: torch.Tensor) -> torch.Tensor:
-    """What of a gradient lies on this rank: to look at it takes no other."""
+    """The part of a gradient that lies on this rank."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _some(gradient: torch.Tensor) -> torch.Tensor:
-    """Enough to see a change that leaves the version as it is, as a GradScaler's do."""
+    """Some elements of a gradient, to see a change that leaves its version as it is, as a GradScaler's do."""
     return local_part(gradient).detach().reshape(-1)[:_SOME]
 
 
@@ -123,13 +123,13 @@ _UNSHARED = (
 
 
 class Gradients:
-    """The gradients of one model on this rank, in a step."""
+    """What steps do to one model's gradients on this rank: weigh, share, divide, clip, check and drop them."""
 
     def __init__(self, model: nn.Module, state: StepState) -> None:
         self._model = model
         self._state = state
         self.sharing = sharing_of(model)
-        """How ranks average them."""
+        """How ranks average the gradients."""
         self._is_alone = self.sharing.num_ranks == 1 and not self.sharing.exchanges_always
         self._weighing = self._weighing_of(self.sharing)
         self._is_needed = False  # to see passes and weigh them
@@ -138,23 +138,23 @@ class Gradients:
         self._handles: list[RemovableHandle] = []
         self.shares_first = self.sharing.shares_first
         self.awaited: list[torch.Tensor] = []
-        """Outputs of a forward pass; its backward pass, which has not begun, shares gradients: other ranks wait."""
+        """Outputs of a forward pass whose backward pass has not begun, and shares gradients: other ranks wait."""
         self.before_step: Callable[[], None] | None = None
-        """Called on all ranks as a step begins, when the model may have to be taken up anew."""
+        """Called on all ranks as a step begins, to see whether the model was wrapped anew; None without a plan."""
         self.on_unused: Callable[[], None] | None = None
         """Called once, when a pass through sharded modules has left out a parameter that is trained.
 
         Each step's first pass is looked at, and now and then all of a step.
         """
         self.on_shared_buffers: Callable[[], None] | None = None
-        """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
+        """Called in a step's first pass, once the first rank's buffers were broadcast; None where nobody asks."""
         self._has_shared_buffers = False  # in the step under way
         self.share_guarded: Callable[[], None] = lambda: None
         """Called after the passes of a guarded step's last micro-step, on all ranks."""
         self._sharing_pass = -1  # gradients are shared when this one has ended
         self.optimizers: list[ElasticOptimizer] = []
         self.finite: FiniteGradients | None = None
-        """Who is told of losses and norms; None before ``prepare``."""
+        """The check that losses and norms are finite; None before ``prepare``."""
         self._tampering = Tampering()
         self._num_items: torch.Tensor | None = None
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of the step before, by parameters
@@ -167,7 +167,7 @@ class Gradients:
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def take_up(self, engine: DistributedDataParallel | None) -> None:
-        """The model is spread otherwise, between two steps: see again how its gradients are averaged."""
+        """See again how gradients are averaged, after a change of plan between two steps; ``engine`` is its DDP."""
         self.let_go()
         before = self.sharing
         self.sharing = sharing_of(self._model, engine)
@@ -180,7 +180,7 @@ class Gradients:
         self._weighing.counts = not self._is_alone or self._has_counted
 
     def holders(self) -> list[object]:
-        """What refers to parameters here, once it has let go of what it can."""
+        """Objects that still refer to parameters once ``let_go`` was called; a change of plan asks for them."""
         self.let_go()
         return [self.sharing.averaged()]
 
@@ -197,20 +197,20 @@ class Gradients:
 
     @property
     def are_exchanged(self) -> bool:
-        """Whether passes depend on other ranks."""
+        """Whether forward or backward passes exchange anything with other ranks."""
         return not self._is_alone
 
     @property
     def sees_passes(self) -> bool:
-        """Whether passes of the micro-step under way are noticed."""
+        """Whether forward and backward passes of the micro-step under way are noticed."""
         return self._is_needed and (self._weighing.counts or self._state.weight != 1.0)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """What has gradients: the model's parameters, and what else the optimizers train."""
+        """All parameters that have gradients: the model's, and others that the optimizers train."""
         yield from dict.fromkeys([*self._model.parameters(), *self._trained()])
 
     def watch(self, *, needed: bool) -> None:
-        """See forward and backward passes, and weigh them; where it is not needed, stay out of the model's way."""
+        """Set or remove the hooks by which forward and backward passes are noticed and weighed, as ``needed``."""
         if not needed and not self._is_needed:
             return
         num_trained = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -231,19 +231,19 @@ class Gradients:
             self._handles.append(part.register_forward_pre_hook(Hook(self._after_sharing_buffers)))
 
     def begin_gathering(self, *, is_looked_at: bool) -> None:
-        """A step of several micro-steps begins."""
+        """Begin a step of several micro-steps; in some, changes of gradients are looked for (``is_looked_at``)."""
         self._tampering.begin_step(is_looking=is_looked_at)
         self._weighing.counts = not self._is_alone or self._has_counted or self._tampering.is_looking
 
     def release(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found: without hooks, and with gradients shared in each pass."""
         self.awaited.clear()
         self.watch(needed=False)
         self.sharing.share(now=True)
         self.sharing.expect_shared_buffers()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **options: Any) -> None:
-        """``loss.backward()`` with this micro-batch's weight, however the loss came about."""
+        """Call ``loss.backward()`` with this micro-batch's weight, whatever the loss was computed from."""
         state, weighing = self._state, self._weighing
         weight = state.weight
         is_first = not state.has_backward and (weighing.counts or weight != 1.0)  # else others may have gone unseen
@@ -294,7 +294,7 @@ class Gradients:
 
     @property
     def can_wait_for_weights(self) -> bool:
-        """Whether sums of gradients stay on this rank, in range and unseen until they are weighed."""
+        """Whether gradients can be weighed once, at a step's end: until then nobody shares, sees or overflows them."""
         if any(map(_has_hooks, self._model.modules())) or any(map(_has_hooks, self._model.parameters())):
             return False
         if any(part._post_accumulate_grad_hooks for part in self._trained()):
@@ -306,7 +306,7 @@ class Gradients:
         return is_kept and not any(parameter.dtype is torch.float16 for parameter in self.parameters())
 
     def weigh_gathered(self, weight: float) -> None:
-        """Have what earlier micro-steps gathered count by the weight that they have in common."""
+        """Multiply the gradients of a step's earlier micro-steps by the weight that these have in common."""
         if not self._is_counted:
             gradients = self._gathered()
             if gradients:
@@ -348,7 +348,7 @@ class Gradients:
             raise StepError(self._why_unweighted())
 
     def _look_for_unused(self, tell: Callable[[], None]) -> None:
-        """Tell once where the pass that has ended has left out a parameter, in whichever micro-step of a step."""
+        """Call ``tell`` once if the pass that has ended has left out a parameter that is trained."""
         if self._state.index == 0:
             is_found = self.sharing.leaves_unused()
         else:  # each has a gradient of an earlier one, which a pass that uses it changes
@@ -379,7 +379,7 @@ class Gradients:
             part.grad = None
 
     def drop(self) -> None:
-        """Forget what this step has gathered, and a pass that failed."""
+        """Drop this step's gradients, and give up a pass that failed."""
         self._forget_counts()
         self._unshared.clear()
         self.sharing.forget()
@@ -389,13 +389,13 @@ class Gradients:
             parameter.grad = None
 
     def end_step(self) -> None:
-        """The next step counts its items anew, and shares buffers."""
+        """End a step: the next one counts its items anew, and shares buffers."""
         self._forget_counts()
         self._has_shared_buffers = self.shares_first = False
         self._weighing.counts = not self._is_alone or self._has_counted
 
     def _check_hidden(self) -> None:
-        """Raise where something has come to gradients that do not lie in ``grad``, and not through the model."""
+        """Raise where a pass that did not go through the model's outputs has added to gradients outside of ``grad``."""
         before, self._hidden = self._hidden, self.sharing.num_hidden
         if not self._state.has_backward and not self._state.is_exact and self._hidden != before:
             raise StepError(self._why_unweighted())
@@ -409,13 +409,13 @@ class Gradients:
                 yield from group["params"]
 
     def _gathered(self) -> list[torch.Tensor]:
-        """What of the gradients lies on this rank."""
+        """The parts of all gradients that lie on this rank."""
         parts = [*self._trained(), *self._others]
         found = [part.grad for part in (parts if len(self.optimizers) == 1 else dict.fromkeys(parts))]
         return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward pass starts with; kept, since making it costs as much as the rest of the call."""
+        """The gradient, ``weight``, that a backward pass starts with; kept, since making it costs as much as that."""
         key = (weight, loss.dtype, loss.device)
         seed = self._seeds.get(key)
         if seed is None or seed.shape != loss.shape:
@@ -434,7 +434,7 @@ class Gradients:
         self._num_items = count.clone() if self._num_items is None else self._num_items + count
 
     def _set_left_aside(self) -> None:
-        """Keep what the step before has left from being divided by the items of this one."""
+        """Set gradients left from the step before aside, so that they are not divided by the items of this one."""
         if not any(optimizer.may_have_left_gradients for optimizer in self.optimizers):
             return
         for part in self._trained():
@@ -449,7 +449,7 @@ class Gradients:
         self._is_divided = False
 
     def _note_pass(self, *, is_counted: bool, is_first: bool) -> None:
-        """A backward pass has come; raise where it does not go together with those before it."""
+        """Note a backward pass; raise where it cannot follow the earlier ones of its step."""
         if self._is_counted is None:
             self._is_counted = is_counted
         elif self._is_counted is not is_counted:
@@ -488,7 +488,7 @@ class Gradients:
         self._is_divided = True
 
     def _note_output(self, output: torch.Tensor) -> None:
-        """The model was called, and shares gradients when a backward pass comes to this."""
+        """Note an output of the model, whose backward pass other ranks will wait for if it shares gradients."""
         sharing = self.sharing
         if sharing.is_overridden:
             raise StepError(_OVERRIDDEN)
@@ -496,7 +496,7 @@ class Gradients:
             self.awaited.append(output)
 
     def _note_backward(self) -> None:
-        """A backward pass has come to the model."""
+        """Note that a backward pass has come to the model's outputs."""
         if self.sharing.is_overridden:
             raise StepError(_OVERRIDDEN)
         is_first, self._state.has_backward = not self._state.has_backward, True
@@ -522,7 +522,7 @@ class Gradients:
 
 
 def _is_same_ddp(one: Sharing, other: Sharing) -> bool:
-    """Whether the same wrappers average gradients, and wait for the passes that they have begun."""
+    """Whether the same DDP modules average gradients in both."""
     return len(one.wrapped) == len(other.wrapped) and all(
         wrapped is again and isinstance(wrapped, DistributedDataParallel)
         for wrapped, again in zip(one.wrapped, other.wrapped, strict=True)
@@ -530,6 +530,6 @@ def _is_same_ddp(one: Sharing, other: Sharing) -> bool:
 
 
 def _has_hooks(part: Any) -> bool:
-    """Whether somebody sees, and may change, gradients on their way."""
+    """Whether a module or parameter has hooks that see, and may change, gradients."""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(part, name, None) for name in names)

@@ -34,14 +34,14 @@ __all__ = [
 
 
 # --- what goes into a model and what comes out -----------------------------------------------------------------------
-# What goes into a model and what comes out: tensors found in it, exchanged for others, and where they came from.
+# Tensors found in a model's inputs and outputs, exchanged for others, and where they came from.
 
 _MARK = "elastic_ext: an output of the model"
 _END = "elastic_ext: an input of the model"
 
 
 class Same(torch.autograd.Function):
-    """The same tensor with a place of its own in the graph. Not a view: where one changes in place, hooks are lost."""
+    """Identity with a node of its own in autograd's graph. Not a view: where one changes in place, hooks are lost."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,19 +53,19 @@ class Same(torch.autograd.Function):
 
 
 def mark(output: torch.Tensor) -> None:
-    """Note in the graph that here the model ends, for ``origins``."""
+    """Mark the graph node of ``output`` as an output of the model, for ``origins``."""
     node: Any = output.grad_fn
     node.metadata[_MARK] = True
 
 
 def mark_end(inner: torch.Tensor) -> None:
-    """Note in the graph that here the model begins, for ``is_made_of_marked``."""
+    """Mark the graph node of ``inner`` as an input of the model, for ``is_made_of_marked``."""
     node: Any = inner.grad_fn
     node.metadata[_END] = True
 
 
 def is_made_of_marked(tensor: torch.Tensor) -> bool:
-    """Whether an output of the model is among what this was made from, other than by way of its inputs."""
+    """Whether ``tensor`` was computed from an output of the model, other than by way of the model's inputs."""
     waiting: list[Any] = [tensor.grad_fn]
     seen: set[Any] = set()
     while waiting:
@@ -80,7 +80,7 @@ def is_made_of_marked(tensor: torch.Tensor) -> bool:
 
 
 def origins(tensor: torch.Tensor, own: set[int]) -> tuple[bool, bool]:
-    """Whether the model's own parameters are among what it was made from other than by its outputs; whether else is."""
+    """Whether ``tensor`` was computed from parameters in ``own``, not by way of model outputs; and from others."""
     if tensor.grad_fn is None:
         return id(tensor) in own, id(tensor) not in own
     is_own = is_other = False
@@ -100,7 +100,7 @@ def origins(tensor: torch.Tensor, own: set[int]) -> tuple[bool, bool]:
 
 
 def needs_look(value: object) -> bool:
-    """Whether there may be something in it that needs gradients."""
+    """Whether an argument of a model may hold a tensor that needs gradients."""
     return value.requires_grad if type(value) is torch.Tensor else value is not None
 
 
@@ -111,7 +111,10 @@ def _nothing(value: object) -> None:
 def replaced(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], give_up: Callable[[object], None] = _nothing
 ) -> Any:
-    """Nested containers with those tensors changed that need gradients: copies of what holds such."""
+    """``value`` with ``change`` applied to each tensor that needs gradients, in copies of the containers around it.
+
+    ``give_up`` is called with an object that has such tensors, and cannot be copied so.
+    """
     same: Any
     if isinstance(value, torch.Tensor):
         return change(value) if value.requires_grad else value
@@ -168,7 +171,10 @@ _NOT_COMPILED = "it weighs gradients, outside of the graph; compile the model be
 
 
 class Weighing:
-    """Weighs what comes back to a model: to ``parts`` of it, which are what the loop calls, or what these hold."""
+    """Multiplies the gradients that enter a model backwards by the micro-batch's weight.
+
+    ``parts`` are the modules that the loop calls, or that hold those.
+    """
 
     def __init__(
         self,
@@ -179,9 +185,9 @@ class Weighing:
         on_backward: Callable[[], None],
     ) -> None:
         self.is_exact = False
-        """The loss is weighed itself: gradients are left as they are."""
+        """Whether the loss itself is weighed, so that gradients are left as they are."""
         self.counts = True
-        """Notice passes that need no weight too."""
+        """Whether passes with a weight of 1 are noticed too."""
         self._entries = list(dict.fromkeys(entry for part in parts for entry in callable_parts(part)))
         self._state = state
         self._on_output = on_output
@@ -198,7 +204,7 @@ class Weighing:
         self._needs_exact = ""  # why the loss of this micro-step must be weighed itself
 
     def turn_on(self, trained: Iterable[torch.Tensor]) -> None:
-        """See forward and backward passes; ``trained`` are all parameters, the model's and others."""
+        """Set the hooks that see and weigh passes; ``trained`` are all parameters, the model's and others."""
         self.turn_off()
         self._own = {id(part) for entry in self._entries for part in entry.parameters()}
         before, after = self._before_forward, self._after_forward
@@ -215,7 +221,7 @@ class Weighing:
             self._handles.append(part.register_hook(self._weigh_outside))  # type: ignore[no-untyped-call]
 
     def turn_off(self) -> None:
-        """Stay out of the model's way."""
+        """Remove the hooks that see and weigh passes."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -227,7 +233,7 @@ class Weighing:
             raise StepError(pipelines.REFUSED.format("the model was called by a stage of a pipeline"))
 
     def check(self) -> None:
-        """Raise where this micro-step's loss had to be weighed itself."""
+        """Raise where the model's outputs could not be weighed in this micro-step, so that the loss had to be."""
         if self._state.has_forward and self._needs_exact:
             raise StepError(_NEEDS_EXACT.format(self._needs_exact))
 
@@ -283,13 +289,13 @@ class Weighing:
         return replaced(output, self._weighed, self._cannot_look_into)
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself; a backward pass that comes to it is noticed."""
+        """The output itself, with a hook by which a backward pass that comes to it is noticed."""
         if tensor.grad_fn is not None:
             self._hook(tensor, above(tensor.grad_fn))
         return tensor
 
     def _weighed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, weighed: of the tensor itself other outputs may be made, here or in a later call."""
+        """A copy of an output in the graph, whose gradient is weighed; other outputs may be made of the original."""
         if self._is_called_once and self._num_calls > 1 and is_made_of_marked(tensor):
             self._needs_exact = "it was called once per micro-step so far, and now again with what it had kept"
         try:
@@ -308,7 +314,7 @@ class Weighing:
         self._on_output(output)
 
     def _unweighed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input of the model; a gradient that leaves the model here does so without the weight."""
+        """A copy of an input in the graph; a gradient that leaves the model by it is divided by the weight again."""
         is_own, is_other = origins(tensor, self._own)
         if not is_other:  # made by the model without leaving it: from its parameters, or kept from a call before
             return tensor
@@ -342,7 +348,7 @@ class Weighing:
         return gradient / self._state.weight
 
     def _weigh_outside(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a parameter that is trained outside of the model."""
+        """The weighed gradient of a parameter that is trained and not the model's; None to leave it."""
         if not self._state.is_inside or self.is_exact or torch.is_grad_enabled():
             return None
         return gradient * self._state.weight
@@ -352,7 +358,7 @@ class Weighing:
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or where it only holds others, such as a ModuleDict, those that can be called."""
+    """The modules that a loop can call: ``module``, or the children where it only holds them, as a ModuleDict does."""
     own = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")  # compiled, and scripted ones
     if own is not nn.Module.forward:
         yield module

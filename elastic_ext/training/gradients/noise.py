@@ -29,9 +29,10 @@ _logger = logging.getLogger(__name__)
 
 
 # --- the gradients of two steps in a row, looked at as optimizers are about to use them, and compared ----------------
-# No second copy of them is kept: of each tensor it looks at some thousand elements, the same in both steps and spread
-# evenly over it, each of which counts for those around it. What follows from the numbers is in NoiseScale; which steps
-# are looked at, in Learning. No parameter is held from one step to the next, since it may become another object.
+# No second copy of all gradients is kept: of each tensor some thousand elements are looked at, the same in both steps
+# and spread evenly over the tensor, each of which counts for those around it. What follows from the numbers is in
+# NoiseScale; which steps are looked at, in Learning. No parameter is held from one step to the next, since it may
+# become another object.
 
 _MOST_ELEMENTS = 4096  # of a tensor
 _MOST_KEPT = 16  # weights of so many looks
@@ -42,15 +43,15 @@ class _NoisePiece:
     """The part of one gradient on this rank that the noise scale is measured on."""
 
     position: int
-    """Of its parameter, among those of all optimizers."""
+    """The place of the gradient's parameter among those of all optimizers."""
     num_elements: int
     weight: float
-    """Of each: what it stands for, on as many ranks as have it."""
+    """How many elements of the whole gradient each one stands for, divided among the ranks that have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A piece, and which elements it is."""
+    """A piece of a gradient, and the slice of its elements that are looked at."""
 
     piece: _NoisePiece
     elements: slice
@@ -61,15 +62,15 @@ _Seen = tuple[tuple[_NoisePiece, ...], torch.Tensor]  # elements of some tensors
 
 @dataclass(slots=True)
 class _Look:
-    """What was seen in one step."""
+    """The gradient elements that were seen in one step."""
 
     places: dict[int, int]
-    """By the id of a parameter that was not looked at so far, its position."""
+    """Positions of the parameters that were not looked at so far, by their ids."""
     seen: list[_Seen] = field(default_factory=list)
 
 
 class GradientPairs:
-    """Looks of this rank at the gradients of two steps in a row, which it compares."""
+    """Samples this rank's gradients in two steps in a row, and compares them, for the noise scale."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class GradientPairs:
         *,
         num_ranks: int,
     ) -> None:
-        """``num_ranks`` add up what they see, each its part of it."""
+        """``num_ranks`` ranks add up what ``compare`` gives on each of them."""
         self._state = state
         self._optimizers = optimizers
         self._gradients = gradients
@@ -92,9 +93,9 @@ class GradientPairs:
 
     @torch.no_grad()
     def look(self, parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
-        """See the gradients of parameters, those that were not seen in this step; they are ``scale`` times too large.
+        """Sample the gradients of parameters not seen yet in this step; they are ``scale`` times too large.
 
-        No collective, and nothing that waits for a device.
+        Calls no collective, and waits for no device.
         """
         look, num_shards = self._look_of(self._state.number), self._gradients.sharing.num_shards
         pieces: dict[torch.device, list[_NoisePiece]] = {}
@@ -123,13 +124,13 @@ class GradientPairs:
             look.seen.append((tuple(pieces[device]), elements))
 
     def keep(self) -> None:
-        """The step that was looked at is the first of two."""
+        """Keep the samples of the step that was looked at as the first of a pair."""
         self._first, self._now = self._now, None
 
     def compare(self) -> tuple[float, float] | None:
-        """Of the two: the square of their difference, and their product, this rank's part of both; nothing is left.
+        """This rank's part of the pair's squared difference and of its product; the pair is forgotten.
 
-        Zeros where nothing of the gradients lies on this rank, None where they are no pair. Waits for the device.
+        Zeros where no gradients lie on this rank, None where the two steps are no pair. Waits for the device.
         """
         first, second = self._first, self._now
         self.forget()
@@ -145,12 +146,12 @@ class GradientPairs:
         return sum(apart_squares), sum(products)  # and not fsum, which raises where there are infinities
 
     def forget(self) -> None:
-        """What was seen so far is no part of a pair."""
+        """Drop what was seen so far, so that it is no part of a pair."""
         self._first = self._now = None
         self._number = -1
 
     def _look_of(self, number: int) -> _Look:
-        """That of the step with this number; a step that is taken again has another."""
+        """The look at the step with this number; a step that is taken again has another number."""
         if self._now is None or number != self._number:
             trained = (part for each in self._optimizers for group in each.param_groups for part in group["params"])
             self._now = _Look({id(part): position for position, part in enumerate(trained)})
@@ -158,7 +159,7 @@ class GradientPairs:
         return self._now
 
     def _cut_of(self, position: int, num_elements: int, num_shards: int) -> _Cut:
-        """Which elements are looked at of so many, one rank's of ``num_shards``: from the first on each n-th.
+        """Which of a gradient's ``num_elements`` on this rank are looked at: each n-th, from one of the first n on.
 
         No row or column of the tensor is passed over, since n has no divisor in common with any of its sizes.
         """
@@ -172,7 +173,7 @@ class GradientPairs:
         return cut
 
     def _weights_of(self, pieces: tuple[_NoisePiece, ...], elements: torch.Tensor) -> torch.Tensor:
-        """Element by element."""
+        """The weight of each element that was looked at, in the order of ``elements``."""
         key = pieces, elements.dtype, elements.device
         if key not in self._weights:
             if len(self._weights) >= _MOST_KEPT:
@@ -184,7 +185,7 @@ class GradientPairs:
 
 
 def _is_pair(first: Sequence[_Seen], second: Sequence[_Seen]) -> bool:
-    """Whether the same was seen in both; a model may be moved, or made of another type, between two steps."""
+    """Whether the same elements were seen in two steps; a model may be moved or cast to another type in between."""
 
     def kinds(seen: Sequence[_Seen]) -> list[tuple[tuple[_NoisePiece, ...], torch.dtype, torch.device]]:
         return [(pieces, elements.dtype, elements.device) for pieces, elements in seen]
@@ -193,16 +194,17 @@ def _is_pair(first: Sequence[_Seen], second: Sequence[_Seen]) -> bool:
 
 
 def _some_of(held: torch.Tensor, elements: slice) -> torch.Tensor:
-    """Of all elements, in the order of their indices; without a copy of those that are left out."""
+    """The given slice of a tensor's elements, in the order of their indices, without a copy of the others."""
     if held.is_contiguous():
         return held.view(-1)[elements]
     return held.take(torch.arange(elements.start, held.numel(), elements.step, device=held.device))
 
 
 def _local(part: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, int]:
-    """What of a gradient lies on this rank, and over how many ranks one copy is shared out, by itself or as given.
+    """The part of a parameter's gradient on this rank, and over how many ranks one copy of it is sharded.
 
-    Of the parameter itself where it has none. A distributed one that is not summed up yet is not there at all.
+    The parameter's own part where it has no gradient; nothing of a distributed gradient that is not summed up yet.
+    ``num_shards`` is the answer for a plain tensor.
     """
     held = part if part.grad is None else part.grad
     if not isinstance(held, DTensor):
@@ -229,15 +231,15 @@ _OWN_SIZE = (
 
 
 class Learning:
-    """One rank's part."""
+    """Measures the noise of gradients on this rank, and says whether the tuner may change a step's samples."""
 
     def __init__(self, training: Training) -> None:
         self.is_on = False
         """Whether gradients are looked at; the same on all ranks, from one boundary to the next."""
         self.lets_grow = False
-        """The user lets the tuner choose how many samples a step has, and it can be changed."""
+        """Whether the user lets the tuner choose how many samples a step has, and the number can be changed."""
         self.why_not = ""
-        """Why it cannot be, where the user would let it."""
+        """Why the number of samples cannot be changed, where the user would let the tuner; else empty."""
         self._training = training
         self._follower = training.follower
         self._counts = training.counts
@@ -251,7 +253,7 @@ class Learning:
         self._first: tuple[int, int] | None = None  # the first step of a pair, and its samples
 
     def take_up(self, config: ElasticConfig) -> None:
-        """Go on under ``config``, from the next step on; all ranks at the same boundary."""
+        """Follow ``config`` from the next step on; called on all ranks at the same boundary."""
         knobs = config.tuning.knobs or {}
         self.why_not = self._why_not(config) if _KEY in knobs else ""
         self.lets_grow = _KEY in knobs and not self.why_not
@@ -262,16 +264,16 @@ class Learning:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """A step comes: have its gradients looked at, if it is its turn."""
+        """Begin a step, whose gradients are looked at if it is one of a pair."""
         counts = self._counts
         self._step, self._num_samples = counts.global_step, counts.num_samples
         is_seen = self.is_on and self._is_seen(counts.noise_scale.num_steps)
         self._state.on_gradients = self._pairs.look if is_seen else None
 
     def end_step(self) -> None:
-        """A step has ended, on all ranks: after the second of a pair they add up what they have seen.
+        """End a step, on all ranks, which after the second of a pair add up what they have seen.
 
-        Also where it has not committed, since others may have taken it for one that has: they find that out elsewhere.
+        They also do where it has not committed, since other ranks may believe that it has: that is found out elsewhere.
         """
         counts, noise = self._counts, self._counts.noise_scale
         number, noise.num_steps = noise.num_steps, noise.num_steps + 1
@@ -287,12 +289,12 @@ class Learning:
         self._take(num_samples, self._all_of(seen if is_pair else None))
 
     def forget(self) -> None:
-        """The next gradients are no pair with those before: of another model or another state of it."""
+        """Drop the first step of a pair, since the next gradients are of another model or of another state of it."""
         self._pairs.forget()
         self._first = None
 
     def facts(self) -> LearningFacts | None:
-        """For whoever tunes; None where the user does not let steps grow."""
+        """What the tuner is told of learning: rate rule, first batch, noise scale; None where steps may not grow."""
         first = self._counts.reference_batch
         if not self.lets_grow or first is None:
             return None
@@ -300,7 +302,7 @@ class Learning:
 
     @property
     def _told(self) -> float | None:
-        """The noise scale in few digits."""
+        """The noise scale rounded to the digits that are reported, None where it is not known."""
         found = self._counts.noise_scale.value
         return None if found is None else float(f"{found:.{_DIGITS}g}")
 
@@ -312,14 +314,14 @@ class Learning:
         return self._batches.check(config.revise({_KEY: 2 * batch}, "to be asked for")) or ""
 
     def _is_seen(self, number: int) -> bool:
-        """Whether the step with this number is one of a pair, the same for both."""
+        """Whether the gradients of the step with this number are looked at; the same for both steps of a pair."""
         num_tried = self._counts.noise_scale.num_tried
         if num_tried < _FIRST_PAIRS:
             return True
         return number % (_OFTEN_STEPS if num_tried < _MORE_PAIRS else _EVERY_STEPS) < 2
 
     def _all_of(self, seen: tuple[float, float] | None) -> tuple[float, float] | None:
-        """What all ranks have seen together, the same on all to the bit; None where one has seen no pair."""
+        """The sums over all ranks of what they have seen, the same on all to the bit; None where one saw no pair."""
         text = "" if seen is None else " ".join(map(float.hex, seen))
         texts = self._follower.bring_noise(text)
         if "" in texts:

@@ -36,42 +36,42 @@ __all__ = ["Averaging", "SharesGradients", "Sharing", "as_parameters", "clip_nor
 
 
 class SharesGradients(Protocol):
-    """Whoever knows how the ranks average the gradients of a model now; a change of plan makes that another."""
+    """An object that knows how ranks average a model's gradients now; a change of plan replaces ``sharing``."""
 
     sharing: Sharing
 
 
 class Sharing:
-    """A model with one replica; and what the other ways have in common."""
+    """How the ranks that train one model average its gradients; this base class is a model with one replica."""
 
     name = "none"
-    """What people call it."""
+    """The name of the way of sharing, as torch's users know it."""
     is_sharing = True
     """Whether the next backward pass averages gradients over the ranks."""
     is_average = True
-    """Shared gradients are the average over the ranks, and not divided in a way of the user's own."""
+    """Whether shared gradients are the average over the ranks, and not divided by a factor of the user's own."""
     shares_first = False
-    """The first passes have to share."""
+    """Whether the first backward passes have to share gradients."""
     writes_gradients = False
-    """Passes change ``grad`` other than by adding to it."""
+    """Whether backward passes change ``grad`` other than by adding to it."""
     forgets_passes = False
-    """``forget`` leaves nothing of a forward pass whose backward pass was not made."""
+    """Whether ``forget`` leaves nothing of a forward pass whose backward pass was not made."""
     shows_gathered = True
-    """What passes gather without sharing it lies in the parameters' ``grad``."""
+    """Whether gradients that are accumulated, and not shared so far, lie in the parameters' ``grad``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: Sequence[nn.Module] = [model]
-        """What the loop calls, or what holds that."""
+        """The modules that the loop calls, or that hold those."""
         self.wrapped: Sequence[Any] = ()
         """Modules whose gradients are averaged."""
         self.sharing_buffers: Sequence[nn.Module] = ()
-        """Modules that have the first rank's buffers given to all right before they are called."""
+        """Modules whose buffers are broadcast from the first rank right before they are called."""
         self.exchanges_always = False
-        """Every pass exchanges something with other ranks, also one that does not share gradients."""
+        """Whether every pass exchanges something with other ranks, also one that does not share gradients."""
         self._spread_groups: tuple[dist.ProcessGroup, ...] = ()
 
     def note_spread(self, model: nn.Module) -> None:
-        """See over which ranks one replica is spread."""
+        """Find the process groups over which one replica is spread, as by tensor parallelism."""
         own = {_members(group) for group in self.groups}
         meshes = {part.device_mesh for part in model.parameters() if isinstance(part, DTensor)}
         groups = {_members(group): group for mesh in meshes for group in mesh.get_all_groups()}
@@ -85,12 +85,12 @@ class Sharing:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Over which gradients are averaged, one after the other; the inner one first."""
+        """The process groups over which gradients are averaged, one after the other; the inner one first."""
         return ()
 
     @property
     def num_shards(self) -> int:
-        """Over how many ranks what lies in ``grad`` as a plain tensor is shared out, without saying so."""
+        """Over how many ranks a gradient is sharded that lies in ``grad`` as a plain tensor, as FSDP1's do."""
         return 1
 
     @property
@@ -105,7 +105,7 @@ class Sharing:
 
     @property
     def rank(self) -> int:
-        """This one's place among them."""
+        """This rank's index among the ``num_ranks`` data-parallel ranks."""
         place, size = 0, 1
         for group in self.groups:
             place += dist.get_rank(group) * size
@@ -114,20 +114,20 @@ class Sharing:
 
     @property
     def is_overridden(self) -> bool:
-        """Whether somebody else has said what the next pass shares, and said otherwise."""
+        """Whether somebody else has set whether the next pass shares gradients, and otherwise than ``share`` did."""
         return False
 
     @property
     def num_hidden(self) -> int:
-        """Grows with what passes gather outside of ``grad``; 0 where they do not, or where there is nothing."""
+        """A number that grows as passes accumulate gradients outside of ``grad``; 0 where there are none there."""
         return 0
 
     def leaves_unused(self) -> bool:
-        """Whether a pass has given some of the trained parameters no gradient, where passes may; after the first."""
+        """Whether a step's first pass has given some trained parameters no gradient, where a pass may do so."""
         return False
 
     def versions_of_unshared(self) -> list[tuple[torch.Tensor, int]]:
-        """Of each gradient that is gathered outside of ``grad``, what counts its changes, and how many there were."""
+        """For each gradient accumulated outside of ``grad``, the tensor that counts its changes, and the count."""
         return []
 
     def why_unfinished(self) -> str | None:
@@ -136,14 +136,14 @@ class Sharing:
 
     @property
     def num_exchanges(self) -> int:
-        """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""
+        """A number that grows with every collective of this rank; the same on all ranks that have come equally far."""
         return gradients.num_exchanges(self.groups + self._spread_groups)
 
     def left_out(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of them whose gradients nothing averages over the ranks.
+        """The parameters whose gradients nothing averages over the ranks.
 
-        What lies in a wrapped module and is not averaged was kept out of it by the user, who means it; so does one who
-        has put hooks on a parameter that lies in none.
+        A parameter of a wrapped module that is not averaged was left out by the user on purpose, and is not given; nor
+        is one outside of wrapped modules that has hooks.
         """
         if self.num_ranks == 1:
             return []
@@ -156,62 +156,62 @@ class Sharing:
         self.is_sharing = now
 
     def add_up(self, number: torch.Tensor) -> None:
-        """Turn the ranks' numbers into their sum."""
+        """Replace ``number`` by its sum over the data-parallel ranks, in place."""
         for group in self.groups:
             dist.all_reduce(number, group=group)
 
     def total(self, number: torch.Tensor) -> float:
-        """The sum over all ranks, those of one replica too."""
+        """The sum of ``number`` over all ranks, those of one replica too."""
         for group in self.groups + self._spread_groups:
             dist.all_reduce(number, group=group)
         return float(number.item())
 
     def has_alike(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether every rank has the same gradients of these, once they are shared."""
+        """Whether every rank has the same gradients of ``parameters``, once they are shared."""
         return not self.has_others
 
     def hooks(self) -> list[RemovableHandle]:
-        """What the model calls while steps are taken; to be removed by the caller."""
+        """Handles of hooks on the model, set here and needed while steps are taken; the caller removes them."""
         return []
 
     def wait(self) -> None:
-        """Return once no collective of this rank is under way; all ranks call this."""
+        """Wait until no collective of this rank is under way; all ranks call this."""
         for group in self.groups + self._spread_groups:
             dist.barrier(group)
 
     def why_not_guard(self) -> str | None:
-        """Why passes cannot be made without other ranks, to share gradients after them; None where they can."""
+        """Why steps cannot be guarded: passes need other ranks. None where gradients can be shared after passes."""
         if self.exchanges_always and self.has_others:
             return f"{self.name} exchanges parameters or what is computed, not gradients alone"
         return None
 
     def averaged(self) -> Sequence[torch.Tensor]:
-        """Whose gradients are averaged over the ranks, in an order that all have; of a model that can be guarded."""
+        """Parameters whose gradients are averaged, in the same order on all ranks; of a model that can be guarded."""
         return []
 
     def share_buffers(self) -> None:
-        """Give the first rank's buffers to all now, where the next pass would."""
+        """Broadcast the first rank's buffers now, where the next pass would."""
 
     def expect_shared_buffers(self) -> None:
-        """Have the next pass give the first rank's buffers to all."""
+        """Have the next pass broadcast the first rank's buffers."""
 
     def why_not_forget(self) -> str | None:
         """Why a pass that failed cannot be taken back, None where it can, or where none is under way."""
         return None
 
     def forget(self) -> None:
-        """Drop what was gathered outside of the parameters' ``grad``, and give up a pass that failed."""
+        """Drop gradients accumulated outside of the parameters' ``grad``, and give up a pass that failed."""
 
     def forget_unshared(self) -> None:
-        """Have what passes used that have not shared gradients be no part of those that will."""
+        """Forget which parameters were used by passes that have not shared gradients."""
 
     def have_shared_buffers(self) -> None:
-        """A step that is taken again does not share buffers again."""
+        """Have no pass of a step that is taken again broadcast buffers again."""
 
     def clip(
         self, parameters: Sequence[torch.Tensor], most: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor | None:
-        """Clip the parameters' gradients where that takes a way of its own; None where it does not."""
+        """Clip gradients in the way that this sharing needs, and give their norm; None where it needs none."""
         return None
 
 
@@ -220,7 +220,7 @@ def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _is_spread(parameter: torch.Tensor, over: set[tuple[int, ...]]) -> bool:
-    """Whether it has a mesh with these groups, over which torch's own arithmetic then keeps it one parameter."""
+    """Whether a parameter is distributed over a mesh with all these groups, whose ranks torch then keeps alike."""
     if not isinstance(parameter, DTensor):
         return False
     return over <= {_members(group) for group in parameter.device_mesh.get_all_groups()}
@@ -234,7 +234,7 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def as_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A list, of whatever the user may give."""
+    """A list of the parameters that a user gives, one or several."""
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
@@ -245,7 +245,7 @@ def clip_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, for gradients that are distributed over different meshes too.
+    """Clip gradients as ``torch.nn.utils.clip_grad_norm_`` does, also those distributed over different meshes.
 
     Gives the norm of all of them as a plain tensor, the same on every rank.
     """
@@ -290,7 +290,7 @@ _UNFINISHED = (
 
 
 class _Replicated(Sharing):
-    """DDP, of the model or of parts of it."""
+    """How DDP averages gradients, on the model or on parts of it."""
 
     name = "DDP"
     writes_gradients = True
@@ -298,7 +298,7 @@ class _Replicated(Sharing):
     def __init__(
         self, model: nn.Module, replicas: Sequence[DistributedDataParallel], *, is_beneath: bool = False
     ) -> None:
-        """``is_beneath``: the loop calls the model, and not the wrappers."""
+        """With ``is_beneath`` the loop calls the model, and not the DDP wrappers."""
         super().__init__(model)
         self.wrapped = self._replicas = replicas
         self._is_beneath = is_beneath
@@ -346,7 +346,7 @@ class _Replicated(Sharing):
         ]
 
     def _before_call(self, replica: DistributedDataParallel, arguments: object) -> None:
-        """Where nothing in it learns, as in half of a GAN, DDP would share what the next step's first pass gives."""
+        """Keep a DDP module in which nothing is trained now, as in half of a GAN, from sharing in the next step."""
         if self.is_sharing and not any(part.requires_grad for part in replica.parameters()):
             replica.require_backward_grad_sync = False
 
@@ -409,7 +409,7 @@ class _Replicated(Sharing):
 
 
 class _Sharded(Sharing):
-    """fully_shard, of the model or of parts of it."""
+    """How fully_shard averages gradients, on the model or on parts of it."""
 
     name = "fully_shard"
     writes_gradients = True
@@ -468,7 +468,7 @@ class _Sharded(Sharing):
 
 
 class _FlatSharded(Sharing):
-    """FSDP1, of the model or of parts of it."""
+    """How FSDP1 averages gradients, on the model or on parts of it."""
 
     name = "FSDP1"
     writes_gradients = True
@@ -517,7 +517,8 @@ class _FlatSharded(Sharing):
 def sharing_of(model: nn.Module, engine: DistributedDataParallel | None = None) -> Sharing:
     """How the model, as it was wrapped, shares its gradients; ValueError where several ways are mixed.
 
-    With ``engine`` that is DDP's part beneath the model. Wrappers that were set aside only call what they wrap.
+    ``engine`` is the DDP that a plan has put beneath the model, if any. Wrappers that were set aside only call what
+    they wrap.
     """
     wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     replicas = [part for part in wrappers if hasattr(part, "reducer")] if engine is None else [engine]
@@ -554,7 +555,7 @@ _TypeAndDevice = tuple[torch.dtype, torch.device]
 
 
 class Averaging:
-    """Of the gradients of these parameters, over a group's ranks, which all give the same ones in the same order."""
+    """Averages parameters' gradients over the ranks of a group, in buckets; all give them in the same order."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._parameters = parameters
@@ -563,16 +564,16 @@ class Averaging:
         self._spare: dict[torch.Tensor, torch.Tensor] = {}  # gradients for those that have none so far
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is of these."""
+        """Whether this averages the gradients of just these parameters."""
         return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
 
     @property
     def held(self) -> str:
-        """Which parameters have a gradient here, as a text: 1 where one has."""
+        """Which parameters have a gradient on this rank: a text with 1 for those that do, and 0 for the others."""
         return "".join("01"[each.grad is not None] for each in self._parameters)
 
     def reserve(self) -> None:
-        """Take the memory that it needs."""
+        """Allocate the memory that ``average`` needs; memory may run out here, and not there."""
         self._spare = {}
         kinds: dict[_TypeAndDevice, list[int]] = {}
         for each in self._parameters:
@@ -584,7 +585,7 @@ class Averaging:
         self._spare = {each: torch.zeros_like(each) for each in self._parameters if each.grad is None}
 
     def average(self, held: Sequence[str]) -> None:
-        """Have each gradient be the mean over the ranks, none counting as zero; ``held`` is what each rank has."""
+        """Replace each gradient by its mean over the ranks; ``held`` says which each rank has, the others are zeros."""
         having = [part for part, *flags in zip(self._parameters, *held, strict=True) if "1" in flags]
         factor = 1.0 / dist.get_world_size(self._group)
         with torch.no_grad():
@@ -612,7 +613,7 @@ def _most_elements(kind: _TypeAndDevice) -> int:
 
 
 def _buckets(parts: Sequence[torch.Tensor]) -> Iterator[tuple[_TypeAndDevice, list[torch.Tensor]]]:
-    """Parts of one kind each, as many as fit, or one that is larger; in the same order on all ranks."""
+    """Buckets of tensors of one dtype and device: as many as fit, or one that is larger; the same on all ranks."""
     open_ones: dict[_TypeAndDevice, list[torch.Tensor]] = {}
     for part in parts:
         kind = _kind(part)

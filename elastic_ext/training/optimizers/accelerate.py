@@ -21,7 +21,7 @@ _OWN_WAYS = {
 
 
 class Scaler(Protocol):
-    """What is asked of an ``ElasticScaler``."""
+    """The part of an ``ElasticScaler`` that steps of an accelerator go through."""
 
     def scale(self, outputs: Any) -> Any: ...
     def unscale_(self, optimizer: Any) -> None: ...
@@ -30,7 +30,7 @@ class Scaler(Protocol):
 
 
 class ScaledOptimizer(Protocol):
-    """What is asked of an ``ElasticOptimizer``."""
+    """The part of an ``ElasticOptimizer`` that steps through a scaler need."""
 
     scaled_by: Callable[..., Any] | None
 
@@ -64,7 +64,7 @@ class Accelerated:
 
     @property
     def num_ranks(self) -> int:
-        """The data-parallel degree that it cuts its loaders for."""
+        """The data-parallel degree that the accelerator cuts its loaders for."""
         plan = getattr(self._accelerator, "parallelism_config", None)
         num_processes: int = self._accelerator.num_processes
         return num_processes if plan is None else num_processes // int(plan.non_data_parallel_size)
@@ -81,7 +81,10 @@ class Accelerated:
         return self._scaler
 
     def scale(self, optimizers: Iterable[tuple[ScaledOptimizer, Any]], scaler: Scaler | None, state: StepState) -> None:
-        """Have these, each with what was given for it, step through the accelerator's scaler, if it has one."""
+        """Have ``optimizers``, each with the object that the user gave for it, step through the accelerator's scaler.
+
+        Nothing happens where the accelerator has no scaler.
+        """
         if self._scaler is not None and scaler is not None:
             self._elastic_scaler = scaler
             self._given = dict(optimizers)
@@ -90,17 +93,17 @@ class Accelerated:
                 optimizer.scaled_by = steps.step
 
     def scaled(self, loss: Any) -> Any:
-        """``loss`` as ``accelerator.backward`` would take it."""
+        """``loss`` multiplied by the accelerator's scale, if it has a scaler, as ``accelerator.backward`` does."""
         return loss if self._elastic_scaler is None else self._elastic_scaler.scale(loss)
 
     def unscale(self) -> None:
-        """Divide gradients by the scale, before they are clipped."""
+        """Divide gradients by the accelerator's scale, before they are clipped."""
         if self._elastic_scaler is not None:
             for optimizer in self._given:
                 self._elastic_scaler.unscale_(optimizer)
 
     def begin(self, is_committing: Callable[[], bool]) -> None:
-        """Have it go by the trainer's steps."""
+        """Have the accelerator go by the trainer's steps, by another gradient state; ``end`` undoes that."""
         theirs = self._accelerator.gradient_state
         if isinstance(theirs, _TrainersSteps):  # of a trainer before, which was not closed
             theirs = theirs.theirs
@@ -110,7 +113,7 @@ class Accelerated:
             self._accelerator.scaler = self._elastic_scaler
 
     def end(self) -> None:
-        """Leave it as it was found. Twice is allowed."""
+        """Leave the accelerator as it was found. Twice is allowed."""
         ours, self._ours = self._ours, None
         if ours is not None and self._accelerator.gradient_state is ours:
             self._accelerator.gradient_state = ours.theirs
@@ -148,7 +151,7 @@ class _ScaledSteps:
 
 
 class _TrainersSteps:
-    """What an accelerator takes for its ``GradientState``: of gathering the trainer's steps, of loaders its own."""
+    """Stands in for an accelerator's ``GradientState``: steps are the trainer's, what it knows of loaders its own."""
 
     num_steps = 1
     sync_with_dataloader = False
@@ -171,7 +174,7 @@ class _TrainersSteps:
         )
 
     def _set_sync_gradients(self, value: bool) -> None:
-        """Called by ``accumulate()`` with what its own count says, which is not heard."""
+        """Ignore what ``accumulate()`` has counted by itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "theirs":  # not there yet: while it is made, copied or unpickled
@@ -180,7 +183,7 @@ class _TrainersSteps:
 
 
 def is_prepared(thing: object) -> bool:
-    """Whether accelerate has prepared it: a model, an optimizer or a scheduler."""
+    """Whether accelerate has prepared ``thing``: a model, an optimizer or a scheduler."""
     return bool(getattr(thing, "_is_accelerate_prepared", False)) or _is_wrapped(thing, "optimizer", "scheduler")
 
 

@@ -41,7 +41,7 @@ class ElasticScaler:
 
     @property  # type: ignore[misc]  # object has it writable
     def __class__(self) -> Any:
-        """The scaler's: what asks for a ``GradScaler`` takes this for one."""
+        """The wrapped scaler's class, so that ``isinstance(..., GradScaler)`` holds for this object."""
         return type(self.inner)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -83,7 +83,7 @@ class ElasticScaler:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this class's own is the scaler's."""
+        """Set an attribute of the wrapped scaler, unless it is one of this class's own."""
         object.__setattr__(self if name in _OWN else self.inner, name, value)
 
     def __repr__(self) -> str:
@@ -96,23 +96,23 @@ class ElasticScaler:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether it has kept an optimizer from the step under way, for infinities."""
+        """Whether the scaler has kept an optimizer from stepping in the step under way, for infinities."""
         return self._left_out_in == self._state.number
 
     def rollback(self) -> None:
-        """Be as before the step under way; called while that has its number."""
+        """Put the scale back to before the step under way; called while that step has its number."""
         self.forget()
         if self._kept_in == self._state.number:
             for name, size in zip(_SIZES, self._sizes, strict=False):  # none of a scaler that has not scaled
                 getattr(self.inner, name).copy_(size)
 
     def forget(self) -> None:
-        """An exception left a step, maybe before ``update()``: its gradients are gone, and what was found in them."""
+        """Forget the infinities found in a step that an exception has left, maybe before ``update()``."""
         if self._is_enabled:
             self.inner._per_optimizer_states.clear()
 
     def _is_acting(self, name: str) -> bool:
-        """Whether a call means what it does in torch: where a step ends, and outside of steps."""
+        """Whether a call of the method ``name`` does what it does in torch: where a step ends, and outside of steps."""
         state = self._state
         if state.is_inside:
             return state.is_last

@@ -26,7 +26,7 @@ from .rates import OptimizerSettings, Rates
 __all__ = ["NO_GRADIENTS_HERE", "ElasticLRScheduler", "ElasticOptimizer", "can_materialise", "materialise"]
 
 
-# --- torch's, taking part in steps and in changes of the config ------------------------------------------------------
+# --- torch's optimizers, taking part in steps and in changes of the config -------------------------------------------
 
 _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
@@ -69,7 +69,7 @@ _USED_TWICE = (
 
 
 def _passed_on(name: str) -> Any:
-    """An attribute that is the wrapped optimizer's, also when it is set or deleted."""
+    """A property that reads, sets and deletes the wrapped optimizer's attribute ``name``."""
     return property(
         lambda self: getattr(self.inner, name),
         lambda self, value: setattr(self.inner, name, value),
@@ -78,7 +78,7 @@ def _passed_on(name: str) -> Any:
 
 
 class ElasticOptimizer(Optimizer):
-    """``optimizer``, whose rate and weight decay follow the config, and which a trainer lets act when a step ends.
+    """A torch optimizer that steps when the trainer's step ends, and whose rate and weight decay follow the config.
 
     Alone, with ``config_file``, it follows that file by itself and passes a boundary at the end of its every
     ``step()``; all ranks make one, and ``close()`` it. ``follow`` holds more arguments for ``follow_config``.
@@ -111,13 +111,13 @@ class ElasticOptimizer(Optimizer):
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self._cleared_in = _NEVER  # the number of the step whose own gradients zero_grad() has cleared
         self.num_steps = 0
-        """In how many steps of a trainer it has stepped."""
+        """In how many of the trainer's steps the optimizer has stepped."""
         self.num_zeroed = 0
-        """How often ``zero_grad()`` has cleared its gradients."""
+        """How often ``zero_grad()`` has cleared the optimizer's gradients."""
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
         self.scaled_by: Callable[..., Any] | None = None
-        """What ``step()`` goes through, where accelerate has optimizers step through a GradScaler."""
+        """Called in place of ``step()`` where accelerate has optimizers step through a GradScaler; else None."""
         if state is not None:
             optimizer.register_step_pre_hook(self._before_inner)
         self._schedulers: list[ElasticLRScheduler] = []
@@ -132,7 +132,7 @@ class ElasticOptimizer(Optimizer):
 
     @property
     def effective_rates(self) -> list[float]:
-        """What the next step multiplies each group's update with."""
+        """The learning rate that the next step uses, for each parameter group."""
         return self.rates.effective
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -198,13 +198,13 @@ class ElasticOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks before it divides gradients in place, which it must not while a step gathers them."""
+        """Whether a GradScaler must not divide gradients in place; always while a step accumulates them."""
         state = self._state
         is_gathering = state is not None and state.is_inside and not state.is_last
         return is_gathering or getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step that ended; within a step, where they are gathered, do nothing."""
+        """Clear the gradients of the step that ended; within a step, which accumulates its own, do nothing."""
         state = self._state
         if (
             state is None
@@ -226,15 +226,15 @@ class ElasticOptimizer(Optimizer):
                 self._mixed_in = state.number  # its step() raises; where that is left out, they are dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, which it loads as well without this library: rates as the schedule has them."""
+        """The wrapped optimizer's state, which loads without this library too; rates are as the schedule has them."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load; a rate and a decay that the config in force gives are put over what was loaded."""
+        """Load the wrapped optimizer's state; a rate and a decay of the config in force replace those loaded."""
         self.rates.load(lambda: self.inner.load_state_dict(state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose rate and decay are given as the script's are, whatever the config made of those since."""
+        """Add a parameter group with the script's rate and decay, which are scaled as the config scaled the others'."""
         self.rates.add_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
@@ -275,7 +275,7 @@ class ElasticOptimizer(Optimizer):
 
     @property
     def has_stepped(self) -> bool:
-        """In the step under way."""
+        """Whether the optimizer has stepped in the step under way."""
         return self._state is not None and self._stepped_in == self._state.number
 
     @property
@@ -288,13 +288,13 @@ class ElasticOptimizer(Optimizer):
 
     @property
     def is_gathering(self) -> bool:
-        """Whether there are gradients by which it has not stepped so far; asked between two steps."""
+        """Whether there are gradients with which the optimizer has not stepped so far; asked between two steps."""
         state = self._state
         return state is not None and self._stepped_in != state.number - 1 and self._has_gradient()
 
     @property
     def first_gradient(self) -> torch.Tensor | None:
-        """That of the first parameter that has one."""
+        """The gradient of the first parameter that has one; None where none has."""
         gradients = (part.grad for group in self.param_groups for part in group["params"])
         return next((each for each in gradients if each is not None), None)
 
@@ -304,15 +304,15 @@ class ElasticOptimizer(Optimizer):
         return self._may_zero
 
     def keep_left_gradients(self) -> None:
-        """What the step before has left is a part of the one under way, as torch adds it up."""
+        """Count gradients left from the step before as a part of the step under way, as torch adds them up."""
         self._may_zero = False
 
     def forget_zeroing(self) -> None:
-        """The gradients of the step that ended are gone: ``zero_grad()`` is not waited for."""
+        """Wait for no ``zero_grad()``, since the gradients of the step that ended are gone."""
         self._may_zero = False
 
     def follows_schedule(self, scheduler: ElasticLRScheduler) -> None:
-        """``scheduler`` sets the rates of this optimizer's groups."""
+        """Note that ``scheduler`` sets the rates of this optimizer's groups."""
         self._schedulers.append(scheduler)
         self.rates.expect_schedule()
 
@@ -348,7 +348,7 @@ class ElasticOptimizer(Optimizer):
         return False
 
     def _refuse_without_gradients(self, state: StepState) -> None:
-        """Raise where there is nothing to step by, which torch passes over in silence."""
+        """Raise or warn where no parameter has a gradient, which torch passes over in silence."""
         if self._stepped_in == state.number or not any(part.requires_grad and part.numel() for part in self._trained()):
             return
         is_cleared = self._cleared_in == state.number
@@ -362,7 +362,7 @@ class ElasticOptimizer(Optimizer):
         return None if first is None else (id(first), first._version)
 
     def _look_twice(self, state: StepState) -> None:
-        """Say so where this call uses the gradients that one before it has used, in the same step."""
+        """Warn where this call of ``step()`` uses the same gradients as an earlier one in the same step."""
         now = self.first_gradient
         used, self._used = self._used, None if now is None else (weakref.ref(now), now._version)
         if self._stepped_in != state.number:
@@ -371,7 +371,7 @@ class ElasticOptimizer(Optimizer):
             state.remarks.say("used twice", _USED_TWICE.format(name=type(self.inner).__name__))
 
     def _before_inner(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        """Within a trainer's step the wrapped optimizer would step in every micro-step, by what is not complete."""
+        """Raise where the loop steps the wrapped optimizer itself: it would step in every micro-step."""
         if self._state is not None and self._state.is_inside and not self._is_called:
             raise StepError(
                 "the bare optimizer's step() was called within `with trainer.step():`; call that of the one that "
@@ -380,12 +380,12 @@ class ElasticOptimizer(Optimizer):
         self._wait_to_change()
 
     def _wait_to_change(self) -> None:
-        """Before whatever else hangs on the wrapped optimizer's step, which may change parameters too."""
+        """Wait until parameters may change, before the step and all hooks on the wrapped optimizer's step."""
         if self._state is not None and self._state.before_change is not None:
             self._state.before_change()
 
     def _show_gradients(self, state: StepState) -> None:
-        """To whoever looks at them in this step; a fused optimizer divides them by a GradScaler's scale by itself."""
+        """Have ``state.on_gradients`` see the gradients, and the scale by which a fused optimizer will divide them."""
         assert state.on_gradients is not None
         state.on_gradients(self._trained(), vars(self.inner).get("grad_scale"))
 
@@ -411,7 +411,10 @@ class ElasticOptimizer(Optimizer):
             return step()
 
     def _step_with(self, closure: Closure, state: StepState) -> Any:
-        """A closure's first evaluation is still before the optimizer begins; a further one needs a step to itself."""
+        """Step with a closure, whose first evaluation comes before the optimizer begins to change parameters.
+
+        A closure is evaluated again in steps of a single micro-step alone.
+        """
         num_evaluations = 0
         loss: Any = None
 
@@ -490,7 +493,7 @@ _BARE = (
 
 
 class ElasticLRScheduler:
-    """``scheduler``, stepping once per step that commits; all else is the scheduler's own."""
+    """A torch scheduler that steps once per step that commits; all else is the scheduler's own."""
 
     def __init__(self, scheduler: Any, optimizers: Sequence[ElasticOptimizer], *, state: StepState) -> None:
         self.inner = scheduler
@@ -508,12 +511,12 @@ class ElasticLRScheduler:
         self._counted = list(_counted(scheduler))
         self._num_known = 0  # as this object, or what lies between steps, has left the count
         self.look_at_length: Callable[[], None] = lambda: None
-        """Called when it first steps within a step, and so counts steps, and when these are of another size later."""
+        """Called when the scheduler first steps within a step, and so counts steps, and when their size changes."""
         self._has_stepped_within = False  # a step, before this run was resumed
         self._steps_after_each = False  # of an epoch's steps, as far as the last one has shown
 
     def step(self, *arguments: Any, **options: Any) -> None:
-        """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
+        """Step the schedule if the optimizer stepped in this micro-step; between steps, as after an epoch, always."""
         state = self._state
         if not state.is_inside:
             if state.index > 0:
@@ -538,16 +541,16 @@ class ElasticLRScheduler:
 
     @property
     def steps_within_steps(self) -> bool:
-        """Whether it has ever stepped within a step, and not only between two, as after an epoch."""
+        """Whether the schedule has ever stepped within a step, and not only between two, as after an epoch."""
         return self._has_stepped_within or self._stepped_in != _NEVER
 
     @property
     def may_have_ended_epoch(self) -> bool:
-        """Whether it has stepped since the last step, and does not do so after each step of an epoch."""
+        """Whether the schedule has stepped since the last step, and does not do so after each step of an epoch."""
         return not self._steps_after_each and self.bare_steps() is not None
 
     def remember_steps(self, within_steps: bool) -> None:
-        """Take up what was saved of ``steps_within_steps``."""
+        """Take up the value of ``steps_within_steps`` that a checkpoint holds."""
         self._has_stepped_within, self._stepped_in = within_steps, _NEVER
 
     def get_last_lr(self) -> list[float]:
@@ -567,14 +570,14 @@ class ElasticLRScheduler:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this class's own is the scheduler's: ``scheduler.min_lrs = ...`` acts."""
+        """Set an attribute of the wrapped scheduler, such as ``min_lrs``, unless it is one of this class's own."""
         object.__setattr__(self if name in _OWN else self.inner, name, value)
 
     def __repr__(self) -> str:
         return f"ElasticLRScheduler({self.inner!r})"
 
     def begin_step(self, *, is_epochs_first: bool) -> None:
-        """A step begins: what the schedule counts now is right."""
+        """Begin a step: accept the schedule's count as it is, since stepping between two steps is allowed."""
         has_stepped = self.bare_steps() is not None
         if not is_epochs_first:
             self._steps_after_each = has_stepped
@@ -582,13 +585,13 @@ class ElasticLRScheduler:
             self.note()
 
     def note(self) -> None:
-        """The schedule was stepped as it should be: what it counts now is right."""
+        """Accept the schedule's count as it is now, so that ``bare_steps`` finds only steps made after this."""
         counted = self._counted
         now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
         object.__setattr__(self, "_num_known", now)
 
     def bare_steps(self) -> StepError | None:
-        """What is wrong where the wrapped schedule was stepped by itself since then."""
+        """The error of a wrapped schedule that was stepped by itself since ``note``; None where it was not."""
         counted = self._counted
         now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
         return None if now == self._num_known else StepError(_BARE.format(name=type(self.inner).__name__))
@@ -605,7 +608,7 @@ class ElasticLRScheduler:
 
 
 def _counted(scheduler: Any) -> Iterator[Any]:
-    """What counts a schedule's steps: itself, and those that it is made of."""
+    """The schedulers whose ``last_epoch`` counts a schedule's steps: itself, and those that it is made of."""
     if isinstance(getattr(scheduler, "last_epoch", None), int):
         yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
@@ -613,7 +616,7 @@ def _counted(scheduler: Any) -> Iterator[Any]:
 
 
 # --- optimizer state made before the first step ----------------------------------------------------------------------
-# Optimizer state made before the first step, so that running out of memory for it cannot tear a step in two.
+# So memory cannot run out for optimizer state in the middle of a step, which would tear the step.
 
 # Those whose state begins as zeros, so that the first step does the same with it as without. Of any other optimizer,
 # such as a subclass, nothing is known.

@@ -37,7 +37,7 @@ class PreparedOptimizers:
     def of(
         cls, optimizer: Any, lr_scheduler: Any, scaler: Any, *, state: StepState, accelerated: Accelerated | None
     ) -> PreparedOptimizers:
-        """Each of them, or a list; ValueError or TypeError where they cannot be used."""
+        """Wrap what ``prepare`` was given, each one or a list; ValueError or TypeError where it cannot be used."""
         given, schedules = as_list(optimizer), as_list(lr_scheduler)
         if accelerated is None:
             check_not_prepared(*given, *schedules)
@@ -53,7 +53,7 @@ class PreparedOptimizers:
 
     @property
     def values(self) -> Any:
-        """As many as were given, in that order, a list where a list was given."""
+        """What ``prepare`` returns: as many values as it was given, in that order, a list for a list."""
         optimizer, lr_scheduler, scaler = self._given
         values: list[Any] = [self.optimizers if isinstance(optimizer, (list, tuple)) else self.optimizers[0]]
         if lr_scheduler is not None:
@@ -85,7 +85,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def remarks_on_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
-    """What may be meant, and mostly is not, each with its kind."""
+    """Warnings about parameters in no optimizer or in several, which are mostly mistakes: a kind and a text each."""
     names = {id(part): name for name, part in model.named_parameters()}
     each = [list({id(part): part for part in _parameters_of(optimizer)}.values()) for optimizer in optimizers]
     num_optimizers = Counter(id(part) for parts in each for part in parts)

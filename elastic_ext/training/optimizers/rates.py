@@ -45,16 +45,16 @@ _REFUSED_DECAY = (
 
 
 class Rates:
-    """The rates and decays of one optimizer."""
+    """The learning rates and weight decays of one optimizer, which the config, a schedule or the loop changes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._rate: float | None = None  # as the config says, where it says other than the script
         self._decay: float | None = None  # likewise
         self.factor = 1.0
-        """What groups' rates are multiplied with around ``step()``."""
+        """The factor that groups' rates are multiplied with around ``step()``."""
         self.tell: Callable[[str, str], None] = lambda about, text: None
-        """Called with what the loop writes by itself while the config says otherwise, and with the words for it."""
+        """Called with "rates" or "decays", which the loop writes while the config has others, and with a warning."""
         self._rate_factor = self._batch_factor = 1.0
         # The base is what the first group's rate, or its schedule's, goes back to while the config does not change it.
         self._given_rate = self._base = self.base_rate or 0.0
@@ -87,7 +87,7 @@ class Rates:
 
     @property
     def effective(self) -> list[float]:
-        """What the next step uses, group by group."""
+        """The learning rate that the next step uses, for each group."""
         self._notice()
         return [float(group["lr"]) * self.factor for group in self._groups if "lr" in group]
 
@@ -105,7 +105,7 @@ class Rates:
         self.must_look = self._rate is not None or self._decay is not None
 
     def note_written(self) -> None:
-        """See the same between two steps, before the groups are saved."""
+        """See whether the loop has written rates or decays, between two steps, before the groups are saved."""
         self._notice()
 
     def set_rate(self, rate: float) -> None:
@@ -120,7 +120,7 @@ class Rates:
         self._put_decay(decay)
 
     def set_batch_factor(self, factor: float) -> None:
-        """What rates are multiplied with because of the global batch's size."""
+        """Set the factor that rates are multiplied with because of the global batch's size."""
         self._batch_factor = factor
         self.factor = self._rate_factor * factor
 
@@ -137,13 +137,13 @@ class Rates:
         return None
 
     def expect_schedule(self) -> None:
-        """A schedule sets the groups' rates: keep the base, which ReduceLROnPlateau does not do by itself."""
+        """Keep the base rate of each group, as a schedule will set them; ReduceLROnPlateau does not keep it itself."""
         for group in self._groups:
             if "lr" in group:
                 group.setdefault("initial_lr", _copied(group["lr"]))
 
     def add_group(self, group: dict[str, Any]) -> None:
-        """Add a group, whose rate and decay are given as the script's are, whatever the config made of those since."""
+        """Add a parameter group with the script's rate and decay, which are scaled as the config scaled the others'."""
         rate, decay = self._rate, self._decay
         if rate is not None:
             self.set_rate(self._given_rate)
@@ -156,7 +156,7 @@ class Rates:
             self.set_decay(decay)
 
     def load(self, load: Callable[[], object]) -> None:
-        """Have ``load`` put other rates in place; what the config in force gives is put over what was loaded."""
+        """Call ``load``, which loads an optimizer's state; a rate and a decay of the config replace those loaded."""
         groups = self._groups
         bases = [group.get("initial_lr") for group in groups]
         by_hand = [{key: group.pop(key) for key in (_RATE_BY_HAND, _DECAY_BY_HAND) if key in group} for group in groups]
@@ -177,7 +177,7 @@ class Rates:
 
     @contextmanager
     def scaled(self) -> Iterator[None]:
-        """Every group's rate times the factor, and as it was afterwards, whatever happens."""
+        """Multiply every group's rate by the factor within, and put the rates back afterwards, whatever happens."""
         rates = [(group, _copied(group["lr"])) for group in self._groups if "lr" in group]
         shown_rates, self._shown_rates = self._shown_rates, None
         try:
@@ -211,7 +211,7 @@ class Rates:
         )
 
     def _notice(self) -> None:
-        """Take for the loop's what it has written since ``_watch``."""
+        """Mark rates and decays that the loop has written since ``_watch`` as written by hand."""
         if not (self._is_loaded or not self._is_as_shown()):
             return
         is_loaded, self._is_loaded = self._is_loaded, False
@@ -229,7 +229,7 @@ class Rates:
             self._put_config()
 
     def _notice_rates(self, are_written: Sequence[bool]) -> None:
-        """The loop has written the rates of these groups; the others' are in its numbers from here on, too."""
+        """Take the groups' rates as the loop's own from here on, since it has written those of some groups."""
         groups, base = self._groups, self._base
         if not any(are_written):
             # Another float of the same value: a loop whose schedule starts where the script does. While the config says
@@ -248,7 +248,7 @@ class Rates:
         self._put_rate(self._rate_in_force)
 
     def _watch(self) -> None:
-        """Remember what the groups hold."""
+        """Remember the groups' rates and decays, to see later whether the loop writes others."""
         groups = self._groups
         for group in groups[1:]:  # one that was added since
             if self.are_by_hand:
@@ -260,13 +260,13 @@ class Rates:
         self._shown_decays = [group.get("weight_decay") for group in groups]
 
     def _note_loaded(self, optimizer: Optimizer) -> None:
-        """The optimizer has loaded by itself, as accelerate has it do: the config's rate comes over that."""
+        """Note that the optimizer has loaded rates by itself, as accelerate has it do: the config's replace them."""
         if not (self._is_loading or "initial_lr" in self._groups[0]):
             self._take_base(None)
             self._is_loaded = True
 
     def _take_base(self, base: Any) -> None:
-        """Other rates were loaded; ``base`` is what a schedule had multiplied before."""
+        """Take the base rate from rates that were loaded; ``base`` is the one that a schedule had multiplied before."""
         if self.are_by_hand:
             self._base = self._groups[0][_RATE_BY_HAND] or self._given_rate
         else:
@@ -285,7 +285,7 @@ class Rates:
         return self._given_rate if self._rate is None else self._rate
 
     def _put_config(self) -> None:
-        """Put what the config in force gives over what was loaded."""
+        """Replace rates and decays that were loaded by those of the config in force."""
         if self._rate is not None or self.are_by_hand:
             self._put_rate(self._rate_in_force)
         if self._decay is not None:
@@ -334,7 +334,7 @@ class Rates:
 
 
 class _Shown:
-    """A group's rate as it was last put or seen."""
+    """A group's rate when it was last set or seen, to find out whether the loop has written another."""
 
     __slots__ = ("_copy", "rate", "version")
 
@@ -354,7 +354,7 @@ class _Shown:
 
 
 class _Rated(Protocol):
-    """What is asked of an ``ElasticOptimizer``."""
+    """The part of an ``ElasticOptimizer`` that ``OptimizerSettings`` needs."""
 
     rates: Rates
 
@@ -373,13 +373,13 @@ class OptimizerSettings:
         self._decays = [optimizer.rates.base_decay for optimizer in optimizers]
         self._decay = self._decays[0]  # in force
         self.tells = False
-        """Whether this rank says what others would say, too."""
+        """Whether this rank logs warnings that all ranks would log alike."""
         self._told: set[str] = set()
         for optimizer in optimizers:
             optimizer.rates.tell = self._tell
 
     def startup_values(self) -> dict[str, object]:
-        """What the script gave the first optimizer."""
+        """The first optimizer's rate and weight decay, as the script gave them, as values of config keys."""
         values: dict[str, object] = {}
         if self._rates[0]:
             values["optimizer.learning_rate"] = self._rates[0]
@@ -437,7 +437,7 @@ def _copied(rate: Any) -> Any:
 
 
 def _put(group: dict[str, Any], rate: Any) -> None:
-    """Tensor rates change in place: a captured graph reads them where they are."""
+    """Set a group's rate; a tensor changes in place, since a captured graph reads it where it is."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].copy_(torch.as_tensor(rate))
     else:

@@ -21,17 +21,18 @@ _FRAGMENTED = 0.2  # of what the allocator has
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pressure:
-    """How hard it is for the allocator to find memory."""
+    """Counters of a device's allocator, which show how hard it is to find memory."""
 
     num_retries: int = 0
-    """How often it had to give back all that it kept for later, to find some."""
+    """How often the allocator had to give back its cache to find memory."""
     num_failures: int = 0
+    """How often the allocator has found no memory."""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Pressure:
-        """As torch.cuda.memory_stats() tells it."""
+        """The pressure that ``torch.cuda.memory_stats()`` tells of."""
         return cls(
             num_retries=stats.get("num_alloc_retries", 0),
             num_failures=stats.get("num_ooms", 0),
@@ -41,7 +42,7 @@ class Pressure:
 
 
 def warning_of(before: Pressure, now: Pressure) -> str | None:
-    """What to tell a person who would go on like this; None where nothing has changed for the worse."""
+    """A warning that the allocator finds memory hard to get; None where nothing has become worse."""
     num_retries = now.num_retries - before.num_retries
     if num_retries <= 0 and now.num_failures <= before.num_failures:
         return None
@@ -56,7 +57,7 @@ def warning_of(before: Pressure, now: Pressure) -> str | None:
 
 
 class DeviceMemory:
-    """Of one device, as far as this process uses it."""
+    """What steps of this process take of one device's memory, and whether there is room for more."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,21 +65,21 @@ class DeviceMemory:
         self._before = 0
         self._last = Pressure()
         self.per_sample: float | None = None
-        """Bytes that a pass takes for each sample beside what lies there between steps; None where not known."""
+        """Bytes that a step takes for each sample, beside what is allocated between steps; None where not known."""
 
     def begin_step(self) -> None:
-        """Look at what the step that begins takes. Torch's peak counters of the device begin anew."""
+        """Begin to measure a step's memory; torch's peak counters of the device begin anew."""
         if self._is_known:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
 
     def end_step(self, largest: int) -> None:
-        """It has ended, and has taken so many samples at once at most."""
+        """Measure a step that has ended, and has taken at most ``largest`` samples at once."""
         if self._is_known:
             self.per_sample = max(0, torch.cuda.max_memory_allocated(self._device) - self._before) / largest
 
     def why_no_room(self, num_samples: int) -> str | None:
-        """Whether so many samples at once would find room, by taking it for a moment; why not, or None."""
+        """Why ``num_samples`` at once would not fit into memory, found by allocating that for a moment; else None."""
         if self.per_sample is None:
             return None
         num_bytes = int(self.per_sample * num_samples)
@@ -90,7 +91,7 @@ class DeviceMemory:
         )
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether there is so much memory, found out by taking it for a moment."""
+        """Whether ``num_bytes`` of memory are free, found out by allocating them for a moment."""
         pieces: list[torch.Tensor] = []
         has_failed = False
         try:
@@ -107,7 +108,7 @@ class DeviceMemory:
         return not has_failed
 
     def warning(self) -> str | None:
-        """What is to be told of it since it was last asked for, if anything."""
+        """A warning that memory has become hard to get since this was last asked; None where it has not."""
         if not self._is_known:
             return None
         before, self._last = self._last, Pressure.of(torch.cuda.memory_stats(self._device))

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["FEWER_BATCHES", "LoopChecks", "Rhythm"]
 
 _NUM_ALIKE = 3
-"""So many micro-batches of one other size are no chance."""
+"""How many micro-batches of one other size are taken for a pattern, and not for chance."""
 _NUM_OF_A_PATTERN = 3
-"""So many steps in which an optimizer did not step are no chance, either."""
+"""How many steps in which an optimizer did not step are taken for a pattern, and not for chance."""
 _NUM_LOSSES = 4
-"""In so many first steps it is seen what the loss was made by, which takes most of a look."""
+"""In how many first steps the graph of the loss is looked at, which takes most of a look's time."""
 _NUM_COLLECTIONS = 4
-"""What refers to itself by way of DDP's hooks takes more than one."""
+"""How often garbage is collected before a graph counts as held; cycles through DDP's hooks take more than one."""
 
 _DIVIDED = (
     "the loss is multiplied by {factor:g} before backward(), and a step has {num} micro-batches, each of which counts "
@@ -100,19 +100,20 @@ FEWER_BATCHES = (
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen of one micro-step."""
+    """What was seen of one micro-step: calls of the model, backward passes, and sizes of its inputs."""
 
     num_training: int = 0
     """Calls of the model in training mode, with gradients, whose outputs need some."""
     num_evaluating: int = 0
     """Calls of the model in evaluation mode, with gradients, whose outputs need some."""
     came_to_training: bool = False
+    """Whether a backward pass came to the output of a call in training mode."""
     came_to_evaluating: bool = False
-    """A backward pass came to what such a call gave."""
+    """Whether a backward pass came to the output of a call in evaluation mode."""
     has_whole_batch: bool = False
-    """A call was given as many samples as the dataloader's batch has."""
+    """Whether a call was given as many samples as the dataloader's batch has."""
     other_sizes: tuple[tuple[int, ...], ...] | None = None
-    """The shapes that a call was given that has other samples than these, where one has."""
+    """The shapes of inputs of a call with fewer samples than the dataloader's batch; None where there was none."""
 
     @property
     def has_forward(self) -> bool:
@@ -124,13 +125,13 @@ class _Seen:
 
 
 class LoopChecks:
-    """What one rank sees of its training loop in the steps that are looked at."""
+    """Looks for mistakes in one rank's training loop, in the first steps and in some later ones, and warns of them."""
 
     def __init__(self, training: Training) -> None:
         self.is_looking = False
-        """At the step under way."""
+        """Whether the step under way is looked at."""
         self.is_inside = False
-        """A micro-step is under way that is looked at."""
+        """Whether a micro-step is under way that is looked at."""
         self._model = training.model
         self._gradients = training.gradients
         self._num_compiled = num_graphs_compiled()
@@ -148,13 +149,13 @@ class LoopChecks:
         self._reads_graphs: bool | None = None
 
     def say(self, sentence: str, **numbers: object) -> None:
-        """Say a sentence, unless it was said before."""
+        """Log a sentence with ``numbers`` filled in, unless it was logged before."""
         self._state.remarks.say(sentence, sentence.format(**numbers))
 
     # ---- the step under way ----
 
     def begin_step(self, sizes: Sequence[int] | None) -> None:
-        """A step begins that is looked at; ``sizes`` are those of this rank's micro-batches, where they are known."""
+        """Begin to look at a step; ``sizes`` are those of this rank's micro-batches, where they are known."""
         self.is_looking, self._sizes = True, sizes
         self._num_missing = 0
         if num_graphs_compiled() != self._num_compiled or any(map(is_compiled, self._model.modules())):
@@ -164,7 +165,7 @@ class LoopChecks:
                 self._handles.append(entry.register_forward_hook(Hook(self._see_forward), with_kwargs=True))
 
     def begin_micro_step(self) -> None:
-        """A micro-step of such a step begins."""
+        """Begin to look at a micro-step."""
         self._seen, self.is_inside = _Seen(), True
         state = self._state
         if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= _NUM_LOSSES:
@@ -176,7 +177,7 @@ class LoopChecks:
             self._look.enter_context(BackwardLook(self._see_loss))
 
     def end_micro_step(self) -> None:
-        """A micro-step of a step that is looked at ends, or has failed."""
+        """End looking at a micro-step, which has ended or failed, and warn of what was seen."""
         self.is_inside = False
         if self._look is not None:
             self._look.close()
@@ -196,7 +197,7 @@ class LoopChecks:
             self.say(_VALIDATED, num=seen.num_evaluating)
 
     def end_step(self, *, has_committed: bool) -> None:
-        """The step ends, or was rolled back."""
+        """End looking at a step, which has ended or was rolled back, and warn of what was seen."""
         self.is_looking = False
         self._left = []
         for handle in self._handles:
@@ -249,8 +250,10 @@ class LoopChecks:
         self._graphs.setdefault(number, weakref.ref(come))
 
     def _see_sizes(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """See batches smaller than the dataloader's. More rows than samples may be nodes of graphs or tokens, and one
-        may be many samples in a row."""
+        """Note inputs with fewer samples than the dataloader's batch.
+
+        More rows than samples may be nodes of graphs or tokens, and one may be many samples in a row.
+        """
         index = self._state.index
         if self._sizes is None or index >= len(self._sizes):
             return
@@ -262,7 +265,7 @@ class LoopChecks:
             self._seen.other_sizes = shapes
 
     def _note_other_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """A micro-batch of another size than the dataloader's may be an epoch's last one; several alike are none.
+        """Warn of several micro-batches of one size that is not the dataloader's; a single one may be an epoch's last.
 
         Where they differ their first dimensions count something else than samples: the nodes of graphs, or the tokens
         of sequences that are packed.
@@ -303,7 +306,7 @@ class LoopChecks:
 
 
 class Rhythm:
-    """Notes steps in which not every optimizer stepped, and says so where that is a pattern."""
+    """Notes steps in which not every optimizer stepped, and warns where that is a pattern."""
 
     def __init__(self, checks: LoopChecks) -> None:
         self._checks = checks
@@ -311,9 +314,9 @@ class Rhythm:
         self._num_uncounted = 0
 
     def note(self, optimizers: Sequence[ElasticOptimizer], state: StepState, *, num_ended: int, is_known: bool) -> None:
-        """A step ended that does not count, the last of so many since this run began.
+        """Note a step that ended without committing, the last of ``num_ended`` steps since this run began.
 
-        ``is_known`` says that the reason is, as where a scaler saw infinities.
+        ``is_known`` says that the reason is known, as where a scaler saw infinities.
         """
         self._num_uncounted += 1
         num_committed = num_ended - self._num_uncounted
@@ -329,13 +332,13 @@ class Rhythm:
                 self._checks.say(sentence, num=num_ended, stepped=num_committed)
 
     def end_epoch(self, *, num_ended: int) -> None:
-        """So many steps have ended since this run began, and an epoch, or training."""
+        """Warn, as an epoch or training ends, if none of the ``num_ended`` steps of this run has trained anything."""
         if self._num_left_out == num_ended > 0:
             self._checks.say(_NEVER_STEPPED, num=num_ended)
 
 
 class _LeftOver:
-    """What one optimizer's step has left in the first of its gradients, looked at within the next step."""
+    """The first gradient that one optimizer's step has left, to see in the next step whether it was cleared."""
 
     def __init__(self, optimizer: ElasticOptimizer) -> None:
         self._optimizer, self._num_zeroed = optimizer, optimizer.num_zeroed
@@ -345,9 +348,9 @@ class _LeftOver:
 
     @property
     def is_used(self) -> bool:
-        """Whether the optimizer has stepped by it, and neither its ``zero_grad()`` nor a module's has cleared it.
+        """Whether the optimizer has stepped with the left gradient, and no ``zero_grad()`` has cleared it.
 
-        One that does not step in every step may clear it when it does.
+        An optimizer that does not step in every step may clear it when it does.
         """
         optimizer = self._optimizer
         return (

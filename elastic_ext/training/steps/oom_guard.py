@@ -39,16 +39,17 @@ class StepFailure:
     """Where in a step memory ran out on this rank, or a layer refused a single sample."""
 
     micro_step: int
+    """The index of the micro-step, from 0."""
     during: str
-    """Empty where passes were not seen."""
+    """The pass in which memory ran out, in words; empty where passes were not seen."""
     largest: int | None
-    """The most samples that a rank takes at once, where it can be told to take fewer."""
+    """The most samples that a rank takes at once in the step; None where it cannot be told to take fewer."""
     is_guarded: bool
-    """No other rank waits for it but to hear of it."""
+    """Whether other ranks wait for nothing but to hear of the failure, so that all can take the step again."""
     keeps_all: bool
-    """All that it has left was rolled back."""
+    """Whether all that the step changed was kept, and is rolled back, buffers and registered state too."""
     refusal: str = ""
-    """What a layer said that refuses a single sample; empty where memory ran out."""
+    """The error of a layer that refuses a single sample; empty where memory ran out."""
 
     @classmethod
     def of(
@@ -61,7 +62,7 @@ class StepFailure:
         keeps_all: bool,
         refusal: str = "",
     ) -> StepFailure:
-        """Of the micro-step under way; ``holds_back`` says that other ranks have a part in the step."""
+        """The failure of the micro-step under way; ``holds_back`` says that other ranks have a part in the step."""
         during = "forward pass" if state.has_forward else "before the model was called"
         if state.has_backward:
             during = "backward pass"
@@ -80,7 +81,7 @@ class StepFailure:
 
 
 class Guarding:
-    """Steps of one rank that all ranks can take again where memory runs out."""
+    """Guards steps of this rank, so that all ranks can take a step again where memory runs out on one."""
 
     def __init__(self, training: Training) -> None:
         follower, options = training.follower, training.options
@@ -94,10 +95,10 @@ class Guarding:
         self._averaging: Averaging | None = None
         self._why_not: str | None = None
         self.holds_back = False
-        """Passes of the guarded step under way are not to share gradients."""
+        """Whether passes of the guarded step under way must not share gradients."""
 
     def is_due(self, largest: int) -> bool:
-        """Whether the step that begins is to be guarded, in which a rank takes so many samples at once at most."""
+        """Whether the step that begins is to be guarded; in it a rank takes at most ``largest`` samples at once."""
         if self._mode == "never" or not (self.goes_on or largest > self._most):
             return False
         sharing = self._gradients.sharing
@@ -109,11 +110,11 @@ class Guarding:
 
     @property
     def is_watching(self) -> bool:
-        """Whether a step that begins, or ends, is to be told of: it may need more memory than those before."""
+        """Whether steps are measured by ``watch`` and ``note``, since they may need more memory than those before."""
         return self._num_left > 0
 
     def expect_more(self) -> None:
-        """The steps that come may."""
+        """Guard and measure the next steps, which may need more memory than those before."""
         self._num_left, self._most = _STEPS, 0
 
     @property
@@ -122,22 +123,22 @@ class Guarding:
         return self._why_not
 
     def expect_again(self) -> None:
-        """The step that comes was undone on all ranks, and may be once more."""
+        """Guard the next step too, since it was undone on all ranks, and may be once more."""
         self._num_left = max(self._num_left, 1)
 
     def watch(self) -> None:
-        """Such a step begins."""
+        """Begin to measure a step that may need more memory than those before."""
         self._memory.begin_step()
 
     def note(self, largest: int | None) -> None:
-        """It has ended, and has taken so many samples at once at most."""
+        """End measuring a step, which has taken at most ``largest`` samples at once."""
         self._num_left -= 1
         if largest is not None:
             self._most = max(self._most, largest)
             self._memory.end_step(largest)
 
     def begin_step(self) -> None:
-        """A guarded step begins, on all ranks."""
+        """Begin a guarded step, on all ranks: share buffers, and hold gradients back until its end."""
         sharing = self._gradients.sharing
         sharing.share_buffers()
         self.holds_back = sharing.has_others
@@ -147,7 +148,7 @@ class Guarding:
                 self._averaging = Averaging(parameters, sharing.groups[0])
 
     def end_step(self, largest: int) -> None:
-        """It has ended well, on all ranks, and has taken so many samples at once at most."""
+        """End a guarded step that went well on all ranks, and has taken at most ``largest`` samples at once."""
         self._most = max(self._most, largest)
         sharing = self._gradients.sharing
         sharing.expect_shared_buffers()
@@ -161,13 +162,13 @@ class Guarding:
         return self._num_left > 0 or self._mode == "always"
 
     def let_go(self) -> None:
-        """Hold no parameter, and no memory, until the next guarded step."""
+        """Drop parameters and memory for averaging until the next guarded step."""
         self._averaging = None
 
     def hear(self, failed: str = "") -> Sequence[str]:
-        """Hear of all ranks whether memory has sufficed; raises StepUndone on all where it has not on one.
+        """Exchange with all ranks whether memory has sufficed; gives which gradients each rank has, for ``average``.
 
-        ``failed`` says how it ran out on this one. Gives which gradients each rank has, for ``average``.
+        ``failed`` says how memory ran out on this rank. StepUndone on all ranks where it has on one.
         """
         averaging = self._averaging
         if averaging is None:  # there is no other rank
@@ -195,6 +196,6 @@ class Guarding:
         return held
 
     def average(self, held: Sequence[str]) -> None:
-        """Have gradients be the mean over the ranks; from here on none can take the step back alone."""
+        """Average gradients over the ranks; from here on no rank can take the step back alone."""
         if self._averaging is not None:
             self._averaging.average(held)

@@ -25,9 +25,9 @@ _logger = logging.getLogger(__name__)
 
 
 # --- how many samples a rank takes at once ---------------------------------------------------------------------------
-# Growing: how many samples a rank takes at once: fewer where memory did not suffice, more where somebody asks for it.
+# Fewer where memory did not suffice, more where somebody asks for it.
 #
-# A single one is no size to go to where a layer refuses that: it is found out by trying.
+# A single sample is no size to go to where a layer refuses one: that is found out by trying.
 #
 # What did not fit is remembered, with the plan by which the model lay then.
 
@@ -50,7 +50,10 @@ _BOUND = "memory ran out with {} samples at once, and {} would be no fewer"
 
 
 class Growing:
-    """How many samples this rank takes at once; what ``shrink`` and ``check`` do, all ranks do together."""
+    """Makes micro-batches smaller where memory runs out, and larger on request; remembers what did not fit.
+
+    All ranks call ``shrink`` and ``check`` together.
+    """
 
     def __init__(self, training: Training) -> None:
         self._follower = training.follower
@@ -70,11 +73,11 @@ class Growing:
 
     @property
     def bound(self) -> int | None:
-        """The fewest samples at once for which memory did not suffice by the present plan; None where it always did."""
+        """The fewest samples at once that did not fit into memory under the present plan; None where all did."""
         return self._bounds.get(self._spread.plan)
 
     def try_grow(self) -> Proposal:
-        """Ask for micro-batches twice as large, where that is not known to be too much."""
+        """Propose micro-batches twice as large, unless they are known not to fit into memory."""
         if self._batches.source is None:
             raise ElasticError(_FIXED)
         now = self._batches.largest
@@ -99,13 +102,13 @@ class Growing:
         return self._memory.why_no_room(largest) if largest > self._batches.largest else None
 
     def forget(self) -> None:
-        """The model lies by another plan: what its passes take is not known."""
+        """Forget what passes take of memory, since the model has another plan."""
         self._memory.per_sample = None
 
     def shrink(self, largest: int, failures: Mapping[int, str]) -> None:
-        """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks.
+        """Put smaller micro-batches in force after ``largest`` samples at once did not fit; with all ranks.
 
-        Or fewer had been too few for a layer: then as many as it takes, but not so many again as did not fit.
+        Where a layer refused a single sample, sizes that leave one are passed over. StepError where no size is left.
         """
         follower, plan = self._follower, self._spread.plan
         refusals = {rank: text for rank, text in failures.items() if text.startswith(REFUSES_ONE)}
@@ -141,7 +144,7 @@ class Growing:
         follower.reports.tell("out-of-memory", step=self._counts.global_step, text=told, details=details)
 
     def warn(self) -> None:
-        """Tell of an allocator that finds memory hard to get."""
+        """Warn where the allocator has found memory hard to get since the last time."""
         warning = self._memory.warning()
         if warning is not None:
             _logger.warning("%s: %s", self._follower.ranks.names[self._follower.ranks.rank], warning)
@@ -175,19 +178,19 @@ _OFF = "{}. The step was taken back; with ELASTIC_EXT=off micro-batches stay as 
 
 
 class Attempts:
-    """Micro-steps of one rank that are functions, taken again where memory does not suffice."""
+    """Runs functions as micro-steps, and has the step come again in smaller micro-batches where memory runs out."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._steps, self._guarding = training.steps, training.guarding
         self._growing = training.growing if training.follower.settings.enabled else None  # where nothing may change
         self.on_batch: Callable[[Any], None] | None = None
-        """Called with what a function is given, before it is called."""
+        """Called with a function's batch before the function is called."""
 
     def run(
         self, function: Callable[..., _Result], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> _Result | None:
-        """Take a micro-step; what ``function`` gives, or None where the step comes again."""
+        """Take a micro-step by calling ``function``; gives its result, or None where the step comes again."""
         steps = self._steps
         if self.on_batch is not None:
             self.on_batch(_batch_of(arguments, options))
@@ -223,7 +226,7 @@ class Attempts:
         return bool(failure.refusal) and self._growing is not None and self._growing.has_shrunk
 
     def _tell(self, failure: StepFailure | None) -> dict[int, str]:
-        """Tell the other ranks; gives what all of them tell."""
+        """Tell the other ranks that memory ran out here; gives the failures of all, by rank."""
         assert failure is not None
         try:
             self._guarding.hear(str(failure))
@@ -233,11 +236,11 @@ class Attempts:
 
     @property
     def _leaves_nothing(self) -> bool:
-        """Whether passes change nothing but gradients."""
+        """Whether passes change nothing but gradients: there are no buffers and no registered state."""
         return not self._training.registered and next(self._training.model.buffers(), None) is None
 
     def _why_not(self, failure: StepFailure) -> str | None:
-        """Why the step is not taken again, None where it is."""
+        """Why the step is not taken again after a failure, None where it is."""
         if self._growing is None:
             return _OFF
         if failure.largest is None:
@@ -253,7 +256,7 @@ class Attempts:
 
 
 def _batch_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What a function is given, as a loader would have given it."""
+    """The batch in a function's arguments, as a loader would have given it."""
     if options and not arguments:
         return options
     return arguments[0] if len(arguments) == 1 else arguments

@@ -23,7 +23,7 @@ __all__ = ["Retry", "Rollback", "Snapshot"]
 _logger = logging.getLogger(__name__)
 
 
-# --- what a step has left in the parts of training on this rank: taken back, forgotten, or why it cannot be ----------
+# --- what a step has changed in the parts of training on this rank: taken back, forgotten, or why it cannot be -------
 # When that is done, and what becomes of the step, is said in steps.py.
 
 
@@ -32,15 +32,15 @@ class Retry:
     """What ranks compare of a step that was rolled back, before they take it again."""
 
     purpose: Purpose = Purpose.RETRY
-    """How far it had come."""
+    """How far the step had come on this rank, as the control word says it."""
     num_exchanges: int = 0
-    """How many collectives of the model it had begun."""
+    """How many collectives of the model the step had begun."""
     num_lost: int = 0
-    """Micro-batches that it took and that do not come again."""
+    """Micro-batches that the step took and that do not come again."""
 
 
 class Rollback:
-    """Takes back what the step under way has left in the parts of training on this rank."""
+    """Takes back what the step under way has changed in the parts of training on this rank."""
 
     def __init__(self, training: Training) -> None:
         self._state = training.state
@@ -50,10 +50,13 @@ class Rollback:
         self._scaler = training.prepared.scaler
         self._has_warned = False
         self.snapshot: Snapshot | None = None
-        """Of the step under way, where everything of it is to be rolled back."""
+        """Copies of what the step under way may change besides parameters; None where these are not kept."""
 
     def retry(self, num_taken: int, *, num_exchanges: int, is_called: bool) -> Retry:
-        """What is to be said of the step; asked before ``roll_back``. ``num_exchanges`` there were when it began."""
+        """What ranks compare of the step before they take it again; asked before ``roll_back``.
+
+        ``num_exchanges`` is the number of collectives when the step began.
+        """
         purpose = Purpose.RETRY_CALLED if is_called else Purpose.RETRY
         return Retry(
             purpose=Purpose.RETRY_AWAITED if self._gradients.awaited else purpose,
@@ -62,7 +65,7 @@ class Rollback:
         )
 
     def roll_back(self, num_taken: int, *, is_called: bool) -> None:
-        """Nothing of the step has happened; ``is_called`` says that the model was called in it."""
+        """Undo the step: gradients, samples, scaler and snapshot; ``is_called`` if the model was called in it."""
         if is_called:
             self._gradients.sharing.have_shared_buffers()
         self._gradients.drop()
@@ -84,15 +87,15 @@ class Rollback:
             )
 
     def leave_out(self, *, restores: bool) -> None:
-        """Optimizers were kept from the step, whose samples are consumed: nothing else stays, with ``restores``."""
+        """Drop the gradients of a step that optimizers were kept from; with ``restores`` only its samples count."""
         self._gradients.drop()
         if restores and self.snapshot is not None:
             self.snapshot.restore()
 
     def start_over(self, num_torn: int, *, passes_over: bool) -> None:
-        """Nothing of a step is under way, nor left of the last one, of which ``num_torn`` micro-steps were torn.
+        """Forget the step under way and what is left of the last one, once a checkpoint is loaded.
 
-        ``passes_over`` says that what those have taken does not come again.
+        A torn step had ``num_torn`` micro-steps; ``passes_over`` says that their samples do not come again.
         """
         if num_torn:
             settle_samples = self._batches.commit if passes_over else self._batches.rollback
@@ -104,19 +107,22 @@ class Rollback:
         self._state.begin_anew()
 
     def forget(self) -> None:
-        """Leave no gradients, and nothing that a scaler has noted of them."""
+        """Drop all gradients, and what a scaler has noted of them."""
         self.forget_gradients()
         if self._scaler is not None:
             self._scaler.forget()
 
     def forget_gradients(self) -> None:
-        """Leave none, and have no optimizer wait for its ``zero_grad()``."""
+        """Drop all gradients, and have no optimizer wait for its ``zero_grad()``."""
         self._gradients.drop()
         for optimizer in self._optimizers:
             optimizer.forget_zeroing()
 
     def why_torn(self, error: BaseException | None) -> str | None:
-        """Said where an optimizer began and did not end, or one of several ended and ``error`` came."""
+        """Why the step is torn: an optimizer began and did not end, or one of several ended and ``error`` came.
+
+        None where the step is not torn.
+        """
         state = self._state
         if not state.is_torn and (error is None or state.num_begun == 0 or state.has_committed):
             return None
@@ -126,7 +132,7 @@ class Rollback:
         )
 
     def why_stuck(self) -> str | None:
-        """Said where a pass through the model was begun that cannot be taken back."""
+        """Why the step cannot be rolled back, since a pass through the model was begun; None where it can."""
         state = self._state
         if not (state.is_inside and state.has_forward and state.num_begun == 0):
             return None
@@ -139,7 +145,10 @@ class Rollback:
 
 
 class Snapshot:
-    """Takes copies at a step's beginning and puts them back; buffers are copied into memory that is kept."""
+    """Copies of random states, buffers and registered tensors, taken as a step begins and put back after it failed.
+
+    Tensors are copied into memory that is kept from step to step.
+    """
 
     def __init__(self, model: nn.Module, registered: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._model = model
@@ -150,7 +159,7 @@ class Snapshot:
         self._restore_random: list[Callable[[], None]] = []
 
     def take(self) -> None:
-        """Keep everything as it is now."""
+        """Copy random states, buffers and registered tensors as they are now."""
         self._held = [(module, dict(module._buffers)) for module in self._model.modules()]
         live = list(self._tensors())
         kept = [copy for _, copy in self._copies]
@@ -163,25 +172,25 @@ class Snapshot:
         self._restore_random = list(_random_states())
 
     def take_shared(self) -> None:
-        """Keep the buffers as they are now too: those that the first rank has given to all, in a step's first pass."""
+        """Copy the buffers that the first rank has broadcast in a step's first pass; called right after that."""
         with torch.no_grad():
             self._shared = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
 
     def put_shared(self) -> None:
-        """As ``take_shared`` found them, for a step that is taken again and in which they are not given out again."""
+        """Put back the buffers of ``take_shared``, for a step that is taken again, in which none are broadcast."""
         for buffer, shared in self._shared:
             _put(buffer, shared)
 
     def end_step(self) -> None:
-        """What was shared in a step is shared anew in the next."""
+        """Drop the broadcast buffers of a step that has ended."""
         self._shared = []
 
     def let_go(self) -> None:
-        """Keep nothing, until it is taken again."""
+        """Drop all copies, until ``take`` is called again."""
         self._copies, self._held, self._shared, self._restore_random = [], [], [], []
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Put random states, buffers and registered tensors back as ``take`` found them."""
         for module, buffers in self._held:  # some modules put others in their place
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -197,13 +206,13 @@ class Snapshot:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same for tensors of which one can be copied into the other."""
+    """What has to be the same of two tensors for a copy of one to serve the other."""
     lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.shape, tensor.dtype, tensor.device, lies
 
 
 def _put(tensor: torch.Tensor, kept: torch.Tensor) -> None:
-    """Unseen by autograd: what was computed from the tensor may still have to be gone through backwards."""
+    """Copy ``kept`` into ``tensor`` unseen by autograd, since a backward pass may still need the tensor's graph."""
     tensor.data.copy_(kept)
 
 

@@ -20,61 +20,63 @@ __all__ = ["StepState"]
 
 @dataclass(slots=True)
 class StepState:
-    """One rank's step, from one boundary to the next."""
+    """Where the step under way stands on this rank, from one boundary to the next."""
 
     number: int = 0
-    """Another one for every step, and for one that is taken again."""
+    """The number of the step; a step that is taken again has another one."""
     num_micro_steps: int = 1
+    """The number of micro-steps of the step under way, or of the one that ended last."""
     index: int = 0
-    """Of the micro-step under way, or of the next one."""
+    """The index, from 0, of the micro-step under way, or of the next one."""
     is_inside: bool = False
-    """Within ``with trainer.step()``."""
+    """Whether the loop is within ``with trainer.step()``."""
     is_last: bool = False
-    """Within the micro-step that commits."""
+    """Whether the micro-step under way is the one that commits the step."""
     weight: float = 1.0
-    """What a mean loss of this micro-batch counts."""
+    """The weight of this micro-batch's mean loss in the gradient of the step."""
     has_forward: bool = False
-    """The model has been called with gradients, in this micro-step."""
+    """Whether the model has been called with gradients, in this micro-step."""
     has_backward: bool = False
-    """A gradient has come back to the model's outputs, in this micro-step."""
+    """Whether a gradient has come back to the model's outputs, in this micro-step."""
     is_exact: bool = False
-    """``trainer.backward`` was used in this micro-step."""
+    """Whether ``trainer.backward`` was used in this micro-step."""
     is_guarded: bool = False
-    """Its gradients are shared after its passes, once memory has sufficed for them on all ranks."""
+    """Whether gradients are shared after the step's passes, once memory has sufficed for those on all ranks."""
     is_shared: bool = False
-    """That has been done."""
+    """Whether the gradients of a guarded step have been shared."""
     keeps_batch: bool = False
-    """Steps have a global batch of their own; else every micro-step commits, as a loop without a trainer would."""
+    """Whether steps have a global batch; else every micro-step commits, as a loop without a trainer would."""
     before_optimizer: Callable[[], None] | None = None
-    """Raises where the gradients are not those of the step; None where they cannot be others."""
+    """Called before an optimizer steps; raises where gradients are not the step's. None where no check is needed."""
     check_batch: Callable[[], None] | None = None
-    """Raises where what is trained on was not taken from the trainer's dataloader; None where it was."""
+    """Raises where the micro-step's batch was not taken from the trainer's dataloader; None where it was."""
     on_cleared: Callable[[], None] | None = None
-    """Told that what the step before has left is gone; None where nobody waits for that."""
+    """Called when the gradients of the step before are cleared; None where nobody waits for that."""
     before_change: Callable[[], None] | None = None
-    """Returns once parameters and optimizer state may change; None where nobody needs them as they are."""
+    """Called before parameters or optimizer state change, and waits for staging; None where nothing is staged."""
     on_gradients: Callable[[Iterable[torch.Tensor], torch.Tensor | None], None] | None = None
-    """Told of parameters whose gradients are those of the step, before these are clipped or used, and of what they are
-    still multiplied with; None where nobody looks at them."""
+    """Called with parameters before their gradients, which are those of the step, are clipped or used, and with the
+    factor that these are still multiplied with; None where nobody looks at them."""
     looks_from: int = sys.maxsize
-    """In steps with this number and later ones it is looked for gradients that are not finite."""
+    """The number of the first step in which gradients are checked to be finite."""
     may_step: Callable[[Iterable[torch.Tensor]], bool] = lambda parameters: True
-    """Asked in those steps, before an optimizer uses the gradients of its parameters."""
+    """Whether an optimizer may use its parameters' gradients; asked in steps that are checked (``looks_from``)."""
     on_left_out: Callable[[], None] | None = None
-    """Called when a scaler has kept an optimizer from the step."""
+    """Called when a scaler has kept an optimizer from stepping."""
     num_optimizers: int = 1
+    """Optimizers that have to step for a step to commit."""
     num_begun: int = 0
     """Optimizers that have begun to change parameters in this step."""
     num_stepped: int = 0
-    """Those of them that have ended."""
+    """Optimizers that have finished stepping in this step."""
     num_scheduled: int = 0
     """How often schedules have stepped, since training began in this process."""
     remarks: Remarks = field(default_factory=Remarks)
-    """What is said once about the loop."""
+    """What is logged about the loop, each remark once."""
 
     @property
     def is_torn(self) -> bool:
-        """Whether an optimizer began and did not end."""
+        """Whether an optimizer began to step and did not end."""
         return self.num_begun > self.num_stepped
 
     @property
@@ -82,7 +84,7 @@ class StepState:
         return self.num_stepped == self.num_optimizers
 
     def begin_anew(self) -> None:
-        """A step ended or was rolled back: nothing of the next one has happened."""
+        """Begin the state of the next step, after one has ended or was rolled back."""
         self.number += 1
         self.index = self.num_begun = self.num_stepped = 0
         self.is_last = self.is_guarded = self.is_shared = False

@@ -1,8 +1,7 @@
 """Steps: one micro-step after another, until a step commits; or is rolled back, and never happened.
 
-What these words mean is said in training/trainer.py. Here is what happens on this rank, and in rollback.py how a step
-is taken
-back; what all ranks do at a boundary is the trainer's, who is told of it.
+What these words mean is said in training/trainer.py. Here is what happens on this rank; how a step is taken back is in
+rollback.py, and what all ranks do at a boundary in training/session.py.
 """
 
 from __future__ import annotations
@@ -84,21 +83,21 @@ class Steps:
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
         self.is_committing = False
-        """The micro-step under way, or the one that ended last, ends a step."""
+        """Whether the micro-step under way, or the one that ended last, ends a step."""
         self.num_backwards = 0
-        """Micro-steps with a backward pass, of the steps that passed a boundary."""
+        """Micro-steps with a backward pass, in all steps that have ended."""
         self.doubt = ""
-        """What this rank left out of its last step: if others did not, they wait for it. Empty for nothing."""
+        """What this rank left out of its last step, so that other ranks may wait, in words; empty for nothing."""
         self.torn: TornStepError | None = None
-        """The error after which nothing goes on."""
+        """The error after which no further step is taken; None where steps can be."""
         self.can_mend = True
-        """What is torn is whole again once a checkpoint is loaded."""
+        """Whether training can go on after ``torn`` once a checkpoint is loaded."""
         self.num_torn = 0
-        """Micro-steps of the step that was torn."""
+        """Micro-steps that the torn step had taken."""
         self.by_function = self._was_by_function = False
-        """The micro-step that is entered is a function, which can be called again."""
+        """Whether the micro-step that is entered is a function, which can be called again."""
         self.failure: StepFailure | None = None
-        """How memory ran out last."""
+        """How memory ran out last; None where it has not."""
         self._guarding = training.guarding
         self._state = training.state
         self._gradients = gradients
@@ -146,12 +145,15 @@ class Steps:
 
     @property
     def num_micro_steps(self) -> int:
-        """Of the step under way, or of the one that ended last."""
+        """The number of micro-steps of the step under way, or of the one that ended last."""
         return self._step.num_micro_steps
 
     @property
     def largest(self) -> int | None:
-        """The most samples that a rank takes at once in that step, of a dataloader that can be told to give fewer."""
+        """The most samples that a rank takes at once in the step under way, or the one that ended last.
+
+        None where the dataloader cannot be told to give fewer.
+        """
         return self._step.largest
 
     @property
@@ -259,7 +261,7 @@ class Steps:
             state.index += 1
 
     def _bare_steps(self) -> StepError | None:
-        """What is wrong where a schedule was stepped by itself in this step."""
+        """The error of a schedule that was stepped by itself in this step; None where none was."""
         for schedule in self._schedules:
             error = schedule.bare_steps()
             if error is not None:
@@ -267,7 +269,7 @@ class Steps:
         return None
 
     def _fail(self, error: BaseException) -> None:
-        """An exception leaves a micro-step: the step never happened, or is torn, or has committed already."""
+        """Handle an exception that leaves a micro-step: roll the step back, or see that it is torn or has committed."""
         state = self._state
         if self._was_rolled_back:
             state.is_inside = self._was_rolled_back = False
@@ -326,7 +328,7 @@ class Steps:
         self._undoing.roll_back(num_taken, is_called=is_called)
 
     def weigh_anew(self) -> None:
-        """Gradients are gathered otherwise, between two steps: see again when they are shared, and when weighed."""
+        """Decide anew when gradients are weighed, as the way they are shared has changed; between two steps."""
         self._is_like_before = False
         self._set_weights(self._step.weights)
 
@@ -335,7 +337,7 @@ class Steps:
         self._to_do_first, self._is_like_before = act, False
 
     def fence(self, wait: Callable[[], None] | None) -> None:
-        """Have ``wait`` called before an optimizer, or what hangs on its step, changes anything; None ends that."""
+        """Have ``wait`` called before an optimizer, or a hook on its step, changes anything; None ends that."""
         self._state.before_change = wait
 
     def settle(self) -> None:
@@ -345,7 +347,10 @@ class Steps:
             self._pass_boundary()
 
     def catch_up(self) -> None:
-        """Do between two steps what the other ranks wait for since the last one."""
+        """Do what other ranks wait for since the last step: pass an owed boundary, meet, make a backward pass.
+
+        Called between two steps.
+        """
         self.settle()
         if self._must_meet:
             self._follower.retry(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
@@ -356,7 +361,7 @@ class Steps:
             self._gradients.drop()
 
     def expect_checkpoint(self) -> None:
-        """One is being loaded: what a failure leaves of it in memory is nothing to train on."""
+        """Let no step be taken while a checkpoint is loaded: a failure would leave a part of it in memory."""
         self.can_mend = True
         self.torn = TornStepError(
             "going back to a checkpoint failed halfway, and memory holds parts of it: resume from a checkpoint, or "
@@ -364,15 +369,15 @@ class Steps:
         )
 
     def give_up(self, why: str) -> None:
-        """Between two steps: nothing goes on from here."""
+        """Let no further step be taken, for the reason ``why``; called between two steps."""
         self.can_mend, self.num_torn = False, 0
         self._is_like_before = False
         self.torn = TornStepError(why)
 
     def start_over(self, *, passes_over: bool) -> None:
-        """All is as a checkpoint has it: nothing of a step is under way, nor left of the last one.
+        """Forget the step under way and what is left of the last one, once a checkpoint is loaded.
 
-        ``passes_over`` says that what a torn step has taken does not come again.
+        ``passes_over`` says that the samples of a torn step do not come again.
         """
         self._undoing.start_over(self.num_torn, passes_over=passes_over)
         self._is_taken_back = not passes_over
@@ -380,11 +385,11 @@ class Steps:
         self._is_like_before, self.doubt = False, ""
 
     def end_epoch(self) -> None:
-        """An epoch ends, or training: the last moment to say that nothing was trained."""
+        """Warn, as an epoch or training ends, if no optimizer has stepped at all."""
         self._rhythm.end_epoch(num_ended=self._counts.num_boundaries)
 
     def drop_partial(self, why: str) -> None:
-        """Roll back a step that will not be completed, and say so."""
+        """Roll back a step that will not be completed, if one is under way, and warn of it for the reason ``why``."""
         if self.is_partial:
             told = f"{self._state.index} of {self._step.num_micro_steps} micro-steps"
             self.doubt = f"left a step after {told} ({why})"
@@ -452,7 +457,10 @@ class Steps:
             snapshot.put_shared()
 
     def _refuse_taken_ahead(self, num_handed: int) -> None:
-        """Raise, and have what was taken come again; ranks learn of it as of any failure between steps."""
+        """Raise, since too many batches were taken, and have these come again.
+
+        Other ranks learn of it as of any failure between steps.
+        """
         if self.torn is not None:
             raise self.torn
         number = self._state.index + 1
@@ -461,7 +469,7 @@ class Steps:
         raise StepError(_TAKEN_AHEAD.format(num_handed=num_handed, number=number))
 
     def _check_batch(self) -> None:
-        """Raise where the loop reads another dataloader, and say so where it reads this one too little."""
+        """Raise where the loop reads another dataloader, and warn where it takes too few batches from this one."""
         state, counted = self._state, self._counted
         assert counted is not None
         num_handed = counted.num_handed
@@ -485,7 +493,7 @@ class Steps:
             raise
 
     def _weigh_once(self) -> None:
-        """Nothing is left of the step before, and nothing has come of this one: its sums can be weighed at its end."""
+        """Weigh this step's gradients once, at its end, since nothing is left of the step before."""
         state = self._state
         state.on_cleared = None
         if state.is_inside and state.index == 0 and not state.has_backward:
@@ -493,7 +501,7 @@ class Steps:
             state.weight = self._weights[0]
 
     def _keep_left_gradients(self) -> None:
-        """A backward pass has added to what the step before has left: nothing of that is cleared any more."""
+        """Have optimizers not clear what the step before has left, since a backward pass has added to it."""
         for optimizer in self._optimizers:
             if optimizer.may_have_left_gradients:
                 optimizer.keep_left_gradients()
@@ -507,9 +515,9 @@ class Steps:
             raise
 
     def _set_weights(self, weights: tuple[float, ...]) -> None:
-        """Where all micro-batches count the same, weigh what they have gathered once, before the last one.
+        """Set how micro-batches are weighed: where all count the same, gradients are weighed once, before the last.
 
-        Ranks may differ in that: so it must not be shared before.
+        Ranks may differ in that, so gradients must not be shared before.
         """
         common = weights[0]
         is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
@@ -520,7 +528,7 @@ class Steps:
         self._weights, self._late_weight = self._by_turns
 
     def _end(self) -> None:
-        """The step is over on this rank."""
+        """Count and commit a step that has ended on this rank, and begin the state of the next."""
         state, counts = self._state, self._counts
         if self._counted is not None and not self._was_handed:
             self._was_handed = self._counted.num_handed > 0
@@ -574,13 +582,13 @@ class Steps:
             )
 
     def _share_guarded(self) -> None:
-        """Share what the guarded step under way has gathered."""
+        """Share the gradients of the guarded step under way, once memory has sufficed on all ranks."""
         held = self._guarding.hear()
         self._state.is_shared = True
         self._guarding.average(held)
 
     def _share_at_end(self) -> None:
-        """The same where this rank has made no pass in the last micro-step: others have."""
+        """Share a guarded step's gradients where this rank has made no pass in the last micro-step: others have."""
         try:
             self._share_guarded()
         except BaseException as error:
@@ -610,7 +618,7 @@ class Steps:
             self._tear(why, error, can_mend=False)
 
     def _tear(self, why: str, error: BaseException | None, *, can_mend: bool) -> None:
-        """Nothing goes on from here, unless a checkpoint can mend it."""
+        """Let no further step be taken, for the reason ``why``; ``can_mend`` where loading a checkpoint helps."""
         self.can_mend, self.num_torn = can_mend, self._state.index + 1
         self._state.is_inside = self._state.is_last = self._is_like_before = False
         self.torn = TornStepError(why)
@@ -619,12 +627,12 @@ class Steps:
 
 
 def _is_without_gradients(error: BaseException) -> bool:
-    """Whether a backward pass raised it where gradients are switched off."""
+    """Whether ``error`` is that of a backward pass where gradients are switched off."""
     return isinstance(error, RuntimeError) and not torch.is_grad_enabled() and "does not require grad" in str(error)
 
 
 def _is_of_bare_scaler(error: BaseException) -> bool:
-    """Whether a GradScaler raised it because it has seen no gradients since its last update."""
+    """Whether ``error`` is that of a GradScaler which has seen no gradients since its last update."""
     return isinstance(error, AssertionError) and "inf checks were recorded" in str(error)
 
 
@@ -632,7 +640,7 @@ def _is_of_bare_scaler(error: BaseException) -> bool:
 
 
 class PulsingSteps(Steps):
-    """This rank's steps, which note when they begin and end."""
+    """Steps that write to the rank's heartbeat as micro-steps begin and end, where an agent reads it."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
