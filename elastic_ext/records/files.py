@@ -299,7 +299,9 @@ def append_line(path: Path, line: str) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
-        os.write(descriptor, line.encode() + b"\n")
+        rest = line.encode() + b"\n"
+        while rest:  # a disk that is nearly full takes a part of it, and then says so
+            rest = rest[os.write(descriptor, rest) :]
     finally:
         os.close(descriptor)
 

@@ -271,11 +271,12 @@ def _seconds_or_never(environ: Mapping[str, str], name: str, default: float) -> 
 
 
 def _seconds(environ: Mapping[str, str], name: str, argument: float | None, default: float) -> float:
-    text = environ.get(name) or str(default) if argument is None else argument
+    given = environ.get(name) or str(default) if argument is None else argument
+    source = name if argument is None else name.removeprefix("ELASTIC_EXT_").lower()
     try:
-        value = math.nan if isinstance(text, bool) else float(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}; allowed: seconds, a number > 0") from None
+        value = math.nan if isinstance(given, bool) else float(given)
+    except (ValueError, TypeError):
+        value = math.nan
     if not 0 < value < math.inf:
-        raise ValueError(f"{name.removeprefix('ELASTIC_EXT_').lower()} is {value}; allowed: seconds, a number > 0")
+        raise ValueError(f"{source} is {given!r}; allowed: seconds, a number > 0")
     return value

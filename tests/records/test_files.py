@@ -603,6 +603,27 @@ def test_lines_added_by_many_threads_stay_whole(tmp_path: Path) -> None:
     assert len(lines) == 800 and {len(line.split(" ")[2]) for line in lines} == {500}
 
 
+def test_a_line_that_a_full_disk_takes_a_part_of_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from elastic_ext.records.files import append_line\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "append_line(Path(sys.argv[1]), 'x' * 60)\n"
+        "try:\n"
+        "    append_line(Path(sys.argv[1]), 'y' * 60)\n"
+        "except OSError as error:\n"
+        "    print(error.errno)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{errno.EFBIG}\n", done.stderr
+    assert path.read_text() == "x" * 60 + "\n" + "y" * 39
+
+
 def run_all(functions: Iterator[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:

@@ -42,7 +42,7 @@ def test_an_argument_of_no_text_is_refused_and_not_replaced(name: str) -> None:
 
 @pytest.mark.parametrize("seconds", ["soon", True])
 def test_a_time_that_was_given_and_is_none_is_named_as_it_was_given(seconds: Any) -> None:
-    with pytest.raises(ValueError, match=r"(?i)timeout_seconds is ('soon'|nan); allowed: seconds"):
+    with pytest.raises(ValueError, match=r"timeout_seconds is ('soon'|True); allowed: seconds"):
         StartSettings.resolve({}, script="train.py", timeout_seconds=seconds)
 
 
@@ -70,12 +70,12 @@ def test_a_time_is_taken_from_the_argument_then_the_environment_then_the_default
 @pytest.mark.parametrize(("name", "variable", "default"), TIMES)
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "-inf", "1e999", "soon", "1s", "1,5"])
 def test_a_time_that_nobody_can_wait_is_refused(name: str, variable: str, default: float, text: str) -> None:
-    with pytest.raises(ValueError, match=f"(?i){name}.*allowed: seconds, a number > 0"):
+    with pytest.raises(ValueError, match=f"{variable} is {text!r}; allowed: seconds, a number > 0"):
         StartSettings.resolve({variable: text}, script="train.py")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_given_as_argument_is_checked_too(value: float) -> None:
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "soon", True, object()])
+def test_a_time_given_as_argument_is_checked_too(value: Any) -> None:
     with pytest.raises(ValueError, match=r"poll_seconds is .*; allowed: seconds, a number > 0"):
         StartSettings.resolve({}, script="train.py", poll_seconds=value)
 
