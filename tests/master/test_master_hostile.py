@@ -30,6 +30,12 @@ def master(tmp_path: Path) -> Iterator[MasterProcess]:
     yield from master_in_process(tmp_path)
 
 
+@pytest.fixture
+def patient_master(tmp_path: Path) -> Iterator[MasterProcess]:
+    """One that holds a node's place however long a busy machine takes for the test."""
+    yield from master_in_process(tmp_path, "--lease-seconds", "3600")
+
+
 def memory_of(master: MasterProcess) -> int:
     assert master.process is not None
     return int(Path(f"/proc/{master.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -282,7 +288,8 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_one_who_joins_under_ever_other_names_is_stopped_at_the_limit(master: MasterProcess) -> None:
+def test_one_who_joins_under_ever_other_names_is_stopped_at_the_limit(patient_master: MasterProcess) -> None:
+    master = patient_master
     before = memory_of(master)
     codes: Counter[grpc.StatusCode] = Counter()
     for caller in [master.caller() for _ in range(75)]:
