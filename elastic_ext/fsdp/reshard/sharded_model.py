@@ -99,7 +99,10 @@ def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> R
         )
     degrees = Degrees(num_ranks // mesh.shape[-1], mesh.shape[-1])
     root = root_of(model)
-    inner = [unit for unit in survey.units if root not in unit.modules] or list(survey.units)
+    filled = [
+        unit for unit in survey.units if unit.mesh is not None
+    ]  # of an empty one torch does not keep what was said
+    inner = [unit for unit in filled if root not in unit.modules] or filled
     after = {unit.reshard_after_forward for unit in inner}
     if not after <= {None, True, False}:
         raise ValueError("the model reshards to fewer ranks after the forward pass, which no plan says")
