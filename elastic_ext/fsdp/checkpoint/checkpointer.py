@@ -45,26 +45,26 @@ _EXTRA = "extra"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What was loaded besides the model and the optimizers."""
+    """What ``ShardCheckpointer.load`` gives: which checkpoint was loaded, its step and epoch, and its extra values."""
 
     path: Path
     step: int
     epoch: int
     extra: Any
-    """What ``save`` was given."""
+    """The extra values and tensors that ``save`` was given on the first rank."""
     num_ranks: int
-    """That saved it."""
+    """How many ranks saved the checkpoint."""
 
 
 class ShardCheckpointer:
-    """One rank's hand in a job's checkpoints.
+    """Saves a model and its optimizers as checkpoints of a job, and loads them; each rank writes and reads its part.
 
-    ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. Ranks lose
-    patience with one another after ``timeout_seconds``. Each thing that touches the storage may take
-    ``storage_timeout_seconds``, by default half of that.
+    ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. A rank waits at
+    most ``timeout_seconds`` for the others. Each operation on the storage may take ``storage_timeout_seconds``, by
+    default half of that.
 
-    With ``in_background`` a save copies what it is given, into memory that is kept for it and is as large as what this
-    rank writes, and goes on on a thread of its own; one at a time.
+    With ``in_background`` saves are async: ``save`` copies what this rank writes into staging memory of that size,
+    which is kept, and a thread writes the files from there; one save at a time.
 
     An agent that starts the ranks anew when one dies can give them a folder in memory, as ELASTIC_EXT_STAGING_DIR: the
     copies lie there, and what was copied on every rank can be made a checkpoint after some have died. ``keep_previous``
@@ -129,12 +129,13 @@ class ShardCheckpointer:
         *,
         epoch: int = 0,
     ) -> Path:
-        """Save under the name ``step_<step>``; on return the checkpoint exists, and it is the newest. Gives its folder.
+        """Save a checkpoint named ``step_<step>``; on return it exists, and is the newest. Gives its folder.
 
-        In the background it is begun, once the one before is done, and what it holds may change on return. If that one
-        has failed, this raises, and nothing is begun.
+        With ``in_background`` the save has only begun on return, once the save before it is done, and the model and
+        the optimizers may change. If the save before it has failed, this raises, and no save begins.
 
-        ``step`` comes after the one that was loaded or saved last: ValueError otherwise, and nothing is changed.
+        ``step`` is larger than that of the checkpoint loaded or saved last: ValueError otherwise, and nothing is
+        changed.
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
         self._refuse_closed()
@@ -160,7 +161,7 @@ class ShardCheckpointer:
     def prepare(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, extra: Any = None
     ) -> None:
-        """Make the memory for saving these in the background now, beside what comes next, and not in the first save.
+        """Allocate the staging memory for background saves of these now, on a thread, instead of in the first save.
 
         Call it once the optimizer has its state. Otherwise the first save makes the memory, and takes longer.
         """
@@ -178,10 +179,10 @@ class ShardCheckpointer:
     ) -> Loaded:
         """Load the checkpoint in the folder ``path``, or the job's newest one; all ranks raise where one cannot.
 
-        A newest one that is damaged is passed over with a warning, for the one before it, if that fills all that the
-        damaged one has begun to fill; otherwise that is a CheckpointError, and memory is of no use. Without ``strict``
-        what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
-        CheckpointNotFound where there is none.
+        Where the newest one is damaged, the one before it is loaded with a warning, if it overwrites all that the
+        damaged one has begun to overwrite; otherwise CheckpointError, and the model is a mixture of no use. Without
+        ``strict`` what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
+        CheckpointNotFound where there is no checkpoint.
         """
         self._come_to_rest()
         given: list[Path] = []
@@ -207,24 +208,24 @@ class ShardCheckpointer:
         return self._job.run.latest()
 
     def wait(self) -> None:
-        """Return once what ``save`` has begun is done; CheckpointError on all ranks where it failed on one of them."""
+        """Wait until a background save is done, if any; CheckpointError on all ranks where it failed on one."""
         self._job.live.settle()
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether saves go on while training does: it was asked for, and the ranks have a store to tell by."""
+        """Whether saves run in the background: it was asked for, memory allows it, and the ranks share a store."""
         return self._job.live.can_save
 
     def is_saving(self) -> bool:
-        """Whether what ``save`` has begun goes on on any rank: then the next one would wait for it."""
+        """Whether a background save is under way on any rank, which the next ``save`` would wait for."""
         self._refuse_closed()
         return self._job.live.is_busy()
 
     def close(self) -> None:
         """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed.
 
-        What is being saved is saved first. Whether that has worked out is in the log; ``wait`` raises. Called while an
-        exception is handled it waits for other ranks, which may be gone, no longer than half a minute.
+        A background save is finished first; a failure of it is only logged here, while ``wait`` raises it. Called
+        while an exception is handled it waits for other ranks, which may be gone, no longer than half a minute.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -240,7 +241,7 @@ class ShardCheckpointer:
         self.close()
 
     def _collector(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any) -> Collect:
-        """What gives the contents of a checkpoint of these."""
+        """A function that collects what this rank saves of the model, the optimizers and ``extra``."""
 
         def collect() -> Contents:
             tensors: dict[str, torch.Tensor] = {}
@@ -252,12 +253,12 @@ class ShardCheckpointer:
         return collect
 
     def _come_to_rest(self) -> None:
-        """Nothing is under way when what comes next begins."""
+        """Refuse a closed checkpointer, and wait until no background save is under way; raise where one has failed."""
         self._refuse_closed()
         self._job.live.settle()
 
     def _refuse_closed(self) -> None:
-        """What is closed has left the other ranks, and its place among the job's checkpoints."""
+        """CheckpointError where this checkpointer is closed: it has left the ranks, and released the job's folder."""
         if self._is_closed:
             raise CheckpointError(
                 f"the ShardCheckpointer of job {self._job.name!r} is closed, and saves and loads nothing any more; "
@@ -266,7 +267,7 @@ class ShardCheckpointer:
 
 
 class _Into:
-    """A model and its optimizers on one rank, to be loaded into."""
+    """The destination of ``ShardCheckpointer.load``: a model and its optimizers on one rank."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, *, is_strict: bool) -> None:
         self._model, self._optimizers = model, optimizers
@@ -284,7 +285,7 @@ class _Into:
         return self._loader.refilled(opened, touched)
 
     def load(self, opened: Opened) -> Loaded:
-        """What goes into memory of its own is read first: damage that is found there has touched nothing."""
+        """Load the checkpoint; extra tensors first, into new memory, so that damage in them has changed nothing."""
         names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
         tensors = {name: opened.read_whole("extra", name) for name in names}
         self._loader.load_model(opened)

@@ -39,9 +39,9 @@ __all__ = [
 # Pure, so that every rank comes to the same result from the same inventories, and nobody has to be told.
 
 _LEAST_BYTES = 65536
-"""Of a tensor: less is not split between replicas."""
+"""The size below which a tensor is not split between the ranks that have replicas of it, to be written."""
 _OF_THE_FIRST: frozenset[Kind] = frozenset({"buffer", "scalar"})
-"""What replicas hold of these need not be the same, as with running means: the first one's counts."""
+"""Kinds of tensors whose replicas may differ, as running means do: the first rank that has one writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class RankTensor:
     kind: Kind
     box: Box
     same_as: str | None = None
-    """The name under which a tied tensor is kept."""
+    """Where this is a further name of a tied tensor: the name under which it is saved; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that a rank holds."""
+    """The tensors of one kind that a rank holds for a checkpoint: names, dtypes and boxes, without the contents."""
 
     items: tuple[RankTensor, ...]
 
     def to_json(self) -> bytes:
-        """The same bytes for the same inventory."""
+        """The inventory as JSON; equal inventories give equal bytes."""
         rows = [
             [item.name, item.dtype, item.kind, item.box.shape, item.box.start, item.box.end, item.same_as]
             for item in self.items
@@ -72,7 +72,7 @@ class Inventory:
 
     @classmethod
     def from_json(cls, data: bytes) -> Inventory:
-        """Of a rank of this run, which is trusted."""
+        """The inventory that ``to_json`` gave on a rank of this run; it is trusted, not checked."""
         return cls(
             tuple(
                 RankTensor(name, dtype, kind, Box(tuple(shape), tuple(start), tuple(end)), same_as)
@@ -82,10 +82,10 @@ class Inventory:
 
 
 def meta_of(inventories: Sequence[Inventory], *, is_of_one_model: bool = False) -> StateMeta:
-    """What the ranks hold together, and which part of it each one writes; each element is written once.
+    """The metadata of all ranks' tensors: which part of each a rank writes, so that each element is written once.
 
     CheckpointError where the ranks have different tensors of one name, or not all of one; and, if ``is_of_one_model``,
-    where one does not know a name that another has, although it may hold nothing of what goes by that name.
+    where one rank's inventory lacks a name that another's has: of a sharded tensor it may hold nothing, but knows it.
     """
     num_ranks = len(inventories)
     if is_of_one_model:
@@ -103,7 +103,7 @@ def meta_of(inventories: Sequence[Inventory], *, is_of_one_model: bool = False) 
 
 
 def _check_names(inventories: Sequence[Inventory]) -> None:
-    """Names that a rank does not know are more than it could ever load."""
+    """CheckpointError where a rank's model lacks a tensor that another rank's has: it could never load that."""
     names = [{item.name for item in inventory.items} for inventory in inventories]
     for rank, own in enumerate(names):
         if own != names[0]:
@@ -152,46 +152,46 @@ def _in_words(item: RankTensor) -> str:
 FileKind = Literal["model", "optim", "extra"]
 KINDS: tuple[FileKind, ...] = ("model", "optim", "extra")
 REGISTERED = "registered/"
-"""What the names of tensors that a script has registered begin with."""
+"""The prefix of the names under which tensors that a script has registered are saved."""
 STATE_FILE = "trainer_state.json"
 GROUPS = "optimizer_groups"
 EXTRA_STATES = "model_extra_states"
 VALUES = "optimizer_values"
-"""Keys of that file; under the last one is what ``Contents.values`` of all ranks came to."""
+"""The key in STATE_FILE of all ranks' ``Contents.values``, merged; GROUPS and EXTRA_STATES are keys there too."""
 
 
 def meta_file(kind: FileKind) -> str:
-    """The file that says where the tensors of a kind lie."""
+    """The name of the file that says which part of each tensor of a kind is in the file of which rank."""
     return f"{kind}_meta.json"
 
 
 def shard_file(kind: FileKind, rank: int, num_ranks: int) -> str:
-    """The file of one rank's part of them."""
+    """The name of the file with one rank's parts of the tensors of a kind."""
     return f"{kind}_param.{rank:05d}-{num_ranks:05d}.safetensors"
 
 
 def own_prefix(rank: int) -> str:
-    """What the names of a rank's own buffers begin with, where ranks had different ones."""
+    """The prefix under which a rank's own buffers are saved, where they differ between ranks."""
     return f"buffers/{rank}/"
 
 
 def own_registered_prefix(rank: int) -> str:
-    """The same of what is registered, in the place of ``REGISTERED``."""
+    """The prefix, instead of ``REGISTERED``, of a rank's own registered tensors, where they differ between ranks."""
     return f"own_registered/{rank}/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What one rank has for a checkpoint."""
+    """What one rank contributes to a checkpoint: its tensors, by the kind of file, and plain values."""
 
     model: Sequence[LocalShard]
     optim: Sequence[LocalShard] = ()
     extra: Sequence[LocalShard] = ()
     """Registered and given tensors, and the state of random generators."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values, the same on all ranks: the first one's are kept."""
+    """Plain values that are the same on all ranks; the first rank's are saved."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values by names, of which a rank may have some."""
+    """Plain values by name, such as optimizer state that is no tensor; those of all ranks are saved, merged."""
 
     def by_kind(self) -> Iterator[tuple[FileKind, Sequence[LocalShard]]]:
         yield "model", self.model

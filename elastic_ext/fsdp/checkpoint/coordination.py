@@ -1,4 +1,4 @@
-"""What ranks do to a checkpoint together: each its part, and all of them hear of it when one fails."""
+"""Acting on a checkpoint on all ranks together: results are gathered, and all ranks raise where one fails."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _logger = logging.getLogger(__name__)
 
 
 def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list[Any]:
-    """What ``act`` gives on each rank, which is JSON; where it fails on some, all raise the same.
+    """Run ``act`` on every rank; gives its results, which are JSON, by rank. Where one fails, all raise the same error.
 
-    Every rank calls this. The words of an error go to all, its traceback to this rank's log. A peer that is lost is no
-    failure of this kind, and is raised as what it is.
+    Every rank calls this. The words of an error go to all, its traceback to this rank's log. PeerLostError is raised
+    as it is.
     """
     answer: dict[str, object] = {}
     raised = _add_what_it_gives(answer, ranks, act, doing)
@@ -35,10 +35,10 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
 
 
 def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
-    """Return if all ranks are asked for the same, which ``ask`` gives in words. Every rank calls this, first of all.
+    """Check that all ranks were called for the same thing, which ``ask`` says in words. Every rank calls this first.
 
-    ValueError on all ranks where an argument of one is wrong, which ``ask`` has raised a ValueError or TypeError for;
-    RanksDisagreeError where they are asked for different things, and would wait for one another in vain.
+    ValueError on all ranks where an argument on one is wrong, for which ``ask`` raises a ValueError or TypeError;
+    RanksDisagreeError where they were called for different things, and would wait for one another in vain.
     """
     answer: dict[str, object] = {}
     raised = _add_what_it_asks(answer, ask)
@@ -46,9 +46,9 @@ def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
 
 
 def agree_and_gather(ranks: Ranks, ask: Callable[[], str], act: Callable[[], object], doing: str) -> list[Any]:
-    """``agree_on`` what ``ask`` gives and ``gather_or_raise`` what ``act`` does, in one exchange.
+    """``agree_on(ask)`` and ``gather_or_raise(act)`` in one exchange; gives the results of ``act`` by rank.
 
-    So ``act`` comes before it is known whether others are asked for the same.
+    So ``act`` runs before it is known whether the other ranks were called for the same thing.
     """
     answer: dict[str, object] = {}
     raised = _add_what_it_asks(answer, ask)
@@ -60,7 +60,7 @@ def agree_and_gather(ranks: Ranks, ask: Callable[[], str], act: Callable[[], obj
 
 
 def first_says(ranks: Ranks, opinion: bool, doing: str) -> bool:
-    """The first rank's opinion, on all ranks. Every rank calls this."""
+    """The ``opinion`` of rank 0, on all ranks. Every rank calls this."""
     return ranks.sum([int(opinion and ranks.rank == 0)], doing)[0] > 0
 
 
@@ -113,7 +113,7 @@ def _given(answers: Sequence[Mapping[str, Any]], raised: Exception | None, doing
 
 
 def failure_of(error: Exception) -> dict[str, object]:
-    """An error as it goes to the other ranks."""
+    """An error as JSON, for the other ranks; ``joined_failure`` makes an error of it there."""
     return {
         "kind": type(error).__name__,
         "text": in_words(error),
@@ -123,9 +123,9 @@ def failure_of(error: Exception) -> dict[str, object]:
 
 
 def joined_failure(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
-    """One error of all that failed, by rank, as ``failure_of`` tells of them.
+    """One error that tells of the failures of several ranks, given by rank as ``failure_of`` made them.
 
-    To have lost the folder to another run counts for more than what others have run into because of that.
+    Where some ranks were fenced by another run, it tells of these alone: the other failures follow from that.
     """
     if any(each["kind"] == CheckpointFenced.__name__ for each in failed.values()):
         failed = {rank: each for rank, each in failed.items() if each["kind"] == CheckpointFenced.__name__}
@@ -146,12 +146,12 @@ def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int)
 
 
 def _says_all(error: Exception) -> bool:
-    """Whether an error is a refusal in words, which nothing else has led to."""
+    """Whether an error's message says all there is to know: a CheckpointError without a cause."""
     return isinstance(error, CheckpointError) and error.__cause__ is None
 
 
 def _joined_mismatch(failed: Mapping[int, Mapping[str, Any]], num_ranks: int) -> CheckpointMismatch:
-    """All the names that any rank has found."""
+    """One CheckpointMismatch with the names that any rank has found."""
     return CheckpointMismatch(
         _told({rank: each["message"] for rank, each in failed.items()}, num_ranks),
         missing=list(dict.fromkeys(name for each in failed.values() for name in each["missing"])),
@@ -168,7 +168,7 @@ def _told(texts: Mapping[int, str], num_ranks: int) -> str:
 
 
 def _parts_of(error: Exception) -> dict[str, object] | None:
-    """A mismatch as its words and its names."""
+    """The message and the names of a CheckpointMismatch, as JSON; None for other errors."""
     if not isinstance(error, CheckpointMismatch):
         return None
     return {name: getattr(error, name) for name in ("message", "missing", "extra", "misshaped")}

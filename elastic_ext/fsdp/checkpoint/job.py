@@ -1,5 +1,5 @@
-"""One rank's part in the checkpoints of a job: saving, finding and loading them, and what a checkpoint says of the
-programs that saved it.
+"""JobCheckpoints: the checkpoints of a job, saved, found and loaded; how this process was launched, and the versions
+that a checkpoint names.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """How a process was started."""
+    """What checkpoints need to know of how a process was started: its job, script and staging folder."""
 
     job: str | None
-    """What the environment calls its job."""
+    """The job's name, from ELASTIC_EXT_JOB; None where that is not set."""
     run_id: str | None
-    """What the launcher calls it."""
+    """The launcher's run id, from TORCHELASTIC_RUN_ID; None without a launcher."""
     script: str | None
-    """The file that is run, if there is one; an absolute path, whatever folder the process has gone to."""
+    """The absolute path of the script that is run; None where there is none, as in a notebook."""
     staging_folder: Path | None
-    """Where an agent keeps what is being saved, if there is one."""
+    """The folder where an agent has its workers keep staged saves (ELASTIC_EXT_STAGING_DIR); None without an agent."""
 
     @classmethod
     def in_environment(cls, environ: Mapping[str, str]) -> Launched:
-        """This process, with its environment."""
+        """How this process was started, by the environment ``environ`` and its main module."""
         folder = environ.get("ELASTIC_EXT_STAGING_DIR")
         return cls(
             job=environ.get("ELASTIC_EXT_JOB") or None,
@@ -76,7 +76,7 @@ class Launched:
 
 
 def versions() -> dict[str, str]:
-    """Those of this process by name; that of elastic_ext where it is installed, and not only on the path."""
+    """The versions of python, torch and elastic_ext in this process; of the last only where it is installed."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
     try:
         return {**known, "elastic_ext": metadata.version("elastic-ext")}
@@ -93,11 +93,11 @@ _MOST = 10**18
 
 
 class JobCheckpoints:
-    """The checkpoints of ``job`` under ``root``.
+    """Saves, finds and loads the checkpoints of ``job`` under ``root``; every rank has one, and calls it alike.
 
     By default the job is what this process was ``launched`` as: ELASTIC_EXT_JOB, the launcher's run id, or the script.
-    What touches the storage may take ``storage_seconds``. ``num_copies`` of what is saved are kept in memory, so that
-    training goes on meanwhile; with 0 it waits.
+    Each operation on the storage may take ``storage_seconds``. ``num_copies`` staged copies of what is saved are kept
+    in memory, for async saves; with 0 training waits for each save.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class JobCheckpoints:
 
         names = agree_and_gather(ranks, ask, name, "naming the job")
         self.name = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
-        """Of the job."""
+        """The job's name."""
         self._storage = Storage(ranks, timeout_seconds=storage_seconds)
         self._saver = Saver(ranks, self._storage, retention=retention)
         staging = self._staging(launched.staging_folder, num_copies) if num_copies > 0 else None
         self.live = LiveSaver(ranks, self._storage, self._saver, staging)
-        """What saves while training goes on."""
+        """Async saves: what is saved is staged, and a thread of each rank writes it."""
         self.run = Run(ranks, self._storage, self.root, self.name)
-        """This life of the job."""
+        """This run of the job, and its hold on the job's folder."""
         self.restorer = Restorer(ranks, self._storage, self.run)
-        """What loads; nothing is under way by then."""
+        """Loads checkpoints; no save is under way when it is called."""
         self._versions = versions()
 
     # ---- saving ----
@@ -153,7 +153,7 @@ class JobCheckpoints:
     def save(self, request: SaveRequest) -> Path:
         """Save while training waits; on return the checkpoint exists. Gives its folder.
 
-        What went on before is over by now.
+        No other save is under way.
         """
         began = time.perf_counter()
         agree_on(self.ranks, request.ask)  # until all have come here, what is held may still be all there is
@@ -166,15 +166,15 @@ class JobCheckpoints:
         return path
 
     def save_live(self, request: SaveRequest, manner: Manner) -> Path | None:
-        """Begin to save while training goes on; see ``LiveSaver.save`` for what None says."""
+        """Begin an async save; gives the checkpoint's folder, or None as ``LiveSaver.save`` does."""
         folder, draft = self._begin(request)
         step = request.step  # what is noted later keeps no tensors alive
         return self.live.save(folder, request, draft, manner, on_end=lambda: self.run.note_save(step))
 
     def close(self, *, hurries: bool = False) -> None:
-        """Let another run of the job have the folder, once what is being saved is.
+        """Release the job's folder to other runs, once the saves under way on this rank are over.
 
-        It ``hurries`` where other ranks may be gone, and waits for them no longer than a while.
+        With ``hurries`` a save waits for other ranks, which may be gone, half a minute at most.
         """
         self.live.end(hurries=hurries)
         self.run.leave()
@@ -182,9 +182,9 @@ class JobCheckpoints:
     # ---- loading ----
 
     def change_since(self, path: Path, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
-        """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
+        """What differs from the checkpoint in ``path`` on any rank, in words; None where a save would give the same.
 
-        ``passes_over`` is what does not matter, as ``first_change`` takes it.
+        ``passes_over`` are prefixes of names that are not compared, as in ``first_change``.
         """
         self.live.settle()
         agree_on(self.ranks, lambda: f"save again what {path.name} has")
@@ -202,7 +202,7 @@ class JobCheckpoints:
         return next((change for change in answers if change is not None), None)
 
     def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
-        """What ``into`` gives of the newest good checkpoint; None where the job has none."""
+        """Load the job's newest good checkpoint; gives what ``into.load`` returns, None where the job has none."""
         self.live.settle()
         agree_on(self.ranks, lambda: "load the newest checkpoint")
         return self.restorer.restore(into, None, falls_back=falls_back)
@@ -210,10 +210,11 @@ class JobCheckpoints:
     def go_back(
         self, into: Destination[_Result], step: int | None, *, before: int, falls_back: bool, more: str
     ) -> _Result:
-        """What ``into`` gives of the checkpoint of ``step``, or of the newest one, or good one, ``before`` a step.
+        """Load the checkpoint of ``step``, or the newest one ``before`` a step; gives what ``into.load`` returns.
 
-        Only those that led to where this run is are asked. What is saved from here on goes on from that one, and is the
-        work of another run. ``more`` is what else has to be the same on all ranks, in words.
+        Only checkpoints that led to where this run is are candidates; with ``falls_back`` and no ``step`` damaged ones
+        are passed over. What is saved from here on goes on from the loaded one, and is the work of another run.
+        ``more`` is what else has to be the same on all ranks, in words.
         """
         self.live.settle()
 
@@ -230,7 +231,7 @@ class JobCheckpoints:
         return result
 
     def _begin(self, request: SaveRequest) -> tuple[JobFolder, Commit]:
-        """The job's folder, and what COMMIT is to say there."""
+        """Claim the job's folder; gives it, and a draft of COMMIT that lacks the generation and the files."""
         if not self.run.is_claimed:
             agree_on(self.ranks, request.ask)  # claiming is no answer to who is asked for something else
         folder = self.run.claim()
@@ -250,7 +251,7 @@ class JobCheckpoints:
         return folder, draft
 
     def _staging(self, folder: Path | None, num_copies: int) -> Staging:
-        """Memory of this process's own, or in the folder of an agent, if there is one."""
+        """The staging memory: in an agent's ``folder`` if there is one, else of this process alone."""
         if folder is None:
             return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         owner = f"{self.root}/{self.name}"

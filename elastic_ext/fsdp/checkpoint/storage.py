@@ -1,4 +1,4 @@
-"""Storage: what touches a shared folder, with a limit of time.
+"""Storage: operations on shared storage, each with a time limit.
 
 Storage that does not answer would hold up a rank for ever, and the others with it. What waits for it cannot be
 interrupted: it goes on in a thread of its own, and until that has ended nothing else is begun, so that it can do no
@@ -24,25 +24,25 @@ THREAD_NAME = "elastic_ext checkpoint"
 
 
 class Storage:
-    """The storage as one rank of a run sees it."""
+    """Runs operations on shared storage within a time limit, on this rank or on all ranks together."""
 
     def __init__(self, ranks: Ranks, *, timeout_seconds: float) -> None:
         self._ranks = ranks
         self.seconds = timeout_seconds
-        """How long it may take to answer."""
+        """How long an operation on the storage may take, in seconds."""
         self._deadline = time.monotonic() + timeout_seconds
         self._late: Call[Any] | None = None
 
     def together(self, act: Callable[[], object], doing: str, *, is_patient: bool = True) -> list[Any]:
-        """What ``act`` gives on each rank, as ``gather_or_raise``; all that it has ``within`` do shares one limit.
+        """Run ``act`` on every rank as ``gather_or_raise`` does, with one time limit; gives its results by rank.
 
-        With ``is_patient`` it is itself what touches the storage.
+        With ``is_patient`` all of ``act`` is one operation on the storage; otherwise it calls ``within`` for each.
         """
         self._deadline = time.monotonic() + self.seconds
         return gather_or_raise(self._ranks, (lambda: self.within(act, doing)) if is_patient else act, doing)
 
     def within(self, act: Callable[[], _Result], doing: str) -> _Result:
-        """What ``act`` gives; CheckpointError where it takes longer than there is time."""
+        """Run ``act`` on a thread and give its result; CheckpointError where no time is left before it ends."""
         self.refuse_if(False, doing)
         call = Call(act, name=THREAD_NAME)
         self._late = call  # before it is made: an interrupt may leave it behind as well
@@ -55,7 +55,7 @@ class Storage:
             ) from None
 
     def refuse_if(self, is_late: bool, doing: str) -> None:
-        """CheckpointError where something ``is_late``, or has been asked for before, and has no answer yet."""
+        """CheckpointError where an earlier operation has not ended yet, or the caller knows of one that ``is_late``."""
         if is_late or (self._late is not None and self._late.is_alive()):
             raise CheckpointError(
                 f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
@@ -63,5 +63,5 @@ class Storage:
             )
 
     def restart_clock(self) -> None:
-        """What comes next has all the time again."""
+        """Give the operations that follow the full time limit again."""
         self._deadline = time.monotonic() + self.seconds
