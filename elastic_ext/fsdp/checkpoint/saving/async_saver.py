@@ -38,7 +38,7 @@ _SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before 
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """Do nothing: what is called at the end of no save."""
 
 
 def _raise(error: CheckpointError) -> None:
@@ -47,20 +47,20 @@ def _raise(error: CheckpointError) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Manner:
-    """How a save goes on while training does."""
+    """How one async save behaves: whether it waits for the one before, overlaps passes, and is written at once."""
 
     waits: bool = True
-    """For one that is under way; otherwise nothing is begun beside that."""
+    """Whether to wait for an async save under way; if not, no save is begun beside that one."""
     overlaps: bool = False
-    """Parameters, and what optimizers keep of their shape, are copied until ``fence`` returns."""
+    """Whether parameters, and optimizer state of their shape, are copied during the next passes, until ``fence``."""
     starts: bool = True
-    """What is copied is written; otherwise it is left to ``write_held``, until the next save."""
+    """Whether the copy is written; if not it is held until the next save, for ``write_held`` or ``begin_held``."""
     on_failed: Callable[[CheckpointError], None] = _raise
-    """Takes the error of the save before this one, on all ranks."""
+    """Called on all ranks with the error of the save before this one, if that has failed."""
 
 
 class LiveSaver:
-    """One rank's part in saving while training goes on; without ``staging`` it does nothing."""
+    """Async saves on one rank: stages what is saved, and has a thread write it; needs ``staging``."""
 
     def __init__(self, ranks: Ranks, storage: Storage, saver: Saver, staging: Staging | None) -> None:
         self._ranks = ranks
@@ -68,22 +68,22 @@ class LiveSaver:
         self._saver = saver
         self._staging = staging
         self._under_way: BackgroundSave | None = None
-        self._on_end: Callable[[], None] = _nothing  # of that one
+        self._on_end: Callable[[], None] = _nothing  # called when that save is known to be made
         self._copying: Copying | None = None
         self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
-        self._written_late: BackgroundSave | None = None  # that somebody has asked for
-        self._last: BackgroundSave | None = None  # that is known to be made
+        self._written_late: BackgroundSave | None = None  # a held save that is written, since somebody has asked for it
+        self._last: BackgroundSave | None = None  # the newest save that is known to be made
         self._lock = threading.Lock()
         self._store = ranks.store or OwnStore()
 
     @property
     def can_save(self) -> bool:
-        """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
+        """Whether async saves are possible: there is staging memory, and several ranks share a store."""
         return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
     @property
     def is_free(self) -> bool:
-        """Whether a save that begins now on this rank has its memory at once, and no other to wait for."""
+        """Whether an async save can begin on this rank without waiting for staging memory or another save."""
         is_made = self._staging is not None and not self._staging.is_being_made
         return self.can_save and is_made and (self._under_way is None or not _is_running(self._under_way))
 
@@ -96,11 +96,11 @@ class LiveSaver:
         *,
         on_end: Callable[[], None],
     ) -> Path | None:
-        """Begin to write a checkpoint; on return nothing of what it holds is needed any more, unless it overlaps.
+        """Begin an async save; gives its folder. On return what it holds may change; with ``overlaps`` after ``fence``.
 
-        How it went is what ``settle`` tells, or the next call of this, which waits for the one before. None, and
-        nothing is begun, where another is under way and this is not to be waited for. ``on_end`` is called when it is
-        known that this one exists.
+        A failure is raised by ``settle``, or goes to ``manner.on_failed`` in the next call of this, which waits for the
+        save before it. None, and no save begins, where another one is under way and ``manner`` does not wait.
+        ``on_end`` is called when it is known that this checkpoint exists.
         """
         staging = self._staging
         assert staging is not None
@@ -174,16 +174,19 @@ class LiveSaver:
 
     @property
     def is_holding(self) -> bool:
-        """Whether something was copied that is not written, or only since somebody has asked for it."""
+        """Whether a copy is held that is not written, or was written only because somebody has asked for it."""
         return self._held is not None or self._written_late is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was begun that is not known to be made, and nothing is held."""
+        """Whether all saves that were begun are settled, and no copy is held."""
         return self._under_way is None and not self.is_holding
 
     def write_held(self, seconds: float) -> Path | None:
-        """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
+        """Write the held copy, on all ranks and from any thread; its folder, None where it is not made in ``seconds``.
+
+        Without a held copy it waits for the last save.
+        """
         with self._lock:
             save = self._held
             if save is not None:
@@ -196,9 +199,10 @@ class LiveSaver:
         return save.path if save.is_made else None
 
     def begin_held(self) -> Path | None:
-        """Begin to write what was copied last, and have the other ranks do so; its folder, if anything is held.
+        """Begin to write the held copy, and have the other ranks do so; its folder, None where no copy is held.
 
-        They need not come here: a thread of theirs calls ``follow_others`` now and then. ``end`` waits for it.
+        The other ranks need not call this: a thread of each calls ``follow_others`` now and then. ``end`` waits for the
+        save.
         """
         with self._lock:
             save = self._held
@@ -210,14 +214,14 @@ class LiveSaver:
         return save.path
 
     def wait_for_held(self) -> None:
-        """Return once what ``begin_held`` has begun is over, or other ranks have done nothing for it in a while."""
+        """Wait for the save that ``begin_held`` has begun; for other ranks no longer than half a minute at a time."""
         save = self._written_late
         if save is not None:
             save.hurry(PATIENCE_SECONDS)
             save.join(self._storage.seconds)
 
     def follow_others(self) -> None:
-        """Begin to write what was copied last, if another rank has begun to; from any thread."""
+        """Begin to write the held copy if another rank has called ``begin_held``; from any thread."""
         save = self._held
         if save is not None and save.is_asked_for():
             with self._lock:
@@ -229,13 +233,13 @@ class LiveSaver:
         save.start()
 
     def _give_up_copying(self) -> None:
-        """Nobody is to wait for what does not come."""
+        """End the overlapped copy, which failed, so that nobody waits for it."""
         if self._copying is not None:
             self._copying.end()
             self._copying = None
 
     def drop_held(self) -> None:
-        """Nothing is written any more of what was held."""
+        """Forget the held copy without writing it; where it is being written already, wait for that."""
         with self._lock:
             self._held = None
         if self._written_late is not None:
@@ -244,11 +248,11 @@ class LiveSaver:
 
     @property
     def is_copying(self) -> bool:
-        """Whether something may still be being copied that ``fence`` waits for."""
+        """Whether an overlapped copy may still be under way, which ``fence`` waits for."""
         return self._copying is not None
 
     def fence(self) -> None:
-        """Return once nothing is needed any more of what is being saved."""
+        """Wait until the overlapped copy is made: from then on what is being saved may change."""
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
@@ -259,7 +263,7 @@ class LiveSaver:
         return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
 
     def settle(self) -> None:
-        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them.
+        """Wait until no async save is under way; raise on all ranks where it has failed on one of them.
 
         PeerLostError at once where a rank is gone.
         """
@@ -271,7 +275,7 @@ class LiveSaver:
         self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
 
     def _conclude(self, save: BackgroundSave, failures: Sequence[Mapping[str, Any] | None]) -> None:
-        """It is over on all ranks, and ``failures`` is what they say of it: raise where there are any."""
+        """End a save that is over on all ranks, and raise where ``failures``, one of each rank or None, has any."""
         self._under_way = None
         save.burn_letters()
         failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
@@ -285,7 +289,7 @@ class LiveSaver:
         self._on_end()
 
     def _wait_for(self, save: BackgroundSave) -> None:
-        """Until it is over on all ranks, or there is no time left on one: then nobody waits for it any more."""
+        """Wait until a save is over on all ranks, or its time is over on one: then no rank waits for it any more."""
         deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
         doing = f"saving {save.path}"
         while True:
@@ -311,9 +315,9 @@ class LiveSaver:
             slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
 
     def end(self, *, hurries: bool = False) -> None:
-        """Wait for what is under way, without the other ranks; what fails has been logged.
+        """Wait for this rank's saves without collectives, and close the staging memory; failures are only logged.
 
-        It ``hurries`` where they may be gone, and waits for them no longer than a while.
+        With ``hurries`` a save waits for other ranks, which may be gone, half a minute at most.
         """
         self.fence()
         with self._lock:
@@ -330,9 +334,9 @@ class LiveSaver:
             self._staging.close()
 
     def make_ready(self, what: ToSave) -> None:
-        """Begin to make room for ``what`` is to be saved, off training's way; with all ranks.
+        """Begin to allocate the staging memory for ``what``, on a thread; all ranks call this.
 
-        Where there is no room on one of their machines, nothing is saved in the background.
+        Where one of their machines has too little memory, async saves are off from then on, on all ranks.
         """
         staging = self._staging
         if staging is None:
@@ -354,7 +358,7 @@ class LiveSaver:
             )
 
     def _meet_after_the_last(self, request: SaveRequest, manner: Manner) -> Met | None:
-        """Meet once nothing is under way any more; in one exchange with hearing of how that went."""
+        """Wait for the save under way and exchange inventories for this one; None where ``manner`` does not wait."""
         name, what, ask, last = request.name, request.what, request.ask, self._under_way
         if last is None:
             return self._saver.meet(name, what, ask, None)
@@ -383,11 +387,11 @@ class LiveSaver:
 
 
 def _is_running(save: BackgroundSave) -> bool:
-    """On this rank, for as long as somebody waits for it: one that has failed may still be taking its files away."""
+    """Whether a save is to be waited for on this rank: one that has failed is, while it removes its files."""
     return not (save.is_over or save.is_made or save.is_given_up)
 
 
 def _failure_in(save: BackgroundSave) -> dict[str, object] | None:
-    """What a rank says of it, where it has failed there and not because another one has said so."""
+    """A save's failure on this rank, as JSON; None where it has not failed, or only because another rank has."""
     error = save.error
     return None if error is None or isinstance(error, ToldOfFailure) else failure_of(error)

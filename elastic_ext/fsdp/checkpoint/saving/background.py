@@ -29,11 +29,11 @@ _logger = logging.getLogger(__name__)
 
 THREAD_NAME = "elastic_ext save"
 PATIENCE_SECONDS = 30.0
-"""With other ranks, where training has ended with an exception or without a word."""
+"""How long a save waits for other ranks once training has ended with an exception, or the process ends."""
 
 
 class BackgroundSave:
-    """One rank's part in one save under way."""
+    """One async save on one rank: a thread copies, writes the rank's files and, on rank 0, commits."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class BackgroundSave:
         self.path = path
         """Where the checkpoint will be."""
         self.error: Exception | None = None
-        """Why there is none, once it is over; ToldOfFailure where that is another rank's affair."""
+        """Why the save has failed, else None; ToldOfFailure where another rank has failed."""
         self.is_made = False
-        """The checkpoint exists; what the thread does yet is no part of the save."""
+        """Whether the checkpoint exists; rank 0's thread may still be removing old checkpoints."""
         self.is_in_log = False
-        """It was logged that there is no checkpoint, and why."""
+        """Whether the failure of the save was logged already."""
         self.is_given_up = False
-        """Nobody waits for it any more."""
+        """Whether nobody waits for the save any more."""
         self._letters = letters
         self._rank = rank
         self._num_ranks = num_ranks
@@ -88,44 +88,44 @@ class BackgroundSave:
             raise
 
     def ask_for(self) -> None:
-        """Tell the other ranks that what is only held so far is to be written."""
+        """Ask the other ranks to write this save, which they have only staged so far."""
         self._letters.ask_for()
 
     def is_asked_for(self) -> bool:
-        """Whether some rank has said so."""
+        """Whether some rank has asked, by ``ask_for``, that this save be written."""
         return self._letters.is_asked_for()
 
     def fail(self, error: Exception) -> None:
-        """It cannot be started on this rank; the others hear of it."""
+        """Fail the save before it is started on this rank, and tell the other ranks."""
         self.error = error
         self._letters.fail(in_words(error))
 
     @property
     def is_over(self) -> bool:
-        """On this rank."""
+        """Whether the save's thread on this rank has ended, or was never started."""
         return not self._thread.is_alive()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """How many seconds ago the save began on this rank."""
         return time.perf_counter() - self._began
 
     def join(self, seconds: float | None) -> None:
-        """Wait until it is over on this rank, for so long at most."""
+        """Wait until the save is over on this rank, for ``seconds`` at most; None has no limit."""
         self._thread.wait(seconds)
 
     def hurry(self, seconds: float) -> None:
-        """Have it wait no longer than that for other ranks, which may be gone."""
+        """Have the save wait for other ranks, which may be gone, no longer than ``seconds``."""
         self._letters.hurry(seconds)
 
     def give_up(self, why: str) -> None:
-        """Nobody waits for it any more; what its thread does yet makes no checkpoint, or one that is whole."""
+        """Stop waiting for the save; what its thread still does makes no checkpoint, or a whole one."""
         self.is_given_up = True
         self.error = self.error or CheckpointError(why)
         self._letters.cancel(why)
 
     def burn_letters(self) -> None:
-        """Forget what was told, once it is over on all ranks."""
+        """Delete this rank's letters of the save from the store, once the save is over on all ranks."""
         self._letters.burn()
 
     def _run(self) -> None:
@@ -144,7 +144,7 @@ class BackgroundSave:
             del self._copy, self._make_folder, self._write, self._commit, self._discard, self._on_made, self._clear
 
     def _finish(self) -> None:
-        """The process ends, and nobody has waited for this."""
+        """At the end of the process: wait for a save that nobody has waited for."""
         _logger.info("waiting for %s to be saved", self.path)
         self._letters.hurry(PATIENCE_SECONDS)
         if not self._thread.wait(self._seconds):

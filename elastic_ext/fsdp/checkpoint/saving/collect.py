@@ -45,12 +45,12 @@ __all__ = [
 # Nothing is copied.
 
 Collect: TypeAlias = "Callable[[], Contents]"
-"""Gives what this rank has."""
+"""A function that collects what this rank contributes to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToSave:
-    """What one rank is to save."""
+    """What one rank is to save: how to collect it, and which parameters change in ``optimizer.step()`` alone."""
 
     collect: Collect
     stepped: Sequence[torch.Tensor] = ()
@@ -68,9 +68,9 @@ class SaveRequest:
     step: int
     epoch: int
     replaces: bool = False
-    """The checkpoint that this run went on from, if that has the name: it is set aside."""
+    """Whether the checkpoint that this run went on from may be replaced, if it has this name; it is set aside."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What somebody who resumes is told."""
+    """JSON that whoever resumes from the checkpoint is told of the run that saved it."""
 
 
 def contents_of(
@@ -110,7 +110,7 @@ _FACTORS = (-0x61C8864680B583EB, -0x4B47D0C5A1A6B5D9)  # odd, as they have to be
 
 
 class Comparable:
-    """What of a rank's contents others have as well: buffers of the model, and what is registered."""
+    """Tensors that each rank has whole, maybe with different values: the model's buffers, and registered ones."""
 
     def __init__(self, contents: Contents, rank: int) -> None:
         self._contents = contents
@@ -119,24 +119,24 @@ class Comparable:
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """Of each, by its name: the same on ranks that have the same."""
+        """The digest of each of these tensors by its name; equal on ranks where the tensor is equal."""
         if self._digests is None:
             self._digests = {each.name: _digest_of(each.tensor) for each in self._held.values()}
         return self._digests
 
     @property
     def digest(self) -> str:
-        """Of all of them."""
+        """One digest of all these tensors; equal on ranks where all of them are equal."""
         return xxhash.xxh3_64(repr(sorted(self.digests.items())).encode()).hexdigest()
 
     def contents_with(self, names: Collection[str]) -> Contents:
-        """The contents, and this rank's own of some of them besides."""
+        """The rank's contents, and besides its own copies of the tensors in ``names``, under names of this rank."""
         own = [held(name, each.tensor, each.box, "opaque") for name, each in self._held.items() if each.name in names]
         return replace(self._contents, extra=[*self._contents.extra, *own])
 
 
 def differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
-    """What not all who have it have alike, by the ``digests`` of each rank."""
+    """The names of tensors that differ between ranks that have them, by the ``Comparable.digests`` of each rank."""
     seen: dict[str, set[str]] = {}
     for of_rank in digests:
         for name, digest in of_rank.items():
@@ -145,7 +145,7 @@ def differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def with_own(collect: Callable[[], Contents], ranks: Ranks) -> Contents:
-    """What this rank has, with its own of what ranks differ in, as it would be saved; all ranks call this."""
+    """This rank's contents as a save has them: with its own copies of tensors that differ. All ranks call this."""
     if ranks.world_size == 1:
         return collect()
     found: list[Comparable] = []
@@ -159,7 +159,7 @@ def with_own(collect: Callable[[], Contents], ranks: Ranks) -> Contents:
 
 
 def _own_names(contents: Contents, rank: int) -> Iterator[tuple[str, LocalShard]]:
-    """Under which a rank's own are saved; of what is cut each rank has another part, as it should."""
+    """Whole buffers and registered tensors, each after its name among the rank's own; shards always differ."""
     for each in contents.model:
         if each.kind == "buffer" and each.is_alias_of is None and each.box == Box.whole(each.box.shape):
             yield f"{own_prefix(rank)}{each.name}", each
@@ -169,7 +169,7 @@ def _own_names(contents: Contents, rank: int) -> Iterator[tuple[str, LocalShard]
 
 
 def _digest_of(tensor: torch.Tensor) -> str:
-    """The same for the same bits, in whatever memory of one kind they lie."""
+    """A digest of a tensor's bits; equal bits on devices of one kind give equal digests."""
     if tensor.device.type == "cpu":
         whole = tensor if memory_of(tensor) is not None else tensor.contiguous()
         return xxhash.xxh3_64(bytes_of(whole)).hexdigest()
@@ -177,8 +177,8 @@ def _digest_of(tensor: torch.Tensor) -> str:
 
 
 def mixed_words(tensor: torch.Tensor) -> str:
-    """A digest made where the tensor lies, as a sum of its words, each mixed with its place: to copy many gigabytes to
-    the host would take seconds."""
+    """A digest of a tensor's bits, computed on its device as a sum of words, each mixed with its place: to copy many
+    gigabytes to the host would take seconds."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     num_words = data.numel() // 8

@@ -40,18 +40,18 @@ class Shard:
 
     pieces: Sequence[TensorToWrite]
     staged: memoryview | None = None
-    """All of them, where they lie as they will in the file."""
+    """The memory of all tensors, if they lie there as they will in the file; else None."""
 
 
 def make_folder(folder: JobFolder, name: str, generation: str, lineage: Chain, *, replaces: bool = False) -> None:
-    """Begin the checkpoint ``name``, on the first rank, before any other does anything."""
+    """Make the folder of the checkpoint ``name``: on the first rank, before any other rank writes."""
     for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
         folder.discard(left)
     folder.begin(name, generation, lineage, replaces=replaces)
 
 
 def give_up(discard: Callable[[], None], name: str) -> None:
-    """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
+    """Remove what a failed save has left; where that fails it stays for now, and is no checkpoint."""
     try:
         discard()
     except (ElasticError, OSError) as error:
@@ -59,7 +59,7 @@ def give_up(discard: Callable[[], None], name: str) -> None:
 
 
 class Writing:
-    """The checkpoint ``name`` in ``folder``, as one rank writes it."""
+    """Writes one rank's files of the checkpoint ``name`` in ``folder``; on rank 0 the metadata and COMMIT too."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Writing:
         self._states: dict[str, FileSummary] = {}
 
     def write(self, shards: Mapping[FileKind, Shard]) -> dict[str, list[object]]:
-        """Write this rank's files; what COMMIT has to say of those with tensors."""
+        """Write this rank's files; gives the size and checksum of each shard file by its name, for COMMIT."""
         is_first = self._rank == 0
         if not is_first and not is_taken(self.path):  # the first rank's machine has made it, and this one knows not yet
             look_afresh(self._folder.path)
@@ -103,7 +103,7 @@ class Writing:
         return written
 
     def commit(self, draft: Commit, of_ranks: Iterable[Mapping[str, Sequence[Any]]]) -> None:
-        """On the first rank, when all have written: ``of_ranks`` is what ``write`` gave on each."""
+        """Commit the checkpoint, on rank 0, when all have written; ``of_ranks`` is what ``write`` gave on each."""
         shards = {
             file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
             for of_rank in of_ranks
@@ -117,7 +117,7 @@ class Writing:
             raise
 
     def record(self, draft: Commit) -> StagedFiles:
-        """What somebody else needs to know to write this rank's files, and, of the first rank, to commit."""
+        """The record by which another process can write this rank's files and, by rank 0's record, commit."""
         row = StagedCopy(
             folder=str(self._folder.path),
             name=self._name,
@@ -133,7 +133,7 @@ class Writing:
         return StagedFiles(row=row, draft=draft.to_json(), state=self._state, descriptions=self._descriptions)
 
     def discard(self) -> None:
-        """On the first rank: give up what has been begun, and not committed."""
+        """Remove the checkpoint's folder, on rank 0, if it was begun and not committed."""
         if self._name in self._folder.begun:
             give_up(lambda: self._folder.discard(self._name), self._name)
 

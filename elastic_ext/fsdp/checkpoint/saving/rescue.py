@@ -47,13 +47,14 @@ class RescuePlan:
 
     run_id: str
     generation: str | None
-    """None where nothing can be."""
+    """The generation of the save to complete; None where none can be completed."""
     why: str
+    """Why this save, or none, is to be completed, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of what one run had staged."""
+    """Whether a staged save of one run was made a checkpoint, and why or why not."""
 
     run_id: str
     path: Path | None
@@ -98,7 +99,7 @@ def _completed(folder: Path, choice: RescuePlan, patience_seconds: float) -> Out
 
 
 def rows_in(folder: Path) -> list[StagedCopy]:
-    """What is staged in ``folder``; of what cannot be used a warning says why."""
+    """The staged copies in ``folder``, one of each rank and save; a warning tells of each that cannot be used."""
     return [record.row for record in _records_in(folder)]
 
 
@@ -111,7 +112,7 @@ def choose(rows: Iterable[StagedCopy]) -> list[RescuePlan]:
 
 
 class Completion:
-    """The save of ``choice``, as the ranks of this node have staged it in ``folder``."""
+    """Makes a checkpoint of the staged save ``choice``, from the copies of this node's ranks in ``folder``."""
 
     def __init__(self, folder: Path, choice: RescuePlan) -> None:
         self._folder = folder
@@ -124,7 +125,7 @@ class Completion:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first rank's copy is here: it is this node that begins and commits."""
+        """Whether rank 0's copy is on this node, which then begins and commits the checkpoint."""
         return bool(self._records) and self._records[0].row.rank == 0
 
     def begin(self, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
@@ -151,7 +152,7 @@ class Completion:
         self._first, self._draft = writing, draft
 
     def write(self) -> list[dict[str, list[object]]]:
-        """Write the files of this node's ranks, once the folder is there; what ``commit`` has to hear of them."""
+        """Write the files of this node's ranks, once the folder is there; gives what ``commit`` needs, rank by rank."""
         written = []
         for record in self._records:
             writing = self._first if record.row.rank == 0 else _writing(record, JobFolder(Path(record.row.folder)))
@@ -161,7 +162,7 @@ class Completion:
         return written
 
     def commit(self, written: Sequence[Mapping[str, Sequence[Any]]]) -> Path:
-        """Make the checkpoint exist, when all nodes have ``written``; its folder."""
+        """Commit the checkpoint when all nodes have ``written``, which has one entry per rank; gives its folder."""
         assert self._first is not None and self._draft is not None, "begin() comes before commit()"
         if len(written) != self._draft.num_ranks:
             raise CheckpointError(
@@ -172,7 +173,7 @@ class Completion:
         return self._first.path
 
     def close(self) -> None:
-        """Let others have the job's folder. What was begun and not committed is removed."""
+        """Release the job's folder, and remove the checkpoint there if it was begun and not committed."""
         if self._first is not None:
             self._first.discard()
             self._first = None
@@ -217,7 +218,7 @@ def _choice_of(run_id: str, rows: Sequence[StagedCopy]) -> RescuePlan:
 
 
 def _age(rows: Sequence[StagedCopy]) -> tuple[int, int, str]:
-    """What grows from save to save of one run."""
+    """A sort key of one staged save, larger for each later save of a run."""
     return max(row.global_step for row in rows), max(row.staged_ns for row in rows), rows[0].generation
 
 
@@ -226,7 +227,7 @@ def _num_ranks(rows: Sequence[StagedCopy]) -> int:
 
 
 def _present_in(rows: Sequence[StagedCopy]) -> set[int]:
-    """The ranks that one save was staged on, without those that speak of fewer ranks."""
+    """The ranks that one save was staged on, without copies that tell of fewer ranks than others do."""
     num_ranks = _num_ranks(rows)
     return {row.rank for row in rows if row.num_ranks == num_ranks}
 

@@ -40,43 +40,43 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What the ranks hold together, for as long as it stays the same."""
+    """The metadata of all ranks' tensors as last agreed, used again while no rank's inventories change."""
 
     digests: Sequence[str]
-    """Of each rank's inventories."""
+    """The digest of each rank's inventories, in the order of ranks."""
     metas: Mapping[FileKind, StateMeta]
     data: Mapping[FileKind, bytes]
-    """The metadata as it is written."""
+    """The metadata as JSON, as it is written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Met:
-    """What a rank knows when all have met to save."""
+    """What one rank knows of a save once all ranks have exchanged their inventories."""
 
     contents: Contents
-    """This rank's."""
+    """What this rank contributes to the checkpoint."""
     parts: Mapping[FileKind, Sequence[WrittenPart]]
-    """Of tensors, which this rank writes."""
+    """The parts of tensors that this rank writes, by the kind of file."""
     descriptions: Mapping[FileKind, bytes]
-    """The metadata of all ranks' tensors."""
+    """The metadata of all ranks' tensors, as JSON."""
     values: Mapping[str, Any]
-    """Of all ranks, as ``Contents.values``."""
+    """The ``Contents.values`` of all ranks, merged."""
     generation: str
 
 
 class Meetings:
-    """One rank's meetings with the others, which need not hear again what has not changed."""
+    """The exchanges of inventories before saves, on one rank; the whole of them goes round only after a change."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._agreed: _Agreed | None = None
 
     def of(self, what: ToSave) -> SaveMeeting:
-        """One about what is to be saved."""
+        """The exchange for one save."""
         return SaveMeeting(self, self._ranks, what)
 
     def agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
-        """What the ranks hold together, with the same answer on every rank."""
+        """The metadata of all ranks' tensors, the same on every rank; gathers inventories if a digest has changed."""
         if self._agreed is None or self._agreed.digests != digests:
             self._agreed = None
             metas: dict[FileKind, StateMeta] = {}
@@ -90,7 +90,7 @@ class Meetings:
 
 
 class SaveMeeting:
-    """What one rank tells the others, and hears from them, when a save begins."""
+    """One rank's side of the exchange of inventories when a save begins."""
 
     def __init__(self, meetings: Meetings, ranks: Ranks, what: ToSave) -> None:
         self._meetings = meetings
@@ -101,7 +101,7 @@ class SaveMeeting:
         self._inventories: Mapping[FileKind, Inventory]
 
     def begin(self) -> dict[str, Any]:
-        """Collect what this rank has, as if ranks had the same buffers; what the others are to hear of it."""
+        """Collect this rank's contents, as if buffers were equal on all ranks; gives what other ranks need to know."""
         self._contents = self._what.collect()
         self._inventories = self._contents.inventories()
         if self._ranks.world_size > 1:
@@ -114,7 +114,7 @@ class SaveMeeting:
         }
 
     def end(self, name: str, said: Sequence[Mapping[str, Any]]) -> Met:
-        """What all ranks have together, by what each has ``said``."""
+        """What this rank is to save, by what each rank has ``said``: what ``begin`` gave there. All ranks call this."""
         digests = [str(each["digest"]) for each in said]
         if len({each["alike"] for each in said}) > 1:
             own = self._add_own(name)
@@ -132,7 +132,7 @@ class SaveMeeting:
         )
 
     def _add_own(self, name: str) -> list[str]:
-        """Save what ranks differ in of each of them; gives its names."""
+        """Add this rank's own copies of tensors that differ between ranks; gives the names of those tensors."""
         comparable = self._comparable
         assert comparable is not None
         doing = f"comparing what ranks have alike for checkpoint {name}"
@@ -153,24 +153,24 @@ def _parts(meta: StateMeta, held: Sequence[LocalShard], rank: int, stepped: Coll
 
 
 def _place_of(tensor: torch.Tensor) -> int:
-    """Where its memory begins."""
+    """The address where a tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()
 
 
 # --- has every rank write its part of a checkpoint, and the first one make it exist ----------------------------------
 # Each element is written once, by one of the ranks that have it. What ranks tell one another of what they hold is in
-# Meeting. Nothing is decided here of where checkpoints lie among each other, which is
+# SaveMeeting. Nothing is decided here of where checkpoints lie among each other, which is
 # fsdp/checkpoint/folder/job_folder.py's affair, nor of what comes before what on the disk, which is rank_files.py's.
 
 
 class Saver:
-    """One rank's part in saving."""
+    """Saves checkpoints: every rank writes its part, and rank 0 commits."""
 
     def __init__(self, ranks: Ranks, storage: Storage, *, retention: Retention) -> None:
         self.meetings = Meetings(ranks)
-        """Of these ranks, before each save."""
+        """The exchanges of inventories between these ranks, one before each save."""
         self.late: BackgroundSave | None = None
-        """One that was given up, and whose thread may still write from the memory that is kept."""
+        """An async save that was given up, and whose thread may still read the staging memory; None without one."""
         self._ranks = ranks
         self._storage = storage
         self._retention = retention
@@ -223,7 +223,7 @@ class Saver:
             folder.retain(self._retention, chain)
 
     def _retain_in_time(self, folder: JobFolder, chain: Chain) -> None:
-        """The same while the other ranks go on; what the storage does not do in time it does later."""
+        """Call ``retain`` within the storage's time limit, while other ranks go on; what is late is done later."""
         if self._retention.keep_last is not None:
             self._storage.restart_clock()
             try:
@@ -232,7 +232,7 @@ class Saver:
                 _logger.warning("old checkpoints are still being removed: %s", error)
 
     def writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
-        """What this rank is to write."""
+        """The writer of this rank's files of a checkpoint."""
         is_first = self._ranks.rank == 0
         state = {**met.contents.state, VALUES: met.values}
         return Writing(
@@ -246,7 +246,10 @@ class Saver:
         )
 
     def meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
-        """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
+        """Collect this rank's contents, call ``and_then`` with this rank's generation, and exchange inventories.
+
+        The first rank's generation is the save's, so that ``and_then`` is given on the first rank alone.
+        """
         doing = beginning(name)
         meeting = self.meetings.of(what)
 

@@ -60,16 +60,16 @@ class StagedCopy:
     """One rank's staged save as other ranks know it; of plain values, so that it can be passed on as JSON."""
 
     folder: str
-    """The job's."""
+    """The job's folder, an absolute path."""
     name: str
-    """The checkpoint's."""
+    """The checkpoint's name."""
     generation: str
     run_id: str
     global_step: int
     rank: int
     num_ranks: int
     staged_ns: int
-    """When it was whole, by that machine's clock."""
+    """When the copy was whole, in nanoseconds by the clock of its machine."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -94,7 +94,7 @@ class ShelvedFile:
     """(name, dtype, sizes), in the order of the file."""
 
     def pieces(self, memory: memoryview) -> tuple[list[TensorToWrite], memoryview]:
-        """The tensors in ``memory``, which is that of all the copy, and the memory of them together."""
+        """This file's tensors, as views of the whole copy's ``memory``, and one view that has them all."""
         header = laid_out(self.tensors, generation="")
         own = memory[self.start : self.start + header.data_bytes]
         pieces = [
@@ -114,17 +114,19 @@ class StagedFiles:
 
     row: StagedCopy
     memory: str | None = None
-    """The file that holds the copy, beside the record; None where the rank writes no tensor."""
+    """The name of the file that holds the copy, beside the record; None where the rank writes no tensor."""
     files: Mapping[FileKind, ShelvedFile] = field(default_factory=dict)
     boot: str = ""
-    """Which start of the machine it is of: what memory held before is gone."""
+    """The ``boot_id`` of the machine when the copy was made: a restart of the machine loses the copy."""
     draft: bytes = b""
-    """Of the first rank, as the rest: what COMMIT says besides the names of files."""
+    """Rank 0's draft of COMMIT as JSON, without the names of files; empty on other ranks."""
     state: bytes = b""
+    """Rank 0's plain values as JSON; empty on other ranks."""
     descriptions: Mapping[FileKind, bytes] = field(default_factory=dict)
+    """Rank 0's metadata of all ranks' tensors, as JSON, by the kind of file; empty on other ranks."""
 
     def encoded(self) -> bytes:
-        """The contents of its file."""
+        """The record as bytes, as they stand in its file."""
         blobs = {
             "draft": self.draft,
             "state": self.state,
@@ -181,7 +183,7 @@ class StagedFiles:
 
 
 def boot_id() -> str:
-    """What is another after each start of the machine; empty where the system does not tell."""
+    """The kernel's id of this start of the machine, another one after each; empty where it does not tell."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -230,14 +232,14 @@ _AT_ONCE_BYTES = 64 << 20  # a signal has the system begin anew what it was maki
 
 
 def room_in(folder: Path) -> int:
-    """How much may be written to the file system of ``folder`` yet: a quarter of it is left to others, such as loaders'
-    workers, whom a lack of it would kill."""
+    """How many bytes may still be written to the file system of ``folder``: a quarter of it is left to others, such as
+    loaders' workers, whom a lack of it would kill."""
     status = os.statvfs(folder)
     return max(0, status.f_bavail - status.f_blocks // 4) * status.f_frsize
 
 
 class Shelf:
-    """One rank's place in ``folder``, for what it saves under ``owner``, the name that its job has there.
+    """One rank's slots for staged copies in ``folder``, which outlives the rank; ``owner`` is its job's name there.
 
     It has ``num_slots`` slots for a copy each. With two they are used in turn, and the copy before stays whole while
     the next one is made. What an earlier process of this rank has left goes when memory is first asked for.
@@ -265,15 +267,15 @@ class Shelf:
 
     @property
     def num_slots(self) -> int:
-        """How many copies are kept; one where the folder is not used, as without it."""
+        """How many copies are kept; 1 once the folder is not used any more."""
         return 1 if self._is_off else len(self._memories)
 
     def is_needed(self, slot: int) -> bool:
-        """Whether what is in a slot is whole, and no checkpoint so far."""
+        """Whether a slot holds a whole copy that is no checkpoint yet."""
         return slot in self._held
 
     def pages(self, slot: int, num_bytes: int) -> mmap.mmap | None:
-        """New memory for a slot, all of it there; None where there is none, now and from then on.
+        """New memory for a slot, fully allocated; None where there is no room, and the folder is off from then on.
 
         The caller has let go of what it had for that slot.
         """
@@ -296,7 +298,7 @@ class Shelf:
         return pages
 
     def begin(self) -> int | None:
-        """The slot for the next copy: until that is put there, nothing is. None where the folder is not used."""
+        """Clear the slot for the next copy, and give its number; None where the folder is not used."""
         if self._is_off:
             return None
         slot = self._turn
@@ -309,7 +311,7 @@ class Shelf:
         return slot
 
     def put(self, make: Callable[[], StagedFiles], files: Mapping[FileKind, ShelvedFile]) -> None:
-        """The copy in the slot that has begun is whole: ``make`` says of what, ``files`` where it lies."""
+        """Write the record of the whole copy in the slot of ``begin``; ``files`` says where in it tensors lie."""
         if self._is_off:
             return
         slot = self._turn
@@ -331,7 +333,7 @@ class Shelf:
         self._turn = (slot + 1) % len(self._memories)
 
     def forget(self, generation: str) -> None:
-        """What was staged of this save is a checkpoint now, and what came before it is of no use any more."""
+        """Remove the records of this save, which is a checkpoint now, and of the saves before it."""
         if generation not in self._held.values():
             return
         for slot, held in list(self._held.items()):
@@ -342,7 +344,7 @@ class Shelf:
                 return
 
     def close(self) -> None:
-        """Leave nothing here but what is no checkpoint yet."""
+        """Stop using the folder, and remove all copies but those that are no checkpoint yet."""
         self._is_off = True
         for slot in range(len(self._memories)):
             if not self.is_needed(slot):

@@ -38,7 +38,7 @@ _AT_ONCE_BYTES = 16 << 20
 
 
 class Staged:
-    """A shard file's tensors, one after another as they will lie in it, ``start`` bytes into the memory."""
+    """The staged tensors of one shard file, in its order, ``start`` bytes into the staging memory."""
 
     def __init__(self, pieces: Sequence[TensorToWrite], data: memoryview, start: int) -> None:
         self.pieces = pieces
@@ -47,24 +47,24 @@ class Staged:
 
 
 class Staging:
-    """One rank's memory for one save at a time, on ``shelf`` where that is given and has room for it."""
+    """One rank's staging memory, for one save at a time; on ``shelf`` where that is given and has room."""
 
     def __init__(self, *, is_pinned: bool = False, shelf: Shelf | None = None) -> None:
         self._is_pinned = is_pinned
         self._shelf = shelf
         self._slots: dict[int, torch.Tensor] = {}
-        self._slot = 0  # what is held lies in
+        self._slot = 0  # the slot that holds the last copy
         self._thread: OwnedThread | None = None
 
     @property
     def num_bytes(self) -> int:
-        """How much is kept."""
+        """The size of the staging memory, in bytes."""
         self._finish()
         return sum(memory.numel() for memory in self._slots.values())
 
     @property
     def is_being_made(self) -> bool:
-        """Whether ``hold`` would wait for memory."""
+        """Whether staging memory is still being allocated, which ``hold`` would wait for."""
         return self._thread is not None and self._thread.is_alive()
 
     def num_missing(self, parts: Mapping[FileKind, Sequence[WrittenPart]]) -> int:
@@ -75,7 +75,7 @@ class Staging:
         return sum(num_bytes - self._size_of(slot) for slot in slots if num_bytes > self._size_of(slot))
 
     def make_ready(self, parts: Mapping[FileKind, Sequence[WrittenPart]]) -> None:
-        """Begin to make room for ``parts``, off the caller's way."""
+        """Begin to allocate staging memory for ``parts``, on a thread."""
         num_bytes = sum(_room_of(own) for own in parts.values())
         self._finish()
         shelf = self._shelf
@@ -101,9 +101,9 @@ class Staging:
     def hold(
         self, parts: Mapping[FileKind, Sequence[WrittenPart]], later: list[tuple[WrittenPart, memoryview]] | None = None
     ) -> dict[FileKind, Staged]:
-        """Copies of ``parts``, which stay until the next call of this.
+        """Copy ``parts`` into the staging memory; gives the copies, which stay until the next call of this.
 
-        With ``later`` those that change in ``optimizer.step()`` alone are put there, with where to copy them to.
+        With ``later`` parts that change in ``optimizer.step()`` alone are not copied, but put there with their targets.
         """
         self._finish()
         num_bytes = sum(_room_of(own) for own in parts.values())
@@ -122,32 +122,32 @@ class Staging:
         return staged
 
     def keep(self, staged: Mapping[FileKind, Staged], record: Callable[[], StagedFiles]) -> None:
-        """What is held is whole: have it outlive this process, with what ``record`` says of it."""
+        """Have the last copy, now whole, outlive this process: put its ``record`` on the shelf, if there is one."""
         if self._shelf is not None:
             files = {kind: _shelved(each) for kind, each in staged.items() if each.pieces}
             self._shelf.put(record, files)
 
     def forget(self, generation: str) -> None:
-        """What was held for this save is a checkpoint now."""
+        """Remove the record of a save's copy from the shelf, since the save is a checkpoint now."""
         if self._shelf is not None:
             self._shelf.forget(generation)
 
     def close(self) -> None:
-        """Nothing is held any more; on the shelf stays what is no checkpoint yet."""
+        """Close the shelf, if there is one; copies that are no checkpoint yet stay there."""
         if self._shelf is not None:
             self._finish()
             self._shelf.close()
 
     @property
     def _memory(self) -> torch.Tensor:
-        """What the last copy is in."""
+        """The memory that the last copy is in."""
         return self._slots.get(self._slot, _nothing())
 
     def _size_of(self, slot: int) -> int:
         return self._slots[slot].numel() if slot in self._slots else 0
 
     def _make(self, slot: int, num_bytes: int) -> int:
-        """Make memory for a slot; the slot that it is for, another one where it is not on the shelf."""
+        """Allocate memory for a slot; gives that slot, or the one of this process's own memory if the shelf is off."""
         self._slots.pop(slot, None)  # first, so that there are never two
         pages = None if self._shelf is None else self._shelf.pages(slot, num_bytes)
         if pages is None:
@@ -157,7 +157,7 @@ class Staging:
         return slot
 
     def _leave_shelf(self) -> int:
-        """Have one memory of this process's own from now on: its slot."""
+        """Use memory of this process's own from now on, and not the shelf; gives its slot."""
         if self._shelf is not None:
             self._shelf = None
             self._slots.clear()
@@ -200,7 +200,7 @@ def _nothing() -> torch.Tensor:
 
 
 def _touched(num_bytes: int, pages: mmap.mmap | None, *, is_pinned: bool) -> torch.Tensor:
-    """Memory whose pages are there: new, unless some is given."""
+    """Memory whose pages are all there, as a tensor of bytes: in ``pages`` if given, else new."""
     if is_pinned and pages is None:
         memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     elif num_bytes == 0:
@@ -226,7 +226,7 @@ _NUM_ELEMENTS = _NUM_PLACES * _NUM_TOGETHER
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Of tensors that can be looked at together."""
+    """Samples of some tensors of one device and dtype, compared all at once."""
 
     places: list[int]
     views: list[torch.Tensor]  # of what is sampled, in the tensors' own memory
@@ -234,7 +234,9 @@ class _Group:
 
 
 class Samples:
-    """What is in ``tensors``, which share no memory with autograd, as work given to their devices so far leaves it.
+    """Some elements of each of ``tensors``, kept to find out later whether one was changed.
+
+    The elements are those after the work given to devices so far; nothing here shares memory with autograd.
 
     A tensor of up to 128 elements is looked at whole, of another one 128 elements: what changes one in twenty of its
     elements, wherever they lie, escapes once in seven hundred times.
@@ -251,7 +253,7 @@ class Samples:
         self._groups = [_Group(places, views, torch.cat(views)) for places, views in of_kinds.values()]
 
     def changed(self) -> int | None:
-        """The place among the tensors of one that is another now, None where none is known to be; waits for a GPU."""
+        """The index of a tensor whose samples have changed, None where none have; waits for a GPU."""
         for group in self._groups:
             if not _are_alike(torch.cat(group.views), group.seen):
                 earlier = torch.split(group.seen, [view.shape[0] for view in group.views])
@@ -262,7 +264,7 @@ class Samples:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Some of its elements, in its memory; runs at odd distances, so that they lie in different columns."""
+    """A view of some of a tensor's elements: runs at odd distances, so that they lie in different columns."""
     size, stride = tensor.numel(), 1
     if not tensor.is_contiguous() and _extent(tensor) != size:  # it has gaps: along its longest dimension
         size, stride = max(zip(tensor.shape, tensor.stride(), strict=True))
@@ -278,7 +280,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit: a NaN is no change."""
+    """Whether two tensors are equal bit for bit, so that a NaN is no change."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
@@ -287,7 +289,7 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Copying:
-    """Copies of some parts, begun by the training's thread and made by another; ``keep`` is called if all are good."""
+    """An overlapped copy of some parts: made by another thread during the next passes, for ``keep`` if none changed."""
 
     def __init__(self, parts: Sequence[tuple[WrittenPart, memoryview]], keep: Callable[[], None]) -> None:
         self._parts = parts
@@ -303,7 +305,7 @@ class Copying:
             stream.wait_stream(torch.cuda.current_stream(device))  # the last step is still being worked on
 
     def run(self) -> None:
-        """Copy all."""
+        """Copy all parts; on the save's thread."""
         try:
             for part, into in self._parts:
                 stream = self._streams.get(part.tensor.device)
@@ -314,7 +316,7 @@ class Copying:
             self._has_ended.set()
 
     def wait(self) -> None:
-        """Return once what is copied may change; in the training's thread, where no change is half done now."""
+        """Wait until the parts may change, and call ``keep`` if none has; on the training's thread, between changes."""
         if self._is_judged.is_set():
             return
         self._has_ended.wait()
@@ -326,7 +328,7 @@ class Copying:
         self._parts, self._samples = (), Samples([])  # which may be freed while what was copied is written
 
     def _find_changed(self) -> str | None:
-        """The name of a part that is another than when this began; what is written past autograd, by its samples."""
+        """The name of a part that was changed since the copy began; writes past autograd are seen by samples."""
         for (part, _), version in zip(self._parts, self._versions, strict=True):
             if version_of(part.tensor) != version:
                 return part.name
@@ -334,12 +336,12 @@ class Copying:
         return None if place is None else self._parts[place][0].name
 
     def end(self) -> None:
-        """Nobody is to wait for it any more."""
+        """Release whoever waits for this copy, which will not be made."""
         self._has_ended.set()
         self._is_judged.set()
 
     def make_sure(self, seconds: float) -> None:
-        """CheckpointError where something was changed meanwhile, or nobody has come to ``wait`` for so long."""
+        """CheckpointError where a part was changed during the copy, or nobody has called ``wait`` in ``seconds``."""
         if not self._is_judged.wait(seconds):
             raise CheckpointError(f"no step has ended within {seconds:g} seconds since this checkpoint was copied")
         if self._changed is not None:
@@ -361,7 +363,7 @@ _LEFT = 0.05  # of what is free, for whatever comes
 
 
 def free_bytes(cgroup: Path = _CGROUP) -> int:
-    """What the machine has free, or the container that this runs in, whichever is less."""
+    """How many bytes of memory are free on the machine or in this process's container, whichever is less."""
     free = int(psutil.virtual_memory().available)
     for folder, limit_name, current_name, reclaimed in _LIMITS:
         try:
@@ -374,7 +376,7 @@ def free_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def why_no_room(wants: Iterable[tuple[str, int, int]]) -> str | None:
-    """Why not all ranks can have what they want, None where they can: host, bytes wanted and bytes free there, each."""
+    """Why a host lacks memory, or None; ``wants`` has each rank's host, the bytes it wants and those free there."""
     by_host: dict[str, tuple[int, int]] = {}
     for host, wanted, free in wants:
         before, least = by_host.get(host, (0, free))
