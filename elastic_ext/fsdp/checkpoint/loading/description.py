@@ -36,7 +36,7 @@ __all__ = [
 
 
 def meta_from(found: ListedCheckpoint, kind: FileKind, data: bytes) -> StateMeta:
-    """What the file of a kind's metadata says, whose contents are ``data``; CheckpointDamaged where it cannot be."""
+    """The metadata of a kind's tensors, from its file's contents ``data``; CheckpointDamaged where that cannot be."""
     path = found.path / meta_file(kind)
     meta = StateMeta.from_json(data, where=str(path))
     fault = meta.fault()
@@ -52,7 +52,7 @@ def meta_from(found: ListedCheckpoint, kind: FileKind, data: bytes) -> StateMeta
 
 
 def state_from(found: ListedCheckpoint, data: bytes) -> dict[str, Any]:
-    """The plain values, in a file whose contents are ``data``; CheckpointDamaged where they cannot be."""
+    """A checkpoint's plain values, from its file's contents ``data``; CheckpointDamaged where they cannot be."""
     path = found.path / STATE_FILE
     try:
         state = read_plain(data)
@@ -64,7 +64,7 @@ def state_from(found: ListedCheckpoint, data: bytes) -> dict[str, Any]:
 
 
 def open_shard(found: ListedCheckpoint, file: str) -> ShardReader:
-    """A file of tensors, opened only as what was saved; CheckpointDamaged where it is not."""
+    """A reader of a checkpoint's shard file; CheckpointDamaged where the file is not the one that was saved."""
     summary = found.commit.shards.get(file)
     if summary is None:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {file}, which its metadata tells of")
@@ -74,7 +74,7 @@ def open_shard(found: ListedCheckpoint, file: str) -> ShardReader:
 
 
 def requests_for(meta: TensorMeta, box: Box, target: memoryview) -> Iterator[tuple[int, ReadRequest]]:
-    """What to ask the files of which ranks for, so that ``target``, as bytes, comes to hold a box of a tensor."""
+    """The reads that fill ``target``, as bytes, with a box of a saved tensor, each with the rank whose file has it."""
     for move in moves_into(box, meta.layout, target=-1):
         yield (
             move.source,
@@ -96,16 +96,16 @@ def requests_for(meta: TensorMeta, box: Box, target: memoryview) -> Iterator[tup
 # files have of it. Everything is checked on the way, as source.py does, which reads into a model's own tensors.
 
 BATCH_BYTES = 8 << 20
-"""Of a batch: large enough that the blocks which two of them share do not count."""
-_MOST_STRETCHES = 4096  # of a batch: each takes some kilobytes while it is read
+"""The size of a batch of stretches: so large that the blocks which two batches share do not count."""
+_MOST_STRETCHES = 4096  # in a batch: each takes some kilobytes while it is read
 _MOST_FILES = 64
 _MOST_READER_BYTES = 48 << 20
-"""Of the files that are open at once; one alone may take more."""
+"""The memory of all files that are open at once; a single one may take more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Elements of a tensor, of all of them in row-major order: from ``start`` to before ``end``."""
+    """A range of a saved tensor's elements in row-major order: from ``start`` to before ``end``."""
 
     tensor: TensorMeta
     start: int
@@ -117,7 +117,7 @@ class Stretch:
 
 
 def batches_of(tensors: Iterable[TensorMeta], most_bytes: int = BATCH_BYTES) -> Iterator[list[Stretch]]:
-    """All elements of some tensors, one tensor after another, cut into what is read at once."""
+    """All elements of some tensors, in order, as batches of stretches that are each read at once."""
     batch: list[Stretch] = []
     room = most_bytes
     for tensor in tensors:
@@ -136,7 +136,7 @@ def batches_of(tensors: Iterable[TensorMeta], most_bytes: int = BATCH_BYTES) -> 
 
 
 class StreamedCheckpoint:
-    """A committed checkpoint, for one thread; close it."""
+    """A committed checkpoint read in stretches, in little memory, by one thread; to be closed."""
 
     def __init__(self, found: ListedCheckpoint) -> None:
         self.found = found
@@ -144,15 +144,15 @@ class StreamedCheckpoint:
         self._memory = bytearray()
 
     def meta(self, kind: FileKind) -> StateMeta:
-        """What there is of a kind, read anew; CheckpointDamaged where that cannot be."""
+        """The metadata of a kind's tensors, read anew; CheckpointDamaged where it cannot be right."""
         return meta_from(self.found, kind, self.found.read_meta(meta_file(kind)))
 
     def state(self) -> Mapping[str, Any]:
-        """Plain values."""
+        """The checkpoint's plain values, read anew."""
         return state_from(self.found, self.found.read_state(STATE_FILE))
 
     def extra_states(self) -> Mapping[str, Any]:
-        """Those of the plain values that modules gave as their extra state; the others are passed over."""
+        """The extra states that modules gave, by name; the checkpoint's other plain values are passed over."""
         state = JsonText(self.found.state_pieces(STATE_FILE))
         values: Any = {}
         try:

@@ -61,9 +61,9 @@ _OF_MODULE = "extra state "
 
 
 class Loader:
-    """A model and its optimizers on one rank, to be loaded into between two steps.
+    """Loads a checkpoint into a model and its optimizers on one rank, between two steps.
 
-    ``check`` tells what does not fit, and touches nothing. The others load what fits, and leave the rest as it is.
+    ``check`` tells what does not fit, and changes nothing. The loads put in what fits, and leave the rest as it is.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int) -> None:
@@ -95,8 +95,8 @@ class Loader:
     def load_model(self, opened: Opened) -> None:
         """Put the saved parameters and buffers in place.
 
-        Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there
-        were.
+        Where buffers differed between ranks, a rank gets its own if there are as many ranks as there were, else the
+        first rank's.
         """
         whole = [name for name in opened.names("extra") if name.startswith(f"{EXTRA_STATES}/")]
         tensors = {name: opened.read_whole("extra", name) for name in whole}  # first: damage has then touched nothing
@@ -110,10 +110,10 @@ class Loader:
         put_extra_states(self._model, {name: unpack(value, tensors) for name, value in packed.items()})
 
     def load_optimizers(self, opened: Opened) -> None:
-        """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
+        """Put the saved optimizer state and the groups' values in place; state is made where an optimizer has none.
 
-        State that is made has the dtype that was saved, or its parameter's where it had that of its parameter. What
-        belonged to the layout that it was saved in goes to as many ranks alone.
+        State that is made has the dtype that was saved, or its parameter's where it had that of its parameter. State of
+        the kind `opaque` is loaded only by as many ranks as have saved it.
         """
         optimizers, parameters, by_name = self._optimizers, self._parameters, self._by_name
         if not are_same_kinds(optimizers, opened.state[GROUPS]):  # nothing of it means the same here
@@ -135,7 +135,7 @@ class Loader:
         opened.read("optim", _fit(opened, "optim", held)[0])
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """Of what another checkpoint has ``touched``, what this one would not leave a part of."""
+        """What of all that another checkpoint has ``touched`` loading this one would overwrite wholly."""
         filled = {each.what for each in self._fit_of_model(opened) if each.what is not None}
         filled |= {_OF_MODULE + name for name in opened.state.get(EXTRA_STATES, {})}
         if self._optimizers and are_same_kinds(self._optimizers, opened.state[GROUPS]):
@@ -158,7 +158,7 @@ class Loader:
         return _fit(opened, "model", self._held)[0]
 
     def _state_that_fits(self, opened: Opened) -> tuple[dict[str, TensorMeta], dict[str, Any]]:
-        """The optimizers' tensors and values that were saved and have a place here."""
+        """The saved tensors and values of optimizer state that fit the optimizers here, by name."""
         by_name = self._by_name
         odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}
         tensors = {
@@ -197,18 +197,18 @@ class Loader:
 
 
 def _in_lists(values: Mapping[str, Any]) -> set[str]:
-    """The names of tensors that stand in values, such as lists of them."""
+    """The names of tensors that are parts of plain values, such as lists of tensors."""
     return {name for value in values.values() for name in tensors_in(value)}
 
 
 def _owner(name: str, by_name: Mapping[str, Trained]) -> str | None:
-    """The parameter that a state's name belongs to; the name of an opaque one says its rank after its key."""
+    """The name of the parameter that a state's name belongs to, None where there is none here."""
     place = place_of(name, by_name)
     return None if place is None else place[0].parameter.name
 
 
 def _as_here(opened: Opened, meta: TensorMeta, by_name: Mapping[str, Trained]) -> TensorMeta:
-    """With the dtype of the parameter that it belongs to, where it was saved with that which the parameter then had."""
+    """Metadata of saved optimizer state, with its parameter's dtype here if it was saved with its parameter's."""
     owner = _owner(meta.name, by_name)
     then = None if owner is None or meta.kind == "scalar" else opened.tensor("model", owner)
     now = None if owner is None else name_of(by_name[owner].parameter.tensor.dtype)
@@ -216,7 +216,7 @@ def _as_here(opened: Opened, meta: TensorMeta, by_name: Mapping[str, Trained]) -
 
 
 def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trained]:
-    """State that was saved of parameters of another shape than they have."""
+    """The saved states of optimizers whose parameters have another shape here, by the state's name."""
     found = {}
     for name, meta in opened.metas["optim"].tensors.items():
         place = place_of(name, by_name)
@@ -226,8 +226,8 @@ def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trai
 
 
 def _fit(opened: Opened, kind: FileKind, held: Sequence[LocalShard]) -> tuple[list[Wanted], list[str], dict[str, str]]:
-    """What is held, to be filled with what was saved under its name, or under one of its other names; the names of
-    what was not saved, and of what was saved in another shape."""
+    """How the tensors ``held`` here fit the saved ones, by any of their names: those to fill; the names of those that
+    were not saved; and of those with another shape, with both shapes."""
     names: dict[str, list[str]] = {each.name: [each.name] for each in held if each.is_alias_of is None}
     for each in held:
         if each.is_alias_of is not None:
@@ -248,7 +248,7 @@ def _fit(opened: Opened, kind: FileKind, held: Sequence[LocalShard]) -> tuple[li
 
 
 def _what(held: LocalShard) -> str:
-    """What ``Opened.touched`` calls it."""
+    """The words for a tensor in ``Opened.touched``."""
     return f"{held.kind} {held.name}" if held.kind in ("parameter", "buffer") else _STATE + held.name
 
 
@@ -257,7 +257,7 @@ def _names_after(prefix: str, whats: Collection[str]) -> set[str]:
 
 
 def _drop_unsaved(names: Iterable[str], by_name: Mapping[str, Trained]) -> None:
-    """A parameter that had no state when it was saved has none afterwards: its first step is still to come."""
+    """Remove the state of parameters that had none when saved: an optimizer's first step for them is to come."""
     saved = {_owner(name, by_name) for name in names}
     for name, each in by_name.items():
         if name not in saved:  # not even an empty one, which an optimizer may take for a state that it has made
@@ -266,13 +266,14 @@ def _drop_unsaved(names: Iterable[str], by_name: Mapping[str, Trained]) -> None:
 
 # --- whether a rank still holds, bit for bit, what a checkpoint has of it --------------------------------------------
 
-_OF_THE_FIRST = frozenset({"buffer", "scalar"})  # which the first rank alone has saved
+_OF_THE_FIRST = frozenset({"buffer", "scalar"})  # kinds that the first rank alone has saved
 
 
 def first_change(opened: Opened, contents: Contents, *, rank: int, passes_over: tuple[str, ...]) -> str | None:
-    """What of ``contents`` is not as it was saved, None where all of it is; it holds one tensor twice at a time.
+    """The name of something in ``contents`` that differs from the checkpoint, None where nothing does.
 
-    ``passes_over`` are what does not matter: what the names of tensors, and the keys of plain values, begin with.
+    One tensor at a time is in memory twice. ``passes_over`` are prefixes of the names of tensors, and of the keys of
+    plain values, that are not compared.
     """
     saved, state, values = opened.state, _as_json(contents.state), _as_json(contents.values)
     changed = [f"optimizer state {name}" for name, value in values.items() if value != saved[VALUES].get(name)]

@@ -32,20 +32,20 @@ _MOST_NAMES = 10
 
 
 class Destination(Protocol[_Given]):
-    """What a checkpoint is loaded into, on one rank."""
+    """What a checkpoint is loaded into on one rank, such as a model with its optimizers, or a trainer."""
 
     def check(self, opened: Opened) -> None:
-        """Raise where the checkpoint does not fit; nothing is touched."""
+        """Raise where the checkpoint does not fit; changes nothing."""
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """What ``load`` would leave as this checkpoint has it, of what another has ``touched``."""
+        """What of all that a damaged checkpoint has ``touched`` loading this one would overwrite wholly."""
 
     def load(self, opened: Opened) -> _Given:
-        """Put it in place; called once ``check`` has raised on no rank."""
+        """Load the checkpoint, once ``check`` has raised on no rank; gives what the caller of the restorer gets."""
 
 
 class Restorer:
-    """One rank's part in loading."""
+    """Loads a given checkpoint, or the newest good one of a job; all ranks call it alike."""
 
     def __init__(self, ranks: Ranks, storage: Storage, run: Run) -> None:
         self._ranks = ranks
@@ -53,10 +53,10 @@ class Restorer:
         self._run = run
 
     def restore(self, into: Destination[_Result], path: Path | None, *, falls_back: bool) -> _Result | None:
-        """What ``into`` gives of the checkpoint in ``path``, or of the newest good one; None where the job has none.
+        """Load the checkpoint in ``path``, or the job's newest; gives what ``into.load`` gives, None where none is.
 
-        It is asked again for an older checkpoint where ranks found the newer one damaged. All ranks raise where one
-        does.
+        With ``falls_back`` an older checkpoint is tried where ranks found the newer one damaged. All ranks raise where
+        one does.
         """
         candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
         return self.restore_first(into, candidates, falls_back=falls_back)
@@ -64,7 +64,7 @@ class Restorer:
     def restore_first(
         self, into: Destination[_Result], candidates: Sequence[Path], *, falls_back: bool
     ) -> _Result | None:
-        """The same of the first of ``candidates``, or of the first good one; None where there are none."""
+        """Load the first of ``candidates``, with ``falls_back`` the first good one; None where there are none."""
         touched: set[str] = set()
         for place, candidate in enumerate(candidates):
             try:
@@ -82,7 +82,7 @@ class Restorer:
     def _restore_one(
         self, into: Destination[_Result], path: Path, touched: set[str], *, damaged: Sequence[Path]
     ) -> _Result:
-        """Load ``path`` where the ``damaged`` ones have ``touched`` something already; more is added to that."""
+        """Load ``path``, after the ``damaged`` ones have ``touched`` something; adds to that what it changes."""
         results: list[_Result] = []
         with ExitStack() as stack:
             opened: list[Opened] = []
@@ -111,7 +111,7 @@ class Restorer:
 
 
 def _refuse_mixture(left: Collection[str], path: Path, damaged: Sequence[Path]) -> None:
-    """CheckpointError where something is ``left`` in memory of checkpoints that were rejected."""
+    """CheckpointError where something of the ``damaged`` checkpoints would be ``left`` in memory."""
     if left:
         names = ", ".join(sorted(left)[:_MOST_NAMES])
         more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
@@ -122,7 +122,7 @@ def _refuse_mixture(left: Collection[str], path: Path, damaged: Sequence[Path]) 
 
 
 def _with_more(error: CheckpointError) -> CheckpointError:
-    """The same, said of memory that is half loaded."""
+    """An error of its kind whose message adds that memory is half loaded, and of no use."""
     more = "by now memory holds parts of what could not be loaded, and is of no use: do not train on, start anew"
     if isinstance(error, CheckpointMismatch):
         return CheckpointMismatch(

@@ -1,7 +1,8 @@
-"""Opened: a checkpoint that is being read, by one rank for itself.
+"""Opened: a checkpoint that one rank reads, into tensors of its own.
 
-What it needs of each tensor it takes from the files that have it, straight into the tensor's own memory, and no byte
-twice. Everything is checked on the way: the metadata and values by COMMIT, what is read of a file block by block.
+The part of each tensor that the rank needs is read from the files that have it, straight into the tensor's memory,
+and no byte twice. Everything is checked on the way: the metadata and values by COMMIT, what is read of a file block by
+block.
 """
 
 from __future__ import annotations
@@ -46,44 +47,44 @@ class Wanted:
 
 
 class Opened:
-    """A committed checkpoint; close it."""
+    """A committed checkpoint that one rank reads from; to be closed."""
 
     def __init__(self, found: ListedCheckpoint, storage: Storage, touched: set[str] | None = None) -> None:
         self.found = found
         self.touched = set() if touched is None else touched
-        """What has begun to change, in words; noted before it does."""
+        """What loading has begun to change, in words, such as "parameter a.weight"; noted before it changes."""
         self._storage = storage
         self._is_closed = False
         self.num_ranks = found.commit.num_ranks
-        """That saved it."""
+        """How many ranks saved the checkpoint."""
         self.metas: dict[FileKind, StateMeta] = {}
         for kind in KINDS:
             self.metas[kind] = meta_from(found, kind, self._read_meta(meta_file(kind)))
         self.state: Mapping[str, Any] = state_from(found, self._within(lambda: found.read_state(STATE_FILE)))
-        """Plain values."""
+        """The checkpoint's plain values."""
         self._readers: dict[str, ShardReader] = {}
 
     @property
     def bytes_read(self) -> int:
-        """Of the files of tensors, so far."""
+        """How many bytes of shard files were read so far."""
         return sum(reader.bytes_read for reader in self._readers.values())
 
     @property
     def bytes_needed(self) -> int:
-        """What was asked for of them."""
+        """How many bytes of tensors were asked for so far."""
         return sum(reader.bytes_needed for reader in self._readers.values())
 
     def tensor(self, kind: FileKind, name: str) -> TensorMeta | None:
-        """What was saved under a name, or under another name of the same tensor; None if nothing was."""
+        """The metadata of the tensor that was saved under a name or an alias; None where none was."""
         meta = self.metas[kind]
         return meta.tensors.get(meta.aliases.get(name, name))
 
     def names(self, kind: FileKind) -> set[str]:
-        """All that something was saved under."""
+        """All names and aliases of the saved tensors of a kind."""
         return {*self.metas[kind].tensors, *self.metas[kind].aliases}
 
     def read(self, kind: FileKind, wanted: Iterable[Wanted]) -> None:
-        """Fill tensors, of the shapes that were saved. CheckpointDamaged names what is not what was saved."""
+        """Fill tensors with what was saved; their shapes fit. CheckpointDamaged names a file that is not as saved."""
         requests: dict[int, list[ReadRequest]] = {}
         apart: list[tuple[Wanted, torch.Tensor]] = []
         whats: set[str] = set()
@@ -103,7 +104,7 @@ class Opened:
         self._read_apart(kind, requests, apart, whats)
 
     def read_whole(self, kind: FileKind, name: str) -> torch.Tensor:
-        """All of a tensor, in new memory, which is taken once the files that it is in have told their sizes."""
+        """A whole saved tensor, in new memory, which is taken once all files that have parts of it are open."""
         meta = self.tensor(kind, name)
         assert meta is not None
         for source, _ in meta.layout.held():
@@ -113,7 +114,7 @@ class Opened:
         return tensor
 
     def close(self) -> None:
-        """Close its files, and let nothing be read that is late. Twice is allowed."""
+        """Close the files; a read that comes late, from a thread, changes nothing. Twice is allowed."""
         self._is_closed = True
         for reader in list(self._readers.values()):
             reader.close()
@@ -133,7 +134,7 @@ class Opened:
         apart: list[tuple[Wanted, torch.Tensor]],
         whats: set[str],
     ) -> None:
-        """Read all that is asked for so far, and bring what lies in memory of its own to where it belongs."""
+        """Read all that was requested so far, and copy what was read ``apart``, into host memory, to its tensors."""
         self._within(lambda: self._read_files(kind, requests, whats))
         with torch.no_grad():
             for each, host in apart:
@@ -167,7 +168,7 @@ class Opened:
 
 
 def _add_requests(requests: dict[int, list[ReadRequest]], meta: TensorMeta, box: Box, into: torch.Tensor) -> None:
-    """Ask the files that have it for a box, to go into a tensor's memory."""
+    """Add the requests that read a box of a saved tensor into the memory of ``into``, by the rank of the file."""
     if not box.is_empty:
         for source, request in requests_for(meta, box, bytes_of(into)):
             requests.setdefault(source, []).append(request)

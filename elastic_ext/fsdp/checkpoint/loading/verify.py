@@ -27,17 +27,17 @@ _MOST_RUNS = 100  # of damaged blocks that are told of one file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """Something that is not as it was saved."""
+    """Something in a checkpoint's file that is not as it was saved."""
 
     file: str
     what: str
     blocks: tuple[int, int] | None = None
-    """The first and the last one, where it is in the data of tensors."""
+    """The first and the last damaged block, where the damage is in the data of tensors."""
     tensors: tuple[str, ...] = ()
 
 
 def damage_in(found: ListedCheckpoint, advance: Callable[[int], object] = lambda num_bytes: None) -> Iterator[Damage]:
-    """All that is wrong with a checkpoint, as it is found; ``advance`` is told of the bytes of shard files read.
+    """All damage in a checkpoint, as it is found; ``advance`` is told of the bytes of shard files read.
 
     CheckpointError where a newer library wrote something of it, which says nothing of damage.
     """
@@ -89,7 +89,7 @@ def _read_state(found: ListedCheckpoint, file: str) -> None:
 
 
 def _files_of(metas: Mapping[FileKind, StateMeta]) -> Iterator[tuple[str, tuple[FileKind, int]]]:
-    """The files that have to be there, each with the kind and the rank that it is of."""
+    """The shard files that have to be there by the metadata, each with its kind and rank."""
     for kind, meta in metas.items():
         layouts = {id(tensor.layout): tensor.layout for tensor in meta.tensors.values()}.values()
         for rank in sorted({rank for layout in layouts for rank, _ in layout.held()}):
@@ -125,7 +125,7 @@ def _damage_in_shard(
 
 
 def _odd_entries(file: str, entries: Mapping[str, TensorEntry], meta: StateMeta, rank: int) -> Iterator[Damage]:
-    """Where a file of a rank has not what the metadata says."""
+    """The damage in a rank's shard file whose header names other tensors than the metadata does."""
     names = itertools.chain(meta.tensors, (name for name in entries if name not in meta.tensors))
     odd = ((name, _oddity(name, entries.get(name), meta.tensors.get(name), rank)) for name in names)
     for name, what in sorted((name, what) for name, what in odd if what is not None):
@@ -133,7 +133,7 @@ def _odd_entries(file: str, entries: Mapping[str, TensorEntry], meta: StateMeta,
 
 
 def _oddity(name: str, entry: TensorEntry | None, tensor: TensorMeta | None, rank: int) -> str | None:
-    """What of a tensor in a rank's file is not as the metadata has it."""
+    """How a tensor in a rank's file differs from the metadata, in words; None where it does not."""
     box = None if tensor is None else tensor.layout.boxes[rank]
     if tensor is None or box is None or box.is_empty:
         return None if entry is None else f"the file alone says that {name!r} is in it"
