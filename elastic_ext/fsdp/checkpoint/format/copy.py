@@ -33,7 +33,7 @@ _COPY, _ITEM_TOGETHER, _ITEM_APART = 350.0, 0.2, 6.0
 
 
 class Dimension(NamedTuple):
-    """``size`` steps, each of so many bytes in the two memories."""
+    """A loop of a strided copy: ``size`` steps, each of ``source`` bytes in one memory and ``target`` in the other."""
 
     size: int
     source: int
@@ -43,7 +43,7 @@ class Dimension(NamedTuple):
 def dimensions_of(
     sizes: Sequence[int], source_strides: Sequence[int], target_strides: Sequence[int], item_bytes: int
 ) -> tuple[tuple[Dimension, ...], int]:
-    """The dimensions, as few as can be and in the order of the source, and the bytes of a run; strides are in items."""
+    """The fewest dimensions of a strided copy, in the source's order, and its run in bytes; strides count items."""
     given = [
         (source * item_bytes, target * item_bytes, size)
         for size, source, target in zip(sizes, source_strides, target_strides, strict=True)
@@ -64,7 +64,7 @@ def dimensions_of(
 
 
 def extent_of(dimensions: Sequence[Dimension], run: int) -> tuple[int, int]:
-    """How many bytes lie between the first and the last that are meant, in the source and in the target."""
+    """How many bytes a strided copy spans, from its first to its last, in the source and in the target."""
     source = sum((dimension.size - 1) * dimension.source for dimension in dimensions)
     target = sum((dimension.size - 1) * dimension.target for dimension in dimensions)
     return source + run, target + run
@@ -125,11 +125,11 @@ _SMALL: Mapping[str, tuple[int, int, int, bool]] = MappingProxyType(
     }
 )
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", *_SMALL})
-"""What can be cast. Complex numbers, integers and truth values stay as they are."""
+"""The types that can be cast; complex numbers, integers and booleans stay as they are."""
 
 
 def caster(source: str, target: str) -> Callable[[memoryview], memoryview]:
-    """What gives numbers of the type ``source``, as little-endian bytes, as ``target``, one of TARGETS or the same."""
+    """A function that casts little-endian numbers from type ``source`` to ``target``, one of TARGETS or the same."""
     if source == target:
         return lambda data: data
     assert source in FLOATS and target in TARGETS
@@ -149,7 +149,7 @@ def caster(source: str, target: str) -> Callable[[memoryview], memoryview]:
 
 
 def _wide(numpy: Any, data: memoryview, source: str) -> _Array:
-    """The numbers in a type that numpy has, exactly."""
+    """The numbers in a type that numpy has and that holds them exactly."""
     array: _Array
     if source == "BF16":
         array = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
@@ -190,7 +190,7 @@ def _bytes(numpy: Any, array: _Array) -> memoryview:
 
 
 def _small_value(name: str, byte: int) -> float:
-    """The number that a byte is."""
+    """The number that a byte stands for in an 8-bit floating-point type."""
     exponent_bits, mantissa_bits, bias, has_infinity = _SMALL[name]
     if name == "F8_E8M0":  # a power of two, without a sign
         return math.nan if byte == 0xFF else math.ldexp(1.0, byte - bias)

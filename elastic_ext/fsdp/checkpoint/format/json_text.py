@@ -30,19 +30,19 @@ _MANY = {
     "[": re.compile(rf"(?:[ \t\n\r]*{_SCALAR}){{0,1000}}"),
     "{": re.compile(rf"(?:[ \t\n\r]*{_STRING}[ \t\n\r]*:[ \t\n\r]*{_SCALAR}){{0,1000}}"),
 }
-"""Simple elements of a list or an object, each with its comma; others are left to the decoder, one by one."""
+"""Patterns of many simple elements of a list or an object, each with its comma; others go to the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """A list or an object that is too long to be held."""
+    """Stands for a list or an object of JSON that is too long to be held in memory."""
 
     beginning: str
-    """As it stands there."""
+    """The first characters of the list or object, as they stand in the document."""
 
 
 class JsonText:
-    """One document, whose ``pieces`` come one after another, gone through once. ValueError where it is no JSON, and
+    """A JSON document of any length, given in ``pieces``, gone through once. ValueError where it is no JSON, and
     RecursionError where it nests too deeply. Values of up to ``ahead`` characters are never long.
     """
 
@@ -55,14 +55,14 @@ class JsonText:
         self._has_ended = False
 
     def members(self, is_wanted: Callable[[str], bool] = lambda key: False) -> Iterator[tuple[str, object]]:
-        """The members of the object that it is; those that are long as ``Long``, but for the keys that are wanted."""
+        """The members of the document's object, one by one; long values as ``Long``, but for the keys wanted."""
         if self._next() != "{":
             self._refuse("an object should begin")
         yield from self._members(is_wanted)
         self._end()
 
     def check(self) -> None:
-        """Go through all of it."""
+        """Go through all of the document; ValueError where it is no JSON."""
         self._value(is_wanted=False)
         self._end()
 
@@ -119,7 +119,7 @@ class JsonText:
         return key
 
     def _value(self, *, is_wanted: bool) -> object:
-        """What comes next: as ``Long`` where it is no single value, is not wanted, and there is no end to it yet."""
+        """The next value; as ``Long`` where it is a list or an object that is long and not wanted."""
         first = self._next()
         self._fill(self._ahead)
         while True:
@@ -148,7 +148,7 @@ class JsonText:
             self._fill(1)
 
     def _fill(self, num_characters: int) -> None:
-        """Have so many of them there that have not been read, as far as there are so many."""
+        """Have at least so many unread characters in memory, as far as the document has them."""
         missing = num_characters - (len(self._text) - self._at)
         if missing <= 0 or self._has_ended:
             return
@@ -175,7 +175,7 @@ _DECODER = json.JSONDecoder()
 
 
 def unknown_format(where: object, number: object, known: object, saved_with: object = None) -> CheckpointError:
-    """The error of whoever meets one, which nobody passes over; ``saved_with`` are the versions that COMMIT tells."""
+    """The error for a file of an unknown format; ``saved_with`` are the versions that COMMIT names."""
     versions = saved_with.items() if isinstance(saved_with, dict) else ()
     told = ", ".join(f"{name} {version}" for name, version in versions)
     which = f" (it was saved with {told})" if told else ""
@@ -210,3 +210,4 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
         "BOOL": 1,
     }
 )
+"""How many bytes one number takes, by the name that safetensors gives its type."""

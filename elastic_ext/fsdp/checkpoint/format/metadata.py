@@ -37,8 +37,9 @@ from .shardfile import check_name
 __all__ = ["MOST_RANKS", "Kind", "StateMeta", "TensorMeta"]
 
 Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaque"]
-"""`like`: state of an optimizer, shaped like its parameter. `scalar`: one number of an optimizer's. `own`: a shape of
-its own, spread by its own layout. `opaque`: a whole tensor that one rank alone has, which its name tells."""
+"""What a saved tensor is. `parameter`, `buffer`: of a model. `like`: state of an optimizer, shaped like its parameter.
+`scalar`: one number of an optimizer's. `own`: state of an optimizer with a shape and a layout of its own.
+`opaque`: a whole tensor that one rank alone has, which its name tells."""
 
 _FORMAT = 1
 MOST_RANKS = 1 << 20
@@ -141,7 +142,7 @@ class StateMeta:
 
 
 class _Writer:
-    """Layouts and orders as they are first met, each written once."""
+    """Numbers the layouts and orders of metadata, so that each is written once."""
 
     def __init__(self) -> None:
         self.orders: dict[tuple[int, ...], int] = {}
@@ -182,7 +183,7 @@ def _compact(value: object) -> str:
 
 
 def _read(value: dict[str, Any]) -> StateMeta:
-    """The state that a JSON object tells of; ValueError says what in it cannot be."""
+    """The metadata that a JSON object holds; ValueError says what in it cannot be."""
     _expect_keys(value, ("format", "num_ranks", "orders", "layouts", "tensors", "aliases"), "it")
     num_ranks = value["num_ranks"]
     _expect(type(num_ranks) is int and 1 <= num_ranks <= MOST_RANKS, "num_ranks", num_ranks, f"1 to {MOST_RANKS}")
@@ -242,7 +243,7 @@ def _layout(said: object, orders: Sequence[Sequence[int]], num_ranks: int, what:
 def _by_cuts(
     shape: tuple[int, ...], cuts: object, number: object, orders: Sequence[Sequence[int]], what: str
 ) -> dict[int, Box]:
-    """What lies between each two cuts, by rank."""
+    """The boxes of ranks in a layout given by cuts of the flattened tensor: what lies between each two, by rank."""
     size = math.prod(shape)
     if type(number) is not int or not 0 <= number < len(orders):
         _refuse(f"the order of {what}", number, f"the number of one of {len(orders)} orders")
@@ -260,7 +261,7 @@ def _by_cuts(
 
 
 def _by_boxes(shape: tuple[int, ...], said: object, num_ranks: int, what: str) -> dict[int, Box]:
-    """What is said of each rank's own."""
+    """The boxes of ranks in a layout that names each box, by rank."""
     if not isinstance(said, list):
         _refuse(f"boxes of {what}", said, "a list")
     held: dict[int, Box] = {}
@@ -288,7 +289,7 @@ def _are_numbers(value: object) -> TypeGuard[list[int]]:
 
 
 class _EachOnce:
-    """Objects of JSON, none with a key twice; and what is said of many tensors alike is one object for all of them."""
+    """Makes the objects of JSON: refuses a key that comes twice, and has equal small ones share one object."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[object, ...], dict[str, object]] = {}

@@ -60,7 +60,7 @@ _OWN_READ_BLOCKS = 4  # a run of so many blocks is read to where it is wanted, h
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Elements of one tensor of a shard file that are wanted in ``target``; offsets and strides count elements.
+    """A request to read elements of one tensor of a shard file into ``target``; offsets and strides count elements.
 
     ``target`` is writable memory, as bytes. In the file the elements lie as in a row-major tensor, in any order of
     its dimensions: no two steps lead to the same element.
@@ -121,14 +121,14 @@ class WindowPart(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Whole blocks that follow one another, from byte ``start`` of the data on, and the memory that takes them."""
+    """A read of adjoining whole blocks, from byte ``start`` of the data on, into the memory of ``views``."""
 
     start: int
     views: list[memoryview]  # each begins and ends with a block
 
 
 class Copy(NamedTuple):
-    """What is copied out of the scratch buffer once it has been checked."""
+    """A copy out of the scratch buffer, made once what was read into the buffer has been checked."""
 
     source: memoryview
     target: memoryview
@@ -140,8 +140,8 @@ class Copy(NamedTuple):
 
 
 def parts_of(request: ReadRequest, offset: int, *, block_bytes: int, window_bytes: int) -> Iterator[WindowPart]:
-    """What ``request`` wants of each window, in the order of the file; its tensor begins ``offset`` bytes into the
-    data."""
+    """The parts of ``request`` in each read window, in the order of the file; its tensor begins ``offset`` bytes into
+    the data."""
     if not request.num_bytes:
         return
     dimensions, run = request.dimensions, request.run
@@ -187,7 +187,7 @@ def parts_of(request: ReadRequest, offset: int, *, block_bytes: int, window_byte
 
 
 def by_window(parts: Iterable[Iterator[WindowPart]], window_bytes: int) -> Iterator[tuple[int, list[WindowPart]]]:
-    """Where each window begins of which something is wanted, and what that is, in the order of the file."""
+    """The read windows in which something is wanted: where each begins, and the parts in it, in the file's order."""
     in_order = heapq.merge(*parts, key=lambda part: part.start)
     for window, some in itertools.groupby(in_order, key=lambda part: part.start // window_bytes):
         yield window * window_bytes, list(some)
@@ -254,15 +254,16 @@ _ENTRY_BYTES = 500  # what is kept of a tensor, its name among it
 
 @dataclass(frozen=True, slots=True)
 class BlockDamage:
-    """Blocks of a file, one after another, that are not what was saved."""
+    """A run of adjoining blocks of a shard file that are not what was saved."""
 
     first: int
     last: int
     start: int
-    """Of their bytes in the file."""
+    """The first byte of the blocks in the file."""
     end: int
+    """The byte after the blocks in the file."""
     tensors: tuple[str, ...]
-    """Whose data they hold."""
+    """The names of the tensors that have data in the blocks."""
 
     def __str__(self) -> str:
         which = f"block {self.first}" if self.first == self.last else f"what is in blocks {self.first} to {self.last}"
@@ -272,7 +273,7 @@ class BlockDamage:
 
 
 class ShardReader:
-    """The tensors of a shard file, for one thread. What is not as it was saved is a CheckpointDamaged that names the
+    """Reads the tensors of a shard file, on one thread. What is not as saved is a CheckpointDamaged that names the
     file and where in it; OSError, which names the file too, is what the storage says. A CheckpointError that is neither
     tells of a newer format.
 
@@ -308,13 +309,13 @@ class ShardReader:
 
     @property
     def memory_bytes(self) -> int:
-        """What this takes of memory while it is open, or nearly."""
+        """About how many bytes of memory this reader takes while it is open."""
         return self._window_bytes + self._sums.memory_bytes + _ENTRY_BYTES * len(self.entries)
 
     def read_into(self, requests: Iterable[ReadRequest]) -> None:
-        """Put what ``requests`` want where they want it; each block that they touch is read once.
+        """Read what ``requests`` want into their targets; each block that they touch is read once, and checked.
 
-        Their targets hold something in between, and after an error too: bytes arrive before they are checked.
+        Bytes arrive in the targets before they are checked, so that after an error targets hold unchecked bytes.
         """
         block_bytes, window_bytes = self._header.block_bytes, self._window_bytes
         parts = []
@@ -332,7 +333,7 @@ class ShardReader:
                 copy.do()
 
     def read(self, name: str) -> bytearray:
-        """All of one tensor, which is to be small."""
+        """The bytes of one whole tensor, which should be small."""
         entry = self.entries.get(name) or self._refuse_name(name)
         data, item_bytes = bytearray(entry.num_bytes), ITEM_BYTES[entry.dtype]
         self.read_into(
@@ -341,14 +342,14 @@ class ShardReader:
         return data
 
     def verify(self) -> None:
-        """Read all of the file and check it."""
+        """Read and check all of the file; CheckpointDamaged where a block is not what was saved."""
         for damage in self.damage():
             self._refuse(str(damage))
 
     def damage(self, advance: Callable[[int], object] = lambda num_bytes: None) -> Iterator[BlockDamage]:
-        """Read all of the file; each run of blocks that is not what was saved. ``advance`` is told of bytes read.
+        """Read all of the file; gives each run of damaged blocks. ``advance`` is told of bytes read.
 
-        What cannot be read at all ends it, with the error that says so.
+        Where the file cannot be read any further, that error is raised.
         """
         for first, last in _runs(self._damaged_blocks(advance)):
             yield self._told(first, last)
@@ -369,7 +370,7 @@ class ShardReader:
         self.close()
 
     def _read_header(self, generation: str) -> tuple[Header, bytearray]:
-        """What the header says, not checked yet, and its bytes with all that comes before the data."""
+        """The header, not checked against the checksum yet, and all bytes that come before the data."""
         with naming(self.path):
             status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):
@@ -445,7 +446,7 @@ class ShardReader:
         self._refuse(f"it has no tensor {name!r}; the checkpoint's metadata says that it has")
 
     def _told(self, first: int, last: int) -> BlockDamage:
-        """What there is to say of damaged blocks."""
+        """The damage of the blocks from ``first`` to ``last``: where they lie, and which tensors they hold."""
         start = first * self._header.block_bytes
         end = min((last + 1) * self._header.block_bytes, self._header.data_bytes)
         tensors = tuple(

@@ -62,7 +62,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a shard file: its bytes begin ``offset`` bytes into the data."""
+    """Where a tensor lies in a shard file: its bytes begin ``offset`` bytes into the data."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -72,7 +72,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSummary:
-    """What has to be known of a shard file to trust it: it stands in the checkpoint's COMMIT."""
+    """The size and checksum by which a shard file is trusted; they stand in the checkpoint's COMMIT."""
 
     num_bytes: int
     checksum: str  # xxh3_128, in hex, of everything but the data
@@ -80,7 +80,7 @@ class ShardSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a shard file's header says."""
+    """The header of a shard file: its save's generation, the size of blocks, and where each tensor lies."""
 
     generation: str
     block_bytes: int
@@ -100,7 +100,7 @@ class Header:
 
 
 class NewerHeader(ValueError):
-    """A header of a newer ``version`` of the format, which says what cannot be understood."""
+    """A shard file's header is of a newer ``version`` of the format, and cannot be understood."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -132,8 +132,8 @@ def encoded_header(metadata: Mapping[str, str], entries: Iterable[tuple[str, Ten
 def laid_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, generation: str, block_bytes: int = BLOCK_BYTES
 ) -> Header:
-    """Where each of some tensors, given as (name, dtype, sizes), comes to lie in a file; ValueError says what cannot
-    be in one.
+    """The header of a shard file with some tensors, given as (name, dtype, sizes); ValueError says what cannot be in
+    one.
 
     Among those of equal items the short ones come first, together: who reads a part of each long one touches no more
     blocks than it must.
@@ -171,7 +171,7 @@ def check_name(name: str) -> None:
 
 
 def read_header(text: bytes | memoryview, num_bytes: int) -> Header:
-    """What a file's header says, whose text is ``text`` and whose tensors take ``num_bytes`` with their checksums.
+    """The header of a shard file, from its ``text``; tensors and checksums take ``num_bytes`` in the file.
 
     ValueError says why this cannot be a header that was written here, NewerHeader that it is one of a newer format,
     which cannot be read. One that can be is yet to be checked against the file's summary, and then for its version.
@@ -217,8 +217,8 @@ def _header_of(said: dict[str, object], metadata: dict[str, object], version: in
 
 
 def checksum_of(header: bytes | bytearray, table: bytes | Iterable[bytes]) -> str:
-    """The checksum of a file's summary: of all that comes before the data, and of the checksums that follow it, given
-    at once or in pieces."""
+    """The checksum in a shard file's summary: of all bytes before the data, and of the table of checksums behind it,
+    given at once or in pieces."""
     whole = xxhash.xxh3_128(header)
     for piece in (table,) if isinstance(table, bytes) else table:
         whole.update(piece)
@@ -226,7 +226,7 @@ def checksum_of(header: bytes | bytearray, table: bytes | Iterable[bytes]) -> st
 
 
 def _entries_in(text: bytes | memoryview) -> dict[str, object]:
-    """What stands in a header by its names: an Entry each, or what was said instead. What is alike is kept once."""
+    """What a header holds by name: a TensorEntry each, or else the JSON. Equal dtypes and sizes are kept once."""
     pieces = (memoryview(text)[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES))
     alike: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
     return {
@@ -236,7 +236,7 @@ def _entries_in(text: bytes | memoryview) -> dict[str, object]:
 
 
 def _entry(value: object, alike: dict[tuple[str, tuple[int, ...]], TensorEntry]) -> TensorEntry | None:
-    """A tensor as a header tells of it, or None where that cannot be; ``alike`` has one of each dtype and sizes."""
+    """A tensor's entry from a header's JSON, None where that cannot be; ``alike`` has one of each dtype and sizes."""
     if not isinstance(value, dict):
         return None
     dtype, sizes, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -283,7 +283,7 @@ _MOST_PIECES = 16
 
 
 class BlockSums:
-    """The checksums of blocks, made as data goes by."""
+    """Computes the checksums of a shard file's blocks, as the data is written."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -292,7 +292,7 @@ class BlockSums:
         self._num_begun = 0  # bytes of the block that has not ended
 
     def add(self, data: memoryview) -> None:
-        """Go on with ``data``."""
+        """Add ``data``, which follows what was added before."""
         start, end, block = 0, len(data), self._block_bytes
         if self._num_begun:
             start = min(block - self._num_begun, end)
@@ -308,7 +308,7 @@ class BlockSums:
             self._num_begun = end - whole
 
     def table(self) -> bytes:
-        """All of them, as they stand in the file; the last block ends here."""
+        """The table of all checksums, as it stands in the file; the last block ends here."""
         if self._num_begun:
             self._end_block()
         return _in_little_endian(self._sums).tobytes()
@@ -338,11 +338,11 @@ class SumTable:
 
     @property
     def memory_bytes(self) -> int:
-        """What it may come to take of memory."""
+        """How many bytes of memory the table takes at most."""
         return 8 * min(self._num_blocks, _MOST_PIECES * _PIECE_SUMS)
 
     def pieces(self) -> Iterator[bytes]:
-        """All of the table, piece by piece."""
+        """The whole table as bytes, piece by piece, read from the file."""
         for number in range(-(-self._num_blocks // _PIECE_SUMS)):
             data = self._read_piece(number)
             self._keep(number, data)

@@ -18,7 +18,7 @@ __all__ = ["WrittenPart", "bytes_of", "part_of", "put_bytes", "put_part"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor that is known to be one run on the host."""
+    """The bytes of a tensor's own memory, which is known to be one run on the host."""
     found = memory_of(tensor)
     assert found is not None
     return found
@@ -26,7 +26,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenPart:
-    """What a rank writes of a tensor: ``part`` of the ``box`` that the tensor holds."""
+    """The part of a tensor that a rank writes: ``part`` of the ``box`` that its local ``tensor`` holds."""
 
     name: str
     dtype: str
@@ -34,7 +34,7 @@ class WrittenPart:
     box: Box
     part: Box
     is_stepped: bool = False
-    """It changes in ``optimizer.step()`` alone."""
+    """Whether the tensor changes in ``optimizer.step()`` alone."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:
 
 
 def put_bytes(part: WrittenPart, into: memoryview) -> None:
-    """Copy them to ``into``."""
+    """Copy the bytes of a part to ``into``."""
     if part.part.is_empty:
         return
     target = torch.frombuffer(into, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def put_bytes(part: WrittenPart, into: memoryview) -> None:
 
 
 def _memory_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview | None:
-    """The part's own memory, where it lies on the host as one run."""
+    """The memory of ``part`` within the tensor, None unless it lies on the host as one run."""
     memory = memory_of(tensor)
     if memory is None or part == box:
         return memory
@@ -82,7 +82,7 @@ def _memory_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview | None:
 
 
 def _gather(tensor: torch.Tensor, box: Box, part: Box, into: torch.Tensor) -> None:
-    """Copy the part's elements to ``into``, which is flat."""
+    """Copy the elements of ``part`` to ``into``, which is flat."""
     source = tensor.detach().contiguous().reshape(-1)
     for move in moves_into(part, Layout(box.shape, (box,)), target=-1):
         into.as_strided(move.sizes, move.target_strides, into.storage_offset() + move.target_offset).copy_(

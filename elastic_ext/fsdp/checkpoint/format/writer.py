@@ -26,9 +26,10 @@ MOST_VIEWS = 1000  # Linux takes 1024 in one call
 
 
 def go_through(views: Sequence[memoryview], call: Callable[[Sequence[memoryview], int], int]) -> int:
-    """Have ``call`` take what is left of ``views``, and after how many bytes that is, until all is taken; their number.
+    """Have a system ``call`` take all of ``views``, as often as it needs; gives the number of bytes.
 
-    It gives how many bytes it took: at least one.
+    ``call`` is given the views that are left and how many bytes came before them, and gives how many it took: one at
+    least.
     """
     waiting = [view for view in views if view]
     total = 0
@@ -64,7 +65,7 @@ _BATCH_BYTES = 4 << 20  # written at once, just after it has gone through the pr
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor to be written: ``data`` is its memory, row-major and without gaps; nothing changes it until it is."""
+    """A tensor to be written: ``data`` is its memory, row-major, without gaps, unchanged until it is written."""
 
     name: str
     dtype: str
@@ -81,9 +82,9 @@ def write_shard(
     block_bytes: int = BLOCK_BYTES,
     staged: memoryview | None = None,
 ) -> ShardSummary:
-    """Write ``pieces`` as one of ``new``, to be the file ``path`` of the save ``generation``.
+    """Write tensors as a shard file of the save ``generation``: as one of ``new``, to be named ``path``.
 
-    Where they lie one after another as they will in the file, ``staged`` is all of them: it goes straight to the disk,
+    Where the tensors lie in memory as they will in the file, ``staged`` is that memory: it goes straight to the disk,
     where the file system lets it.
 
     The summary is what makes the file trusted, once ``new`` is in place. OSError names the file that could not be
@@ -115,7 +116,7 @@ def _bytes_of(piece: TensorToWrite) -> memoryview:
 
 
 def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int, *, is_staged: bool) -> bytes:
-    """Write the file from its beginning to its end; gives the table of checksums."""
+    """Write a shard file from its header to its table of checksums; gives that table."""
     _write(file, [memoryview(header)])
     sums = BlockSums(block_bytes)
     num_bytes = sum(map(len, memory))
@@ -197,7 +198,7 @@ class _PastTheCache:
 
 
 def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """All of ``memory`` in its order, cut into what is written at once; batches end where blocks do, mostly."""
+    """The views of ``memory`` in order, as batches that are each written at once; most end where a block does."""
     batch: list[memoryview] = []
     room = _BATCH_BYTES
     for view in memory:
@@ -231,9 +232,10 @@ def _write(file: int, views: Sequence[memoryview]) -> int:
 
 
 def write_beside(path: Path, parts: Iterable[bytes | memoryview]) -> Path:
-    """The temporary name beside ``path`` of a new file that holds ``parts``, durably; nothing where that fails.
+    """Write ``parts`` durably to a new file with a temporary name beside ``path``; gives that name.
 
-    Each part is good until the next is asked for. OSError names ``path`` where it names no other file.
+    Each part is good until the next is asked for. Where writing fails no file is left, and OSError names ``path`` if it
+    names no other file.
     """
     temporary = temporary_beside(path)
     with contextlib.ExitStack() as undo:
@@ -254,7 +256,7 @@ def write_beside(path: Path, parts: Iterable[bytes | memoryview]) -> Path:
 
 
 def _write_part(file: int, data: memoryview) -> None:
-    """Write all of it, however little the system takes at a time."""
+    """Write all of ``data``, however little the system takes at a time."""
     while data:
         num_bytes = os.write(file, data)
         if not num_bytes:
@@ -271,8 +273,8 @@ def _remove(path: Path) -> None:
 
 
 def write_stream(path: Path, header: Header, parts: Iterable[memoryview]) -> ShardSummary:
-    """Write the file ``path``, which is not there yet, of the tensors in ``header``, whose bytes follow one another in
-    ``parts``, each good until the next is asked for. Its contents are durable; its name is once the folder is synced.
+    """Write a new shard file ``path`` with the tensors of ``header``, whose bytes follow one another in ``parts``, each
+    good until the next is asked for. Its contents are durable; its name is once the folder is synced.
     """
     first = header.encoded()
     sums = BlockSums(header.block_bytes)
