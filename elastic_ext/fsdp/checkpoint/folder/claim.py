@@ -82,7 +82,7 @@ _HOLDER = "RUN.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder(JsonRecord):
-    """The run that came last to a job's folder, as RUN.json tells of it."""
+    """The run that was the last to claim a job's folder: the contents of RUN.json."""
 
     id: str
     host: str
@@ -99,7 +99,7 @@ class Holder(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visitor(JsonRecord):
-    """Who had the lock of a job's folder last to tidy it, as RUN.lock tells of it until a run has the lock."""
+    """The process that last locked a job's folder to tidy it: RUN.lock's contents until a run locks it."""
 
     host: str
     pid: int
@@ -111,14 +111,14 @@ class Visitor(JsonRecord):
 
 
 def sign(lock: int) -> None:
-    """Say in RUN.lock who holds ``lock``, which is a descriptor of it: this process, which is no run."""
+    """Write into RUN.lock, whose descriptor is ``lock``, that this process holds it, which is no run."""
     visitor = Visitor(host=socket.gethostname(), pid=os.getpid(), since=_now())
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(asdict(visitor)).encode(), 0)
 
 
 def read_visitor(folder: Path) -> Visitor | None:
-    """Who has signed in ``folder``; None where nobody has since a run had it, or where that cannot be read."""
+    """The process that RUN.lock names as tidying ``folder``, or the last to; None where it names none."""
     try:
         return Visitor.from_json(read_at_most(folder / LOCK, _MOST_CLAIM_BYTES).decode())
     except (OSError, ValueError):
@@ -126,7 +126,7 @@ def read_visitor(folder: Path) -> Visitor | None:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Who has claimed ``folder`` last, None where nobody has; CheckpointDamaged where that cannot be read."""
+    """The run that claimed ``folder`` last, None where none has; CheckpointDamaged where RUN.json is damaged."""
     path = folder / _HOLDER
     try:
         return Holder.from_json(read_at_most(path, _MOST_CLAIM_BYTES).decode())
@@ -137,12 +137,12 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 class Claim:
-    """The hold of run ``run_id`` on ``folder``, taken when it is made; rank 0 has it, until ``release``.
+    """The hold of run ``run_id`` on a job's ``folder``, taken when it is made; rank 0 has it, until ``release``.
 
-    Another run that is alive is waited for a little, since it may be what this one was restarted for. CheckpointFenced
-    says who it is where it stays. Who tidies the folder comes to an end, and is waited for longer: CheckpointError. Who
-    does not take over acts for that very run, which had the folder and has died: CheckpointFenced where another has
-    come since.
+    Another run that is alive is waited for ``patience_seconds``, since this one may have been restarted for it, and
+    CheckpointFenced says who it is where it stays. A process that tidies the folder is waited for ``visit_seconds``:
+    CheckpointError. Without ``takes_over`` the claim acts for the run ``run_id``, which had the folder and has died:
+    CheckpointFenced where another run has come since.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Claim:
             raise
 
     def check(self) -> None:
-        """CheckpointFenced if another run has come since. Asked before anything is renamed, removed or committed."""
+        """CheckpointFenced if another run has taken the folder since. Called before each rename, removal or commit."""
         holder = read_holder(self.folder)
         if holder is None:
             raise CheckpointError(
@@ -186,7 +186,7 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Let the next run in; what it finds is untouched. Can be called again."""
+        """Release the folder to the next run, and leave its files as they are. Twice is allowed."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -197,9 +197,9 @@ def _myself(run_id: str) -> Holder:
 
 
 def _lock(folder: Path, patience_seconds: float, visit_seconds: float) -> int | None:
-    """A descriptor that holds the lock, None where there are no locks.
+    """A descriptor that holds the folder's RUN.lock, None where the file system has no locks.
 
-    CheckpointFenced if another run keeps it, CheckpointError if somebody does who is none.
+    CheckpointFenced if another run keeps it, CheckpointError if a process does that is no run.
     """
     began, waiting = time.monotonic(), threading.Event()
     has_told = False
@@ -270,7 +270,7 @@ _MARK = re.compile(r"\.reading-[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader(JsonRecord):
-    """Who reads, as a mark tells of it."""
+    """The process that reads a checkpoint: the contents of its mark."""
 
     host: str
     pid: int
@@ -282,10 +282,10 @@ class Reader(JsonRecord):
 
 
 class Reading:
-    """The mark of this process on the checkpoint in ``folder``, from when this is made until it is closed.
+    """A mark that keeps the checkpoint in ``folder`` from being removed while this process reads it.
 
-    Where it cannot be put, as on storage that may only be read, nothing is marked, and the checkpoint can be read all
-    the same.
+    The mark is there from when this is made until ``close``. Where it cannot be put, as on storage that may only be
+    read, nothing is marked, and the checkpoint can be read all the same.
     """
 
     def __init__(self, folder: Path, *, touch_seconds: float = _TOUCH_SECONDS) -> None:
@@ -344,9 +344,9 @@ def is_mark(name: str) -> bool:
 
 
 def readers_of(folder: Path, now_ns: int | None = None) -> list[Reader]:
-    """Who reads the checkpoint in ``folder`` now; OSError where that cannot be told.
+    """The processes that read the checkpoint in ``folder`` now, by their marks; OSError where that cannot be told.
 
-    By the clock of the file system; one who may write nothing there gives the time by another.
+    The time is the file system's; a caller that may write nothing there gives ``now_ns`` by another clock.
     """
     now_ns = now_ns_in(folder) if now_ns is None else now_ns
     marks = [folder / name for name in sorted(os.listdir(folder)) if is_mark(name)]
@@ -355,14 +355,15 @@ def readers_of(folder: Path, now_ns: int | None = None) -> list[Reader]:
 
 
 def has_lapsed(touched_ns: int, now_ns: int) -> bool:
-    """Whether a mark that was last touched then is a dead reader's."""
+    """Whether a mark was last touched so long before ``now_ns`` that its reader is taken for dead."""
     return now_ns - touched_ns > LAPSE_SECONDS * 1e9
 
 
 def now_ns_in(folder: Path) -> int:
-    """The time, by the clock of the file system that has ``folder``.
+    """The time in nanoseconds, by the clock of the file system that has ``folder``.
 
-    It makes a file there for a moment, so that a client of NFS does not go on from what it remembers of the folder.
+    The call makes a file there for a moment, so that a client of NFS does not go on from what it remembers of the
+    folder.
     """
     path = temporary_beside(folder / "now")
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
@@ -376,7 +377,7 @@ def now_ns_in(folder: Path) -> int:
 
 
 def _reader_at(mark: Path, now_ns: int) -> Reader | None:
-    """Whose mark this is, None where it is gone or has lapsed."""
+    """The reader that a mark names, None where the mark is gone or has lapsed."""
     try:
         if has_lapsed(os.stat(mark).st_mtime_ns, now_ns):
             return None

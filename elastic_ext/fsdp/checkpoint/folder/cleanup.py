@@ -71,28 +71,28 @@ _KEPT = re.compile(r"([0-9a-f]{32})\.json")
 
 
 class Hold(Protocol):
-    """What a claim is to who clears: the right to change names in a job's folder."""
+    """The right to change names in a job's folder: a run's ``Claim``, or the ``Visit`` of a process that tidies."""
 
     folder: Path
     since_ns: int
-    """What was written before this, by the file system's clock, nobody writes any more."""
+    """A time in nanoseconds by the file system's clock: files written before it are not being written any more."""
 
     def check(self) -> None:
         """CheckpointFenced if nothing may be changed there any more."""
 
 
 class Clearing:
-    """The hand of who has ``claim``, on the names in its folder."""
+    """Renames and removes what is in a job's folder, for the holder of ``claim``."""
 
     def __init__(self, claim: Hold) -> None:
         self._claim = claim
         self._path = claim.folder
 
     def vacate(self, name: str, chain: Sequence[Lineage], *, replaces: bool = False) -> Path | None:
-        """See that nothing has the name of a checkpoint which is to begin; CheckpointExists if that is to stay.
+        """Free the name of a checkpoint that is to begin; CheckpointExists if a checkpoint of ``chain`` has the name.
 
-        Where it ``replaces`` the one that the last run of ``chain`` went on from, that does not: it counts as before
-        until there is one of this run. Gives where that lies now.
+        With ``replaces`` the one that the last run of ``chain`` went on from may have it: it is renamed, and counts as
+        before until there is one of this run. Gives the new path of that one, None of others.
         """
         path = self._path / name
         if not is_taken(path):
@@ -118,14 +118,14 @@ class Clearing:
         return None
 
     def put_back(self, aside: Path, name: str) -> None:
-        """Have what was set aside for a checkpoint that did not come to be under its name again."""
+        """Give a checkpoint, set ``aside`` for another one that was not committed, its ``name`` back."""
         self._move(aside, self._path / name, is_meant=lambda _: False)
 
     def abandon(self, chain: Sequence[Lineage]) -> None:
-        """Rename all that does not lead to the state of ``chain``, newest first: what is left is one to go on from.
+        """Rename all checkpoints that do not lead to the state of ``chain``, newest first: those left are its runs'.
 
-        The new name says for which run that was, so that all of it counts as before until that has a checkpoint. What
-        counts so because of an earlier run gets the name of this one.
+        The new names say for which run that was, so that all of them count as before until that run has a checkpoint.
+        Those that count so because of an earlier run are renamed for this one.
         """
         listing = Listing.counting(self._path)
         for name, error in listing.unreadable.items():
@@ -146,7 +146,7 @@ class Clearing:
                 self._rename(name, _why_aside(error, chain), None)
 
     def put_aside(self, name: str) -> Path | None:
-        """Where the unfinished checkpoint ``name`` lies now; None if it stays, having been finished this moment."""
+        """Rename the uncommitted checkpoint ``name`` as garbage; gives its path, None if it was committed meanwhile."""
         aside = self._to_garbage(name)
         look_afresh(aside)  # whether it has a COMMIT that another machine has put there, and this one does not know of
         if not is_taken(aside / COMMIT):
@@ -155,14 +155,14 @@ class Clearing:
         return None
 
     def give_up(self, name: str) -> None:
-        """Remove the checkpoint ``name`` that was begun here, with a COMMIT or without."""
+        """Remove the checkpoint ``name``, which was begun by this run, with a COMMIT or without."""
         remove_or_warn(self._to_garbage(name))
 
     def prune(self, *, begun: Collection[str], metas: Collection[str]) -> list[str]:
-        """Remove what was never committed and is not in ``begun``, with what was being written before the claim.
+        """Remove what killed saves have left: checkpoints never committed, but for ``begun``, and temporary files.
 
-        Of the descriptions that are kept, those that are neither in ``metas`` nor in a checkpoint; a save that would
-        have had one writes it again.
+        Metadata files in meta/ go too where neither ``metas`` nor a checkpoint names them; a save that needs one writes
+        it again. Gives the names of what was removed.
         """
         self.put_all_aside(begun=begun)
         garbage = [*self.garbage(begun=begun), *self._unused_metas(metas)]
@@ -170,13 +170,13 @@ class Clearing:
         return [str(path.relative_to(self._path)) for path in garbage if remove_or_warn(path)]
 
     def put_all_aside(self, *, begun: Collection[str]) -> None:
-        """Have nothing under the name of a checkpoint that was never committed, but for what is in ``begun``."""
+        """Rename all uncommitted checkpoints as garbage, but for those in ``begun``."""
         for name in Listing.read(self._path).unfinished:
             if name not in begun:
                 self.put_aside(name)
 
     def garbage(self, *, begun: Collection[str]) -> list[Path]:
-        """What is not part of anything, but for what is in ``begun``; who removes it does so in this order."""
+        """Paths that belong to no checkpoint, nor to one in ``begun``, in the order in which they are to be removed."""
         half_removed = Listing.read(self._path, aside=True).unfinished
         names = sorted(os.listdir(self._path))
         garbage = [self._path / name for name in names if name.startswith(GARBAGE) or name in half_removed]
@@ -191,7 +191,7 @@ class Clearing:
         return garbage
 
     def _unused_metas(self, used: Collection[str]) -> list[Path]:
-        """The kept descriptions that no checkpoint has, under whatever name it lies here now."""
+        """The metadata files in meta/ that neither ``used`` nor a checkpoint here names, whatever its own name is."""
         try:
             kept = {meta_path(self._path, name): name for name in _kept_metas(self._path / _META)}
         except FileNotFoundError:
@@ -200,7 +200,7 @@ class Clearing:
         return [path for path, checksum in sorted(kept.items()) if checksum not in named]
 
     def _is_left(self, path: Path) -> bool:
-        """Whether a file is one that an earlier run was writing, or the mark of a reader that has died."""
+        """Whether a file is a temporary one of an earlier run, or the mark of a reader that has died."""
         if not is_mark(path.name) and not is_temporary(path.name):
             return False
         try:
@@ -217,7 +217,7 @@ class Clearing:
         return aside
 
     def _rename(self, name: str, why: str, generation: str | None) -> Path:
-        """Put ``why`` to the name of the checkpoint that was saved as ``generation``, or that cannot be read."""
+        """Add ``why`` to the name of a checkpoint, saved as ``generation`` or unreadable; gives its new path."""
         number, new_name = 1, f"{name.partition('.')[0]}.{why}"
         target = self._path / new_name
         while is_taken(target):
@@ -228,7 +228,7 @@ class Clearing:
         return target
 
     def _move(self, path: Path, target: Path, *, is_meant: Callable[[Path], bool]) -> None:
-        """Move a folder; back, if another run has come and what was moved may be its own."""
+        """Move a folder; if another run has claimed the job's folder meanwhile, move it back unless it ``is_meant``."""
         self._claim.check()
         move_folder(path, target)
         try:
@@ -241,18 +241,18 @@ class Clearing:
 
 
 def meta_path(folder: Path, checksum: str) -> Path:
-    """Where a job's folder keeps the description of tensors that has this checksum."""
+    """The path of the metadata file with this checksum in a job's ``folder``, which checkpoints share by links."""
     return folder / _META / f"{checksum}.json"
 
 
 def _kept_metas(folder: Path) -> list[str]:
-    """The checksums of the descriptions in ``folder``."""
+    """The checksums of the metadata files in ``folder``."""
     found = map(_KEPT.fullmatch, os.listdir(folder))
     return [match[1] for match in found if match is not None]
 
 
 def _metas_of(folder: Path) -> Collection[str]:
-    """The checksums of the descriptions that a checkpoint has; none where there is no COMMIT that can be read."""
+    """The checksums of a checkpoint's metadata files; none where it has no COMMIT that can be read."""
     try:
         return read_commit(folder).metas.values()
     except (CheckpointError, OSError):  # it has its own links all the same
@@ -260,7 +260,7 @@ def _metas_of(folder: Path) -> Collection[str]:
 
 
 def remove_or_warn(path: Path) -> bool:
-    """Remove a file or a folder; a warning, and False, if it cannot be now."""
+    """Remove a file or a folder; gives False, after a warning, if it cannot be removed now."""
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):
             remove_folder(path)
@@ -282,14 +282,14 @@ def _generation_of(folder: Path) -> str | None:
 
 
 def _why_aside(error: CheckpointError | OSError, chain: Sequence[Lineage]) -> str:
-    """What is put to the name of a checkpoint that the last run of ``chain`` cannot read, or not understand."""
+    """What is added to the name of a checkpoint that the last run of ``chain`` cannot read or understand."""
     return "unreadable" if isinstance(error, CheckpointDamaged) else f"abandoned-{chain[-1].id}"
 
 
 def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:
-    """Whether a checkpoint is the work of ``chain``, whose last run must not put another in its place.
+    """Whether a checkpoint belongs to the runs of ``chain``, so that the last of them may not replace it.
 
-    Of what was saved at the very step from which that run went on, only the one that it went on from is.
+    Of those saved at the very step from which that run went on, only the one that it went on from belongs to them.
     """
     last = chain[-1]
     if commit.run_id == last.id or commit.generation == last.from_generation:
@@ -311,7 +311,7 @@ def retained(
     chain: Sequence[Lineage] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[RetentionVerdict]:
-    """Remove from a job's ``folder`` what ``rule`` does not keep; what became of each checkpoint, oldest first.
+    """Remove from a job's ``folder`` what ``rule`` does not keep; gives a verdict on each checkpoint, oldest first.
 
     ``chain`` are the runs that lead to now, by default those that lead to the newest checkpoint. ``check`` raises where
     nothing may be removed any more.
@@ -322,9 +322,9 @@ def retained(
 def verdicts_on(
     folder: Path, rule: Retention, chain: Sequence[Lineage] | None = None, *, now_ns: int | None = None
 ) -> list[RetentionVerdict]:
-    """What becomes of each checkpoint in a job's ``folder``, as things are now; nothing is removed.
+    """What ``rule`` would keep and remove of a job's ``folder`` now: a verdict on each checkpoint; removes nothing.
 
-    Nor is anything written where the time is given.
+    Where ``now_ns`` is given, nothing is written there either.
     """
     found = list(Listing.counting(folder).found)
     if not rule.keep_abandoned:
@@ -342,7 +342,7 @@ def verdicts_on(
 
 
 def remove_checkpoint(found: ListedCheckpoint, check: Callable[[], None]) -> str | None:
-    """Remove a checkpoint that nobody reads; None, or who reads it."""
+    """Remove a checkpoint; gives None, or, where it is being read, who reads it, and then it stays."""
     check()
     folder = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY)  # another may get its name meanwhile
     try:
@@ -359,14 +359,14 @@ def remove_checkpoint(found: ListedCheckpoint, check: Callable[[], None]) -> str
 
 
 def remove_unused_metas(folder: Path) -> list[str]:
-    """Remove the descriptions of tensors that no checkpoint in a job's ``folder`` has; their names."""
+    """Remove the metadata files in meta/ that no checkpoint in a job's ``folder`` has; gives their names."""
     return [name for name in unused_metas(folder) if remove_or_warn(folder / name)]
 
 
 def unused_metas(folder: Path, *, without: Collection[str] = ()) -> list[str]:
-    """The names of those that no checkpoint in a job's ``folder`` has, or only what is among ``without``.
+    """The metadata files in meta/ that no checkpoint in a job's ``folder`` has, but for those in ``without``.
 
-    None where one cannot be read, or is being saved: it may have them.
+    No file is named where a checkpoint cannot be read or is being saved: it may have them.
     """
     listings = [Listing.read(folder), Listing.read(folder, aside=True)]
     if any(listing.unreadable or not set(without).issuperset(listing.unfinished) for listing in listings):
@@ -395,7 +395,7 @@ def _carried_out(verdict: RetentionVerdict, check: Callable[[], None]) -> Retent
 
 
 def _take_commit_away(found: ListedCheckpoint, folder: int) -> str | None:
-    """Take COMMIT out of a checkpoint's ``folder``; None, or who reads it, and then it has its COMMIT."""
+    """Remove COMMIT from a checkpoint's ``folder``; gives None, or who reads it, and then COMMIT stays."""
     if read_commit(found.path).generation != found.commit.generation:
         raise CheckpointError("another checkpoint has its name now")
     who = _read_by(found.path)
@@ -412,7 +412,7 @@ def _take_commit_away(found: ListedCheckpoint, folder: int) -> str | None:
 
 
 def _move_itself(path: Path, target: Path, itself: os.stat_result) -> None:
-    """Give the folder ``itself`` another name; back, if what had its name is another one that began just now."""
+    """Rename the folder ``itself``; CheckpointError, and nothing renamed, if another folder has its name now."""
     if not os.path.samestat(os.lstat(path), itself):
         raise CheckpointError("another checkpoint has its name now")
     move_folder(path, target)
@@ -422,7 +422,7 @@ def _move_itself(path: Path, target: Path, itself: os.stat_result) -> None:
 
 
 def _lack_of(found: ListedCheckpoint) -> str | None:
-    """Which of its files a checkpoint does not have whole, in words; None where all are there."""
+    """Which file a checkpoint lacks, or does not have whole, in words; None where all files are there."""
     commit = found.commit
     names: Mapping[str, object] = {**commit.metas, **commit.states, **commit.shards}
     try:
@@ -451,13 +451,13 @@ def _read_by(folder: Path, now_ns: int | None = None) -> str | None:
 # is changed but what is safe beside it.
 
 IDLE_SECONDS = 3600.0
-"""What nobody has written to for so long is no save under way, whatever locks say."""
+"""For how long a folder is not written to before it is taken for no save under way, whatever locks say."""
 
 
 class Visit:
-    """Somebody in ``folder`` who is no run; ``alone`` lasts as long as no run may begin.
+    """A process that tidies a job's ``folder`` and is no run; while ``alone`` lasts, no run can begin.
 
-    One that is ``only_looking`` writes nothing at all there, takes the time from this machine, and keeps no run out.
+    With ``only_looking`` it writes nothing there, takes the time from this machine, and keeps no run out.
     """
 
     def __init__(self, folder: Path, *, only_looking: bool = False) -> None:
@@ -468,13 +468,13 @@ class Visit:
         self._holder = read_holder(folder)
 
     def check(self) -> None:
-        """CheckpointFenced if a run has begun since."""
+        """CheckpointFenced if a run has claimed the folder since this visit began."""
         if read_holder(self.folder) != self._holder:
             raise CheckpointFenced(f"{self.folder}: a run of this job has begun just now; look again")
 
     @contextmanager
     def alone(self) -> Iterator[str | None]:
-        """None while a ``with`` lasts in which no run is alive, or why one may be."""
+        """Keep runs out while a ``with`` lasts; gives None, or why a run may be alive in the folder."""
         lock: int | None = None
         try:
             if self._only_looks:
@@ -502,21 +502,21 @@ class Visit:
                 os.close(lock)
 
     def _who(self) -> str:
-        """Who has the lock, as far as it has said so."""
+        """Who holds the folder's lock, in words, as far as that is written there."""
         visitor = read_visitor(self.folder)
         if visitor is not None:
             return f"it is being tidied by {visitor}"
         return f"a run has this folder: {self._holder or 'it has not said who it is'}"
 
     def put_garbage_aside(self) -> None:
-        """Have what dead saves have left lie where anybody can remove it. Called ``alone``.
+        """Rename what dead saves have left as garbage, which anybody may remove. Called while ``alone``.
 
-        What has been written to of late stays where it is.
+        Folders that were written to of late keep their names.
         """
         Clearing(self).put_all_aside(begun=self._lively())
 
     def garbage(self, *, is_alone: bool) -> list[Path]:
-        """What is part of no checkpoint, nor of a save; beside a run, what is no concern of one."""
+        """Paths that belong to no checkpoint and no save under way; unless ``is_alone`` only those that no run uses."""
         lively = self._lively()
         dead = {path for path in self.unfinished() if path.name not in lively}
         lying = [path for path in Clearing(self).garbage(begun=lively) if path.parent not in dead]
@@ -525,11 +525,11 @@ class Visit:
         return [path for path in lying if path.name.startswith(GARBAGE) or is_set_aside(path.name)]
 
     def unfinished(self) -> set[Path]:
-        """What was never committed, or is not yet."""
+        """The folders of checkpoints that are not committed, or not yet."""
         return {self.folder / name for name in Listing.read(self.folder).unfinished}
 
     def _lively(self) -> list[str]:
-        """The unfinished checkpoints that may be saves under way, for all that can be seen of them."""
+        """The names of uncommitted checkpoints that were written to of late, and so may be saves under way."""
         return [path.name for path in self.unfinished() if _written_ns(path) > self.since_ns]
 
 

@@ -46,7 +46,7 @@ _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """One run of a chain, and where it left the run before it."""
+    """One run of a chain, and the checkpoint of the run before it from which it went on."""
 
     id: str
     from_step: int = 0
@@ -86,7 +86,7 @@ def check_chain(chain: Sequence[Lineage]) -> None:
 
 
 def place_in(chain: Sequence[Lineage], *, run_id: str, global_step: int) -> int | None:
-    """Which run of ``chain`` saved what run ``run_id`` did at ``global_step``, None where that is not on its way."""
+    """The index of run ``run_id`` in ``chain``; None where it is not there, or was left before ``global_step``."""
     for place, one in enumerate(chain):
         if one.id == run_id:
             is_last = place + 1 == len(chain)
@@ -110,7 +110,7 @@ _FILE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,199}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSummary:
-    """What has to be known of a file that is checked as a whole to trust it."""
+    """The size and checksum by which a file is trusted that is checked as a whole, such as one of plain values."""
 
     num_bytes: int
     checksum: str  # xxh3_128, in hex, of all its contents
@@ -118,7 +118,7 @@ class FileSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """One checkpoint: where training stood, which runs led there, and the files that hold it."""
+    """The contents of COMMIT: where training stood at a checkpoint, which runs led there, and its files."""
 
     generation: str
     """The random id of this one save; every shard file has it too."""
@@ -127,17 +127,17 @@ class Commit:
     global_step: int
     epoch: int
     num_ranks: int
-    """How many ranks wrote it."""
+    """How many ranks wrote the checkpoint."""
     metas: Mapping[str, str]
-    """Files that describe tensors, with the checksum of their contents, which is their name among the job's too."""
+    """Files of tensors' metadata, with the checksum of their contents, by which the job's folder names them too."""
     states: Mapping[str, FileSummary]
-    """Files of plain values."""
+    """Files of plain values, with their sizes and checksums."""
     shards: Mapping[str, ShardSummary]
-    """Files of tensors."""
+    """Shard files, with their sizes and checksums."""
     saved_at: str
     """ISO 8601, by the clock of the rank that committed."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of what saved it: python, torch, elastic_ext."""
+    """The versions of python, torch and elastic_ext that saved the checkpoint, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """JSON: what somebody who resumes is told of the run that saved."""
 
@@ -169,7 +169,7 @@ class Commit:
 
     @property
     def run_id(self) -> str:
-        """The run that saved it."""
+        """The id of the run that saved the checkpoint."""
         return self.lineage[-1].id
 
     def sizes(self) -> dict[str, int]:
@@ -217,7 +217,7 @@ def chain_after(commit: Commit | None, *, run_id: str) -> Chain:
 
 
 def read_commit(folder: Path) -> Commit:
-    """What makes the checkpoint in ``folder`` exist.
+    """The contents of the file COMMIT in a checkpoint's ``folder``, by which the checkpoint exists.
 
     CheckpointNotFound where there is none, CheckpointDamaged where it cannot be trusted, CheckpointError where a newer
     library wrote it; OSError is the file system's own, and says nothing of the checkpoint.
@@ -248,8 +248,10 @@ def read_checked(path: Path, checksum: str) -> bytes:
 
 
 def read_in_pieces(path: Path, checksum: str) -> Iterator[bytes]:
-    """The same of a file that may be too large to be held: it is read twice, once to check it, and then for what it
-    says."""
+    """The contents of a file that is checked as a whole, in pieces; it is read twice, first to check it.
+
+    CheckpointDamaged comes before the first piece.
+    """
 
     def read() -> bytes:
         with naming(path):
@@ -266,7 +268,7 @@ def read_in_pieces(path: Path, checksum: str) -> Iterator[bytes]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """A file that COMMIT names."""
+    """A file that COMMIT names, opened; CheckpointDamaged where it is missing or is no regular file."""
     try:
         try:
             return open_regular(path)

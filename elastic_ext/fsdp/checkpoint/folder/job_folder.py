@@ -62,7 +62,7 @@ _MOST_NAME_BYTES = 255
 
 
 def _first_name(root: Path, job: str, proposed: str) -> str:
-    """What the job's first folder is called: as the first run has proposed that ever asked."""
+    """The name of the job's first folder: what the first run to ask has ``proposed``, the same for all runs."""
     path = root / _JOBS / quoted(job)
     with contextlib.suppress(FileExistsError):
         write_new(path, proposed.encode())
@@ -78,9 +78,9 @@ class _Begun:
 
     generation: str
     metas: dict[str, FileSummary] = field(default_factory=dict)
-    """The descriptions that were put into it, by file."""
+    """The metadata files that were put into the checkpoint, by name."""
     aside: Path | None = None
-    """Where the checkpoint lies that it is to replace."""
+    """The path of the checkpoint that this one replaces, which was renamed; None if it replaces none."""
 
 
 def refuse_in_a_jobs_folder(path: Path) -> None:
@@ -91,7 +91,7 @@ def refuse_in_a_jobs_folder(path: Path) -> None:
 
 
 class JobFolder:
-    """A job's folder that is there already; ``find_or_make`` gives the one to use."""
+    """A job's folder of checkpoints, which is there already; ``find_or_make`` gives the one to use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class JobFolder:
 
     @classmethod
     def find_afresh(cls, storage: Path, job: str) -> JobFolder | None:
-        """The same, and what is in it, as they are now: whatever this machine remembers of times before."""
+        """The newest folder of exactly this job, or None; past what this machine has cached of a shared file system."""
         look_afresh(storage / FOLDER)
         found = cls.find(storage, job)
         if found is not None:
@@ -152,14 +152,14 @@ class JobFolder:
         return list(self.listing().found)
 
     def candidates(self) -> list[ListedCheckpoint]:
-        """The same, newest first: what to try in turn when a job goes on."""
+        """The checkpoints that exist, newest first: what to try in turn when a job goes on."""
         return self.checkpoints()[::-1]
 
     def latest(self, chain: Chain | None = None) -> ListedCheckpoint | None:
-        """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
+        """The newest checkpoint, of the runs of ``chain`` if that is given; damaged ones are passed over.
 
-        What was abandoned for nothing counts. OSError where the file system does not let one be read, which may be the
-        newest, and CheckpointError where one is of a newer format.
+        Checkpoints abandoned for a run that saved nothing count. OSError where the file system does not let one be
+        read, which may be the newest, and CheckpointError where one is of a newer format.
         """
         listing = Listing.counting(self.path)
         for error in listing.unreadable.values():
@@ -168,7 +168,7 @@ class JobFolder:
         return newest_of(listing.found, chain)
 
     def found(self, name: str) -> ListedCheckpoint:
-        """The checkpoint ``name``, looked at by its name alone; raises what ``read_commit`` raises."""
+        """The committed checkpoint in the folder ``name``; raises what ``read_commit`` raises."""
         return ListedCheckpoint.read(self.path / name)
 
     # ---- saving: rank 0 of the run that has the claim ----
@@ -176,10 +176,10 @@ class JobFolder:
     def claim(
         self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS, visit_seconds: float = PATIENCE_SECONDS
     ) -> Claim:
-        """Make this folder the run's own, before it looks for what to go on from.
+        """Claim this folder for a run, before the run looks for a checkpoint to go on from.
 
-        What earlier runs have not finished is put aside, so that no commit of a run that is fenced from now on can
-        appear after the look. CheckpointFenced if another run is alive; who only tidies is waited for.
+        What earlier runs have not committed is put aside, so that no commit of a run that is fenced from now on can
+        appear after the look. CheckpointFenced if another run is alive; a process that tidies is waited for.
         """
         claim = Claim(self.path, run_id, patience_seconds=patience_seconds, visit_seconds=visit_seconds)
         try:
@@ -195,7 +195,7 @@ class JobFolder:
         return claim
 
     def act_for(self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> Claim:
-        """Hold this folder for a run that had it and has died, to end what that run had begun.
+        """Claim this folder in the name of a run that had it and has died, to complete what that run had staged.
 
         CheckpointFenced if another run has come since, or that one is alive.
         """
@@ -205,7 +205,7 @@ class JobFolder:
         return self._claim
 
     def begin(self, name: str, generation: str, lineage: Chain, *, replaces: bool = False) -> Path:
-        """Make the folder of a new checkpoint, for all ranks to write into; its path.
+        """Make the folder of a new checkpoint, for all ranks to write into; gives its path.
 
         A name that an abandoned run used is free again: what has it is renamed. CheckpointExists if this run, or one
         that it goes on from, has saved under this name; unless that is what the run went on from, and this ``replaces``
@@ -223,9 +223,9 @@ class JobFolder:
         return self.path / name
 
     def put_meta(self, name: str, file: str, data: bytes) -> str:
-        """Put a description of tensors into a begun checkpoint, as ``file``; its checksum, which is its name in meta/.
+        """Put tensors' metadata into a begun checkpoint, as ``file``; gives its checksum, its name in meta/.
 
-        One that is kept there is not written again. Its contents are durable once this returns.
+        Metadata that meta/ has is linked, not written again. It is durable once this returns.
         """
         summary = FileSummary(num_bytes=len(data), checksum=checksum_of(data))
         kept, path = meta_path(self.path, summary.checksum), self.path / name / file
@@ -241,16 +241,16 @@ class JobFolder:
         return summary.checksum
 
     def put_state(self, new: NewFiles, name: str, file: str, data: bytes) -> FileSummary:
-        """Write plain values as one of ``new``, to be ``file`` of a begun checkpoint; what COMMIT has to say of it."""
+        """Write plain values as one of ``new``, to be ``file`` of a begun checkpoint; gives its summary for COMMIT."""
         assert name in self._begun
         new.write(self.path / name / file, data)
         return FileSummary(num_bytes=len(data), checksum=checksum_of(data))
 
     def commit(self, name: str, commit: Commit) -> ListedCheckpoint:
-        """Make a begun checkpoint exist, when all ranks have written and synced their files and their names.
+        """Commit a begun checkpoint, when all ranks have written and synced their files and their names.
 
-        Just before, the first time that a run does this, what is abandoned by it gets other names: newest first, so
-        that the newest which is left is always one to go on from. Whatever is raised, ``discard`` comes next.
+        Before a run's first commit, the checkpoints that it abandons are renamed: newest first, so that the newest one
+        left is always one to go on from. Where this raises, ``discard`` comes next.
         """
         begun = self._begun[name]
         assert begun.generation == commit.generation
@@ -272,7 +272,7 @@ class JobFolder:
 
     @contextlib.contextmanager
     def told_if_fenced(self) -> Iterator[None]:
-        """Have CheckpointFenced raised where names are missing or taken because another run has come."""
+        """Raise CheckpointFenced in place of errors about files missing or taken, if another run has come."""
         try:
             yield
         except (FileNotFoundError, FileExistsError):
@@ -285,14 +285,14 @@ class JobFolder:
         return tuple(self._begun)
 
     def discard(self, name: str) -> None:
-        """Give up a begun checkpoint; it is removed, or left to be pruned. CheckpointFenced where it is not ours."""
+        """Remove a begun checkpoint, or leave it to be pruned; CheckpointFenced if another run has come."""
         aside = self._begun.pop(name).aside
         self._clearing().give_up(name)  # it may have a COMMIT that could not be made durable
         if aside is not None:
             self._clearing().put_back(aside, name)
 
     def retain(self, rule: Retention, chain: Chain) -> list[RetentionVerdict]:
-        """Remove the checkpoints that ``rule`` does not keep for a run of ``chain``; what became of each, and why.
+        """Remove the checkpoints that ``rule`` does not keep for a run of ``chain``; gives a verdict on each.
 
         Called after a commit. It takes as long as the storage takes to remove files, and raises nothing that the
         storage or another run has done: what is not removed now is so the next time.
@@ -310,7 +310,7 @@ class JobFolder:
         return verdicts
 
     def prune_garbage(self) -> list[str]:
-        """Remove what killed saves have left, and no committed checkpoint, abandoned or not; the names of all that.
+        """Remove what killed saves have left, but no committed checkpoint, abandoned or not; gives the names.
 
         What cannot be removed is a warning, and is tried again the next time.
         """
@@ -318,7 +318,7 @@ class JobFolder:
         return self._clearing().prune(begun=self._begun, metas=metas)
 
     def _clearing(self) -> Clearing:
-        """What may change names here; CheckpointFenced if this run may not any more."""
+        """The object that renames and removes in this folder; CheckpointFenced if this run may not any more."""
         self._check()
         assert self._claim is not None
         return Clearing(self._claim)
@@ -329,7 +329,7 @@ class JobFolder:
 
 
 def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:
-    """Write a description into a checkpoint; what is kept of it is another name, which may go at any time."""
+    """Write metadata into a checkpoint as ``path``, and link it as ``kept`` in meta/, which may go at any time."""
     write_new(path, data)
     make_folder(kept.parent)
     with contextlib.suppress(FileExistsError):

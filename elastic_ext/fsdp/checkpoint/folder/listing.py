@@ -55,7 +55,7 @@ class ListedCheckpoint:
 
     @classmethod
     def read_afresh(cls, path: Path) -> ListedCheckpoint:
-        """The same of one that another machine has told of, which this one may not know of yet."""
+        """The checkpoint in ``path`` that another machine may just have made, past this one's cache of the folder."""
         try:
             return cls.read(path)
         except CheckpointNotFound:
@@ -68,15 +68,15 @@ class ListedCheckpoint:
         return self.path.name
 
     def read_meta(self, file: str) -> bytes:
-        """The contents of a file of tensors' descriptions, checked; CheckpointDamaged where COMMIT names none."""
+        """The contents of a file of tensors' metadata, checked; CheckpointDamaged where COMMIT does not name it."""
         return read_checked(self.path / file, self._named(self.commit.metas, file))
 
     def read_state(self, file: str) -> bytes:
-        """The contents of a file of plain values, checked; CheckpointDamaged where COMMIT names none."""
+        """The contents of a file of plain values, checked; CheckpointDamaged where COMMIT does not name it."""
         return read_checked(self.path / file, self._named(self.commit.states, file).checksum)
 
     def state_pieces(self, file: str) -> Iterator[bytes]:
-        """The same piece by piece, none of which comes before all are checked."""
+        """The contents of a file of plain values, piece by piece; none comes before all are checked."""
         return read_in_pieces(self.path / file, self._named(self.commit.states, file).checksum)
 
     def _named(self, summaries: Mapping[str, _Summary], file: str) -> _Summary:
@@ -90,11 +90,11 @@ class Listing:
     """What lies in a job's folder under the names of checkpoints."""
 
     found: tuple[ListedCheckpoint, ...]
-    """Those that exist, oldest first."""
+    """The committed checkpoints, oldest first."""
     unreadable: Mapping[str, CheckpointError | OSError]
-    """Those whose COMMIT is there and cannot be read or trusted, with the reason."""
+    """The names of checkpoints whose COMMIT is there and cannot be read or trusted, each with the reason."""
     unfinished: tuple[str, ...]
-    """Those that were never committed: saves under way, and what is left of killed ones."""
+    """The names of folders that were never committed: saves under way, and what is left of killed ones."""
 
     @classmethod
     def read(cls, folder: Path, *, aside: bool = False) -> Listing:
@@ -116,9 +116,9 @@ class Listing:
 
     @classmethod
     def counting(cls, folder: Path) -> Listing:
-        """The same of ``folder`` with what was abandoned for nothing there: all that a job may go on from.
+        """What a job may go on from in ``folder``: what has a checkpoint's name, and what was abandoned for nothing.
 
-        Where that is nothing that can be read, those are ``unreadable`` too of which it cannot be told.
+        Where none of that can be read, abandoned ones that might count and cannot be read are ``unreadable`` too.
         """
         named, aside = cls.read(folder), cls.read(folder, aside=True)
         revived = abandoned_for_nothing(named.found, aside.found)
@@ -131,14 +131,14 @@ class Listing:
 
 
 def _is_another_name(path: Path) -> bool:
-    """Whether this is a link to something beside it, which is listed by the name that it has there."""
+    """Whether a path is a link to something beside it, which is listed by its own name."""
     return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
 def abandoned_for_nothing(
     found: Sequence[ListedCheckpoint], aside: Sequence[ListedCheckpoint]
 ) -> list[ListedCheckpoint]:
-    """Those of ``aside`` that were renamed for a save which then did not come to be: they count as before. Pure.
+    """The checkpoints in ``aside`` that were abandoned for a save which was not committed: they count as before. Pure.
 
     There is no checkpoint then of the run that renamed one, nor of any that went on from that, whatever those are
     named now. And the newest that was ``found`` lies on one line with it: else training has gone on without it, and
@@ -159,12 +159,12 @@ def is_name(name: str) -> bool:
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether a folder of this name had one of those, until training went on without it."""
+    """Whether a folder of this name is a checkpoint that was set aside, as abandoned or as unreadable."""
     return _ASIDE.fullmatch(name) is not None
 
 
 def left_for(name: str) -> set[str]:
-    """The run for which a checkpoint was abandoned, by its ``name``: one or two ways to read it; none for others."""
+    """The id of the run that abandoned a checkpoint, by its ``name``, which may be read in two ways; else none."""
     match = _ABANDONED.fullmatch(name)
     return set() if match is None else {match[1], match[2]}
 
@@ -176,19 +176,19 @@ def check_name(name: str) -> None:
 
 
 def oldest_first(found: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """The same in the order in which they follow one another."""
+    """The checkpoints ``found``, in the order in which they were saved."""
     return sorted(found, key=_age)
 
 
 def newest_of(found: Sequence[ListedCheckpoint], chain: Sequence[Lineage] | None = None) -> ListedCheckpoint | None:
-    """The newest of some checkpoints; with ``chain``, of those that its runs saved before they were left."""
+    """The newest of some checkpoints; with ``chain``, of those that lead to its state."""
     if chain is None:
         return max(found, key=_age, default=None)
     return next(iter(leading_to(chain, found)), None)
 
 
 def leading_to(chain: Sequence[Lineage], found: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """Those that the runs of ``chain`` saved before they were left, newest first."""
+    """The checkpoints that lead to the state of ``chain``, newest first: its runs saved them before they were left."""
     places = []
     for one in found:
         place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
@@ -198,7 +198,7 @@ def leading_to(chain: Sequence[Lineage], found: Sequence[ListedCheckpoint]) -> l
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether there is a folder; a link to one is somebody's own. OSError where that cannot be told."""
+    """Whether a path is a folder, and no link to one; OSError where that cannot be told."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:  # renamed since its name was read
@@ -206,12 +206,12 @@ def _is_folder(path: Path) -> bool:
 
 
 def _runs_of(found: Iterable[ListedCheckpoint]) -> set[str]:
-    """The runs that have saved these, and those that led there."""
+    """The ids of all runs in the lineages of some checkpoints."""
     return {run.id for one in found for run in one.commit.lineage}
 
 
 def _is_left_for(name: str, *, without: Collection[str]) -> bool:
-    """Whether ``name`` is that of a checkpoint which was abandoned for a run that is not among these."""
+    """Whether ``name`` is that of a checkpoint abandoned for a run that is not among ``without``."""
     named = left_for(name)
     return bool(named) and not named & set(without)
 
@@ -225,7 +225,7 @@ def _are_on_one_line(one: Commit, other: Commit) -> bool:
 
 
 def _age(found: ListedCheckpoint) -> tuple[int, int, int, str, str]:
-    """What grows with every save of one run, and with every run that goes on from another."""
+    """A sort key of a checkpoint: larger for each later save of a run, and for a run that goes on from another."""
     commit = found.commit
     return commit.global_step, len(commit.lineage), commit.epoch, commit.saved_at, found.name
 
@@ -240,14 +240,14 @@ _NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """What is to be kept of a job's checkpoints."""
+    """A rule for which of a job's checkpoints are kept; the others are removed."""
 
     keep_last: int | None = 1
-    """So many of the newest; None keeps all that lead to the newest one."""
+    """How many of the newest checkpoints are kept; None keeps all that lead to the newest one."""
     keep_every: int | None = None
-    """Besides, the first one at or after each multiple of so many steps."""
+    """A number of steps: the first checkpoint at or after each multiple of it is kept besides."""
     keep_abandoned: bool = True
-    """Whether those stay that training went on without."""
+    """Whether checkpoints that training went on without are kept."""
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
@@ -266,7 +266,7 @@ class RetentionVerdict:
     stays: bool
     why: str
     has_failed: bool = False
-    """Whether it stays because it could not be removed."""
+    """Whether the checkpoint stays because it could not be removed."""
 
 
 def judge(
@@ -277,7 +277,7 @@ def judge(
     being_read: Mapping[str, str] = _NOTHING,
     incomplete: Mapping[str, str] = _NOTHING,
 ) -> list[RetentionVerdict]:
-    """A verdict on each of ``found``, oldest first.
+    """Whether each checkpoint of ``found`` is kept by ``rule``, and why; oldest first. Removes nothing.
 
     ``chain`` are the runs that lead to now; by default those that lead to the newest one. ``being_read`` says of names
     who reads them, ``incomplete`` what they lack.
@@ -299,7 +299,7 @@ def judge(
 
 
 def _abandoned_in(found: Sequence[ListedCheckpoint]) -> set[str]:
-    """The names of those that training went on without."""
+    """The names of checkpoints that training went on without, and that do not count any more."""
     aside = [one for one in found if is_set_aside(one.name)]
     counting = abandoned_for_nothing([one for one in found if not is_set_aside(one.name)], aside)
     return {one.name for one in aside} - {one.name for one in counting}
@@ -312,7 +312,7 @@ def _reasons_to_stay(
     incomplete: Mapping[str, str],
     abandoned: Collection[str],
 ) -> dict[str, str]:
-    """Why each that stays does so, whoever reads it."""
+    """Why each checkpoint that ``rule`` keeps is kept, by name; readers are not looked at."""
     reasons: dict[str, str] = {}
     on_the_way: list[tuple[int, ListedCheckpoint]] = []
     for one in ordered:
@@ -334,7 +334,7 @@ def _reasons_to_stay(
 
 
 def _milestones(counted: Sequence[ListedCheckpoint], every: int) -> dict[str, str]:
-    """The first one of each stretch of steps but the one before the first multiple."""
+    """Why the first checkpoint at or after each multiple of ``every`` steps is kept, by name; 0 is no such multiple."""
     first: dict[int, ListedCheckpoint] = {}
     for one in counted:
         first.setdefault(one.commit.global_step // every, one)

@@ -48,7 +48,7 @@ class Run:
 
     @property
     def chain(self) -> Chain:
-        """The runs that led here, this one last."""
+        """The runs that led to the present state of training, this one last."""
         return chain_after(self._came_from, run_id=self._id)
 
     @property
@@ -94,7 +94,7 @@ class Run:
         return self._folder
 
     def leave(self) -> None:
-        """Let another run of the job have the folder; ``claim`` takes it for a run with an id of its own."""
+        """Release the job's folder to other runs; another ``claim`` begins a new run, with a new id."""
         if self._claim is not None:
             self._claim.release()
         self._claim = self._folder = None
@@ -102,7 +102,7 @@ class Run:
         self._saved_at = None
 
     def note_save(self, step: int) -> None:
-        """A checkpoint of this run exists."""
+        """Note that this run has saved a checkpoint of ``step``."""
         self._saved_at = step
 
     def check_is_next(self, step: int) -> None:
@@ -122,14 +122,17 @@ class Run:
         return folder.parent == (self._root / FOLDER).resolve() and newest_folder([folder.name], self._job) is not None
 
     def go_on_from(self, commit: Commit) -> None:
-        """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
+        """Note that training was loaded from ``commit``: what is saved from here on follows that checkpoint.
+
+        Where this run has saved already, it ends, and the next ``claim`` begins another one.
+        """
         is_own = commit.run_id == self._id  # one of a save that was late, and of which nobody has heard
         self._came_from = commit
         if self._saved_at is not None or is_own:
             self.leave()
 
     def latest(self) -> Path | None:
-        """The newest checkpoint of those that lead to where this run is, of all where it is nowhere yet."""
+        """The newest checkpoint that led to this run's state; of all the job's, before this run claims or loads."""
         is_somewhere = self._folder is not None or self._came_from is not None
         chain = self.chain if is_somewhere else None
 
@@ -191,7 +194,7 @@ class Run:
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints to go back to")[0]]
 
     def _found(self) -> JobFolder | None:
-        """The folder, where this is the first rank and there is one."""
+        """The job's folder on rank 0, None on other ranks or where there is none."""
         if self._ranks.rank > 0:
             return None
         return self._folder or JobFolder.find_afresh(self._root, self._job)
@@ -199,7 +202,7 @@ class Run:
 
 @contextlib.contextmanager
 def _refusing_unwritable(root: Path) -> Iterator[None]:
-    """Have what may not be written refused in a sentence that says what to do."""
+    """Raise CheckpointError, which says what to do, in place of errors about what may not be written."""
     try:
         yield
     except OSError as error:
