@@ -40,7 +40,7 @@ __all__ = ["Converted", "convert_from_dcp", "convert_to_dcp"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """What was written."""
+    """The result of a conversion: the folder that was written, and how much it holds."""
 
     path: Path
     step: int
@@ -112,7 +112,7 @@ def convert_from_dcp(
 
 
 class _Writing:
-    """One checkpoint, written from a folder of DCP's."""
+    """Writes one checkpoint from a folder of DCP's, in one process."""
 
     def __init__(self, opened: DcpFolder, incoming: Incoming, on_progress: Callable[[int, int], None]) -> None:
         self._opened = opened
@@ -124,7 +124,7 @@ class _Writing:
         self._num_done = 0
 
     def into(self, storage: Path, job: str) -> Path:
-        """The folder of the checkpoint, committed."""
+        """Write and commit the checkpoint as the first one of ``job``; gives its folder."""
         folder = JobFolder.find_or_make(storage, job, now=datetime.now())
         run_id = secrets.token_hex(6)
         with contextlib.ExitStack() as held:
@@ -134,7 +134,7 @@ class _Writing:
             return self._save(folder, f"step_{self._incoming.step}", chain_after(None, run_id=run_id))
 
     def _save(self, folder: JobFolder, name: str, chain: Chain) -> Path:
-        """As all ranks of a run do together; what fails leaves nothing that is a checkpoint."""
+        """Write all ranks' files of the checkpoint and commit it; where that fails no checkpoint is left."""
         incoming, generation = self._incoming, secrets.token_hex(8)
         path = folder.begin(name, generation, chain)
         with contextlib.ExitStack() as undo:
@@ -167,7 +167,7 @@ class _Writing:
         return path
 
     def _shards(self, path: Path, generation: str) -> Iterator[tuple[str, ShardSummary]]:
-        """Write the files of tensors, of every rank that has some."""
+        """Write the shard files of every rank that has tensors; gives each file's name and summary for COMMIT."""
         for kind in KINDS:
             metas = self._incoming.metas[kind].tensors
             held: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {}

@@ -48,7 +48,7 @@ _OF_METADATA = (
     "_MEM_FORMAT_ENCODING",
 )
 _BROKEN = (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, struct.error, zlib.error)
-"""What zipfile raises of records that it cannot read."""
+"""The errors that zipfile raises for records that it cannot read."""
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _OF, _OF_FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _SIZE = "torch.Size"
@@ -73,13 +73,13 @@ _LARGEST = (1 << 63) - 1
 _MOST_DIMENSIONS = 256
 _MOST_SAID = 4  # numbers and entries per byte of metadata, where the same ones stand in several places
 _ANY_VALUE = 1 << 22
-"""Characters and elements that a value may have, however often each of them stands in it."""
+"""How many characters and elements a value may have, whatever the size of its file."""
 _MOST_PER_BYTE = 16  # of what a saved byte stands for: torch.save keeps one element of an expanded tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpPlace:
-    """Where something lies: in which file, and from which byte on."""
+    """Where a saved piece or value lies in a DCP folder: in which file, and in which bytes of it."""
 
     relative_path: str
     offset: int
@@ -88,7 +88,7 @@ class DcpPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpPiece:
-    """A block of a tensor, as one rank wrote it."""
+    """A block of a tensor, as one rank wrote it into a DCP folder."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -97,7 +97,7 @@ class DcpPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpTensor:
-    """A tensor, and its pieces, without replicas and without those that have no elements."""
+    """A tensor of a DCP folder, and its pieces, without replicas and without those that have no elements."""
 
     key: str
     dtype: torch.dtype
@@ -113,15 +113,15 @@ class DcpFolder:
         metadata = _read_metadata(path)
         self._places = metadata.places
         self.leaves: Mapping[str, Leaf] = metadata.leaves
-        """Of every key: the way to it in the state dict that was saved, where that is known."""
+        """By key, the path to each tensor or value in the state dict that was saved; the key alone if not known."""
         self.tensors: dict[str, DcpTensor] = {}
         for key, described in metadata.tensors.items():
             self.tensors[key] = self._tensor(key, described)
         self.values = frozenset(self.leaves.keys() - self.tensors.keys())
-        """The keys of what is no tensor."""
+        """The keys of values that are no tensors."""
 
     def value(self, key: str) -> Any:
-        """What is no tensor; CheckpointError where torch does not load it without running code."""
+        """The value, no tensor, under ``key``; CheckpointError where torch does not load it without running code."""
         place = self._place(key, None)
         with self._opened(key, place) as file:
             _check_records(file, place.length)
@@ -167,7 +167,7 @@ class DcpFolder:
 
     @contextlib.contextmanager
     def _opened(self, key: str, place: DcpPlace) -> Iterator[IO[bytes]]:
-        """The part of a file that torch.save has made; what is raised while it is read names it."""
+        """The part of a file that torch.save has written, opened; errors while it is read name the file and ``key``."""
         path = self.path / place.relative_path
         try:
             with open_regular(path) as whole:
@@ -209,7 +209,7 @@ class DcpFolder:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file of its own."""
+    """A range of bytes of a file, read as a file of its own."""
 
     def __init__(self, file: int, offset: int, length: int) -> None:
         self._file = file
@@ -241,7 +241,7 @@ class _Slice(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Described:
-    """What the metadata says of a tensor: its chunks are offsets and sizes, replicas among them."""
+    """What .metadata says of a tensor: its chunks are (offsets, sizes), replicas among them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -249,10 +249,10 @@ class _Described:
 
 
 class _Metadata:
-    """What the metadata of a folder says, made of stand-ins; ValueError where they are not such metadata.
+    """The contents of .metadata, taken from an unpickler's stand-ins; ValueError where they are not such metadata.
 
-    Pickles may have one object stand in many places; here, it counts in each of them, and all is to be no more than
-    the pickle could have spelled out.
+    In pickles one object may stand in many places; here it counts in each of them, and all is to be no more than the
+    pickle could have spelled out.
     """
 
     def __init__(self, read: object, num_bytes: int) -> None:
@@ -317,7 +317,7 @@ class _Metadata:
         return DcpPlace(path, offset, length)
 
     def _size(self, value: object) -> tuple[int, ...]:
-        """The numbers of a torch.Size."""
+        """The sizes in a torch.Size, a tuple or a list of .metadata; ValueError where no tensor can have them."""
         numbers = value.arguments[0] if type(value) is Made and value.name == _SIZE and value.arguments else value
         if type(numbers) not in (tuple, list):
             raise ValueError(f"sizes are a {type(numbers).__name__}")
@@ -329,7 +329,7 @@ class _Metadata:
         return sizes
 
     def _state(self, value: object, name: str) -> dict[str, object]:
-        """The fields of what stands for an object of a class."""
+        """The fields of an object of .metadata, whose stand-in has to be of the class ``name``."""
         self._count(1)
         if type(value) is not Made or value.name not in (f"{_OF}.{name}", f"{_OF_FILES}.{name}"):
             raise ValueError(f"it has a {getattr(value, 'name', type(value).__name__)} where a {name} belongs")
@@ -353,7 +353,7 @@ class _Metadata:
 
 
 def _are_sizes(numbers: Sequence[object]) -> bool:
-    """Whether they are sizes of a tensor that there can be."""
+    """Whether numbers can be the sizes of a tensor."""
     product = 1
     for number in numbers:
         if type(number) is not int or not 0 <= number <= _LARGEST:
@@ -363,7 +363,7 @@ def _are_sizes(numbers: Sequence[object]) -> bool:
 
 
 def _told(values: object) -> str:
-    """The names of transforms, as far as they are names."""
+    """The names of transforms in words, as far as ``values`` are names."""
     texts = [each for each in values[:5] if type(each) is str] if isinstance(values, (list, tuple)) else []
     return f" ({', '.join(each[:80] for each in texts)})" if texts else ""
 
@@ -395,7 +395,7 @@ def _read_metadata(path: Path) -> _Metadata:
 
 @contextlib.contextmanager
 def _records_in(file: IO[bytes], length: int) -> Iterator[zipfile.ZipFile]:
-    """The records that torch.save has put into so many bytes: as they are, not compressed, and none in another."""
+    """The zip records of a file that torch.save wrote, of ``length`` bytes: neither compressed nor overlapping."""
     with zipfile.ZipFile(file) as records:
         for record in records.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
@@ -406,7 +406,7 @@ def _records_in(file: IO[bytes], length: int) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_records(file: IO[bytes], length: int) -> None:
-    """Read all that torch.save has put there, against its checksums."""
+    """Read all records that torch.save wrote, and check them against its checksums."""
     with _records_in(file, length) as records:
         name = records.testzip()
     if name is not None:
@@ -414,9 +414,9 @@ def _check_records(file: IO[bytes], length: int) -> None:
 
 
 def _record_of(file: IO[bytes], length: int, num_bytes: int) -> str | None:
-    """The one record that holds a tensor's bytes as they lie in memory here, None where there is no such one.
+    """The name of the one record that holds a tensor's bytes as they lie in memory, None where there is no such one.
 
-    All others are read, and so checked.
+    All other records are read, and so checked.
     """
     with _records_in(file, length) as records:
         found = [one for one in records.namelist() if "/data/" in one]
@@ -426,7 +426,7 @@ def _record_of(file: IO[bytes], length: int, num_bytes: int) -> str | None:
 
 
 def _is_within(value: object, num_bytes: int) -> bool:
-    """Whether a value is no larger, with all that stands in several places of it, than so many bytes can have meant."""
+    """Whether a value, with what stands in it in several places, is no larger than ``num_bytes`` can have meant."""
     left = _ANY_VALUE + _MOST_PER_BYTE * num_bytes
     waiting = [value]
     while waiting and left > 0:

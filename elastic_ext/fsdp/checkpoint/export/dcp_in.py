@@ -43,12 +43,12 @@ __all__ = ["Incoming", "Placed", "Tensors", "metas_of", "of_foreign", "of_record
 # on everything; what others hold is made out below.
 
 Tensors = Mapping[FileKind, Mapping[str, "tuple[Kind, Placed]"]]
-"""By the names that they get."""
+"""By kind of file and by name in the checkpoint: what each tensor is, and where its parts come from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A tensor, its parts in files of ranks, and the pieces that make up each part, one after another."""
+    """A DCP tensor as a checkpoint is to hold it: the box in each rank's file, and the pieces that make up each box."""
 
     tensor: DcpTensor
     boxes: tuple[Box, ...]
@@ -57,7 +57,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Incoming:
-    """A checkpoint that is to be written."""
+    """A checkpoint that is to be written from a DCP folder."""
 
     metas: Mapping[FileKind, StateMeta]
     tensors: Tensors
@@ -70,7 +70,7 @@ class Incoming:
 
 
 def placed(tensor: DcpTensor, refusals: Refusals) -> Placed:
-    """A tensor in one file, where its pieces are runs of elements; else each piece in the file of a rank of its own."""
+    """Where to put a DCP tensor: in one rank's file if its pieces are runs of elements, else each in its own rank's."""
     boxes = [
         Box.block(tensor.shape, piece.offsets, tuple(map(int.__add__, piece.offsets, piece.sizes)))
         for piece in tensor.pieces
@@ -87,7 +87,7 @@ def placed(tensor: DcpTensor, refusals: Refusals) -> Placed:
 
 
 def metas_of(tensors: Tensors, aliases: Mapping[str, str], num_ranks: int) -> dict[FileKind, StateMeta]:
-    """What the checkpoint says of its tensors; ``aliases`` are the model's."""
+    """The metadata of a checkpoint's tensors, by kind; ``aliases`` are further names of the model's tied tensors."""
     metas: dict[FileKind, StateMeta] = {}
     alike: dict[Layout, Layout] = {}  # equal ones are one object
     for kind in KINDS:
@@ -97,7 +97,7 @@ def metas_of(tensors: Tensors, aliases: Mapping[str, str], num_ranks: int) -> di
 
 
 def record_in(folder: DcpFolder) -> ConversionRecord | None:
-    """What a converted checkpoint says of itself, None where this was not converted from one."""
+    """The record that ``convert_to_dcp`` put into a folder, None where the folder is not a converted checkpoint."""
     key = joined(RECORD)
     if key not in folder.tensors:
         return None
@@ -105,7 +105,7 @@ def record_in(folder: DcpFolder) -> ConversionRecord | None:
 
 
 def of_record(folder: DcpFolder, record: ConversionRecord) -> Incoming:
-    """A checkpoint that was converted, as it was, but that one file of each kind has all tensors."""
+    """The checkpoint that a DCP folder was converted from, as it was, but for which tensor is in which rank's file."""
     where = f"{folder.path}: {OWN}"
     metas: dict[FileKind, StateMeta] = {
         kind: StateMeta.from_json(_text(folder, (*METAS, kind)), where=f"{where}.metas.{kind}") for kind in KINDS
@@ -174,7 +174,7 @@ _NEEDS_CODE = "values that torch does not load with weights_only, since loading 
 def of_foreign(
     folder: DcpFolder, *, keys: Keys, step: int, optimizers: Sequence[str], tied: Sequence[tuple[str, str]]
 ) -> Incoming:
-    """What it holds; CheckpointError lists all that cannot be converted.
+    """A checkpoint of what others saved into a DCP folder; CheckpointError lists all that cannot be converted.
 
     ``optimizers`` are the classes that a trainer is to have. ``tied`` are names of one tensor, two by two.
     """
@@ -205,7 +205,7 @@ class _Foreign:
                 "model's with model_key (--model-key)"
             )
         self._own = _own_names(tied, self._names, folder, self._of_model)
-        """Of names of tied tensors, the one that it is kept under."""
+        """By each name of a tied tensor, the one name under which the checkpoint keeps it."""
 
     def incoming(self, step: int, optimizers: Sequence[str]) -> Incoming:
         groups = self._groups()
@@ -256,7 +256,7 @@ class _Foreign:
         return found
 
     def _extra_states(self) -> Plain:
-        """What modules gave that is no tensor, by the names that state_dict() has for it."""
+        """The extra states of modules, packed, by the names that ``state_dict()`` has for them."""
         values: list[tuple[tuple[str | int, ...], object]] = []
         for name, key in self._of_model.items():
             if key not in self._folder.values:
@@ -275,7 +275,7 @@ class _Foreign:
     # ---- optimizers ----
 
     def _state_of_parameters(self, found: dict[str, tuple[Kind, Placed]]) -> dict[str, Plain]:
-        """Puts the tensors of it into ``found``; gives the rest."""
+        """Put the tensors of optimizer state into ``found``; gives its other values by name, packed."""
         values: dict[str, Plain] = {}
         for rest, key in self._of_optim.items():
             if rest.startswith(_PLACES):
@@ -295,7 +295,7 @@ class _Foreign:
         return values
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Groups with names of parameters and values."""
+        """The optimizers' parameter groups, each with the names of its parameters and its values, packed."""
         parts = {rest.removeprefix(_PLACES): key for rest, key in self._of_optim.items() if rest.startswith(_PLACES)}
         if any(rest.endswith(".params") and rest.partition(".")[0].isdecimal() for rest in parts):
             return self._numbered_groups(parts)
@@ -316,7 +316,7 @@ class _Foreign:
         return groups
 
     def _groups_by_parameter(self, parts: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Of a flattened state dict, which has values parameter by parameter: those of equal values are one group."""
+        """The groups in a flattened optimizer state dict, where parameters of equal values make up one group."""
         by_parameter: dict[str, dict[str, Plain]] = {}
         for rest, key in parts.items():
             split = owner_and_key(rest, self._names, ".")
@@ -344,7 +344,7 @@ class _Foreign:
     # ---- all else ----
 
     def _extra(self, found: dict[str, tuple[Kind, Placed]]) -> Plain:
-        """Puts the tensors of it into ``found``; gives the rest, with what stands for them."""
+        """Put all other tensors of the folder into ``found``; gives its other values, with stand-ins for tensors."""
         values: list[tuple[tuple[str | int, ...], object]] = []
         for key in self._others:
             leaf, tensor = self._folder.leaves[key], self._folder.tensors.get(key)
@@ -379,14 +379,14 @@ class _Foreign:
 
 
 def _kind_of_state(key: str, shape: tuple[int, ...], of_parameter: tuple[int, ...]) -> Kind:
-    """How it goes with its parameter, as in `optim_state`."""
+    """The kind of a tensor of optimizer state, by its key, its shape and its parameter's shape."""
     if key == "step" or (not shape and of_parameter):
         return "scalar" if not shape else "own"
     return "like" if shape == of_parameter else "own"
 
 
 def _nested(values: Iterable[tuple[tuple[str | int, ...], object]]) -> dict[str | int, Any]:
-    """Values at the ends of their ways through dicts and lists."""
+    """Nested dicts and lists, put together from values, each with its path."""
     root: dict[str | int, Any] = {}
     for leaf, value in values:
         holder = root
@@ -397,7 +397,7 @@ def _nested(values: Iterable[tuple[tuple[str | int, ...], object]]) -> dict[str 
 
 
 class _Holder(dict[str | int, Any]):
-    """A dict or a list that is being put together, which is no value itself."""
+    """A dict or a list that ``_nested`` is putting together; its own class tells it from dicts that are values."""
 
 
 def _with_lists(value: Any) -> Any:
@@ -412,7 +412,7 @@ def _with_lists(value: Any) -> Any:
 def _own_names(
     tied: Sequence[tuple[str, str]], names: set[str], folder: DcpFolder, of_model: Mapping[str, str]
 ) -> dict[str, str]:
-    """The name that each of the tied ones is kept under; CheckpointError where they are not one tensor."""
+    """By each name in ``tied``, the one name that its tensor is kept under; CheckpointError where contents differ."""
     sets: dict[str, set[str]] = {}
     for pair in tied:
         strange = set(pair) - names
@@ -430,7 +430,7 @@ def _own_names(
 
 
 def _digest(folder: DcpFolder, tensor: DcpTensor) -> tuple[object, ...]:
-    """What is equal for tensors of equal bits that were cut alike."""
+    """A digest of a DCP tensor: equal for tensors of equal bits that were cut into equal pieces."""
     digest = xxhash.xxh3_128()
     for piece in tensor.pieces:
         digest.update(repr((piece.offsets, piece.sizes)).encode())

@@ -60,7 +60,7 @@ _FILE = "__0_0.distcp"
 
 
 class DcpWriter:
-    """What is being written into a new folder; without ``finish`` it is none of dcp's."""
+    """Writes tensors and values into a new folder, which is one of DCP's after ``finish`` alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -95,7 +95,7 @@ class DcpWriter:
         self._note(leaf, BytesStorageMetadata(), array("q", self._put(value)))
 
     def finish(self) -> None:
-        """Have all of it on the disk, and the metadata after it, which makes it a folder of dcp's."""
+        """Sync all that was written to the disk, then write .metadata, which makes the folder one of DCP's."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -115,7 +115,7 @@ class DcpWriter:
     def _entry_of(
         self, dtype: torch.dtype, shape: tuple[int, ...], chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     ) -> TensorStorageMetadata:
-        """What the metadata says of a tensor, and of all that are like it."""
+        """The entry of .metadata for a tensor; tensors of equal dtype, shape and chunks share one."""
         key = dtype, shape, chunks
         if key not in self._alike:
             blocks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
@@ -123,7 +123,7 @@ class DcpWriter:
         return self._alike[key]
 
     def _put(self, value: object) -> tuple[int, int]:
-        """Where it comes to lie, and how long it is."""
+        """Write ``value`` with torch.save; gives its offset in the file and its length."""
         offset = self._file.tell()
         torch.save(value, self._file)
         return offset, self._file.tell() - offset
@@ -136,7 +136,7 @@ class DcpWriter:
         self._places.extend(places)
 
     def _results(self) -> Iterator[list[WriteResult]]:
-        """What torch's writer puts into the metadata, key by key."""
+        """The write results from which torch's writer makes .metadata, key by key."""
         numbers = iter(self._places)
         places = (_StorageInfo(_FILE, offset, length) for offset, length in zip(numbers, numbers, strict=True))
         for key, entry in self._entries.items():
@@ -163,7 +163,7 @@ def write_dcp(
     force: bool,
     on_progress: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Write a checkpoint as the folder ``dest``; how many tensors, and how many bytes they have."""
+    """Write a checkpoint as the DCP folder ``dest``; gives the number of tensors and their bytes."""
     with StreamedCheckpoint(found) as streamed:
         refusals = Refusals()
         metas = {kind: streamed.meta(kind) for kind in KINDS}
@@ -193,7 +193,7 @@ def write_dcp(
 
 
 class _BlockReading:
-    """Tensors of one checkpoint, read a block at a time."""
+    """Reads the tensors of one checkpoint for a DCP folder, a block at a time."""
 
     def __init__(
         self, streamed: StreamedCheckpoint, outgoing: Outgoing, on_progress: Callable[[int, int], None]
@@ -204,7 +204,7 @@ class _BlockReading:
         self._on_progress = on_progress
 
     def blocks_of(self, tensor: OutTensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Offsets and elements of each, in memory that the next one has too."""
+        """The blocks of a tensor, each with its offsets, in memory that the next block uses again."""
         dtype = dtype_of(tensor.meta.dtype)
         start = 0
         for offsets, sizes in runs_of(tensor.meta.layout.shape, _PIECE_BYTES // ITEM_BYTES[tensor.meta.dtype]):
@@ -224,7 +224,7 @@ def _num_bytes_in(tensor: OutTensor) -> int:
 
 
 def _put_text(writer: DcpWriter, leaf: Leaf, text: bytes) -> None:
-    """Text as a tensor of its bytes, which needs no pickle to be read."""
+    """Write text as a tensor of its bytes, which needs no pickle to be read."""
     block = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     writer.put_tensor([leaf], torch.uint8, block.shape, [((0,), block)])
 

@@ -43,7 +43,7 @@ __all__ = [
 # ``optim.param_groups.<number>.<key>``. What torch has no place for stands under ``elastic_ext.``.
 
 Leaf: TypeAlias = "tuple[str | int, ...]"
-"""The way to a value in nested dicts and lists."""
+"""The path to a value in nested dicts and lists: keys and numbers, the outermost first."""
 
 OWN = "elastic_ext"
 RECORD: Leaf = (OWN, "record")
@@ -54,7 +54,7 @@ EXTRA: Leaf = (OWN, "extra")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keys:
-    """Under which keys of the whole state dict the model's and the optimizers' stand; "" for the whole itself."""
+    """The keys of the model's and the optimizers' state dicts in a whole one; model "" means that is the model's."""
 
     model: str = "model"
     optim: str = "optim"
@@ -78,7 +78,7 @@ class Keys:
 
 
 class Refusals:
-    """What cannot be converted, reason by reason: collected, so that all of it is told at once."""
+    """Collects what cannot be converted, by reason, so that one error tells of all of it."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor, and all that it is found under."""
+    """A checkpoint's tensor, and all paths under which a DCP folder is to have it."""
 
     kind: FileKind
     meta: TensorMeta
@@ -104,11 +104,11 @@ class OutTensor:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """All of a checkpoint, but for the values that modules gave as their extra state."""
+    """A checkpoint as a DCP folder is to hold it, but for the extra states of modules."""
 
     tensors: Sequence[OutTensor]
     values: Mapping[Leaf, Any] = field(default_factory=dict)
-    """As they are kept: packed."""
+    """Values that are no tensors, packed as the checkpoint has them, by their paths."""
 
     @classmethod
     def of(
@@ -120,7 +120,7 @@ class Outgoing:
         first_names: Collection[str],
         refusals: Refusals,
     ) -> Outgoing:
-        """What goes where; what cannot goes to ``refusals``.
+        """Where in a DCP folder each tensor and value of a checkpoint goes; what cannot go is added to ``refusals``.
 
         torch keeps the optimizer state of a tied parameter under whichever of its names comes first in the model; a
         checkpoint does not know which does, so ``first_names`` has it.
@@ -159,7 +159,7 @@ class Outgoing:
 
 
 class _Names:
-    """What torch calls parameters in optimizer state."""
+    """The names that torch has for parameters in optimizer state, where a tied parameter has several."""
 
     def __init__(self, names: Mapping[str, Sequence[str]], first_names: Collection[str], refusals: Refusals) -> None:
         self._names = names
@@ -190,7 +190,7 @@ class _Names:
 
 
 def owner_and_key(name: str, parameters: Collection[str], separator: str) -> tuple[str, str] | None:
-    """The parameter, and the key of its state, that a state's name is made of; the longest parameter that fits."""
+    """A name of optimizer state, split into its parameter, the longest that fits, and its key; None if none fits."""
     cut = len(name)
     while (cut := name.rfind(separator, 0, cut)) >= 0:
         if name[:cut] in parameters:
@@ -199,12 +199,12 @@ def owner_and_key(name: str, parameters: Collection[str], separator: str) -> tup
 
 
 def joined(leaf: Leaf) -> str:
-    """The key that ``dcp.save`` gives a value."""
+    """The key that ``dcp.save`` gives a value at a path: its parts, joined by dots."""
     return ".".join(map(str, leaf))
 
 
 def leaves_of(leaf: Leaf, value: object) -> Iterator[tuple[Leaf, object]]:
-    """The values that ``dcp.save`` keeps of one: it goes into dicts, and into lists that have dicts in them."""
+    """The values that ``dcp.save`` makes of one, with paths: it goes into dicts, and into lists that have dicts."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves_of((*leaf, str(key)), inner)
@@ -220,7 +220,7 @@ def _is_flat(values: Sequence[object]) -> bool:
 
 
 def runs_of(shape: Sequence[int], most_elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A tensor as blocks of at most so many elements, each (offsets, sizes): in order, and each one run of elements."""
+    """A tensor cut into blocks of at most so many elements, each (offsets, sizes) and one run of elements, in order."""
     size = math.prod(shape)
     if size <= most_elements or not shape:
         yield (0,) * len(shape), tuple(shape)
@@ -243,7 +243,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionRecord:
-    """The COMMIT of a converted checkpoint, and how it was converted."""
+    """What a DCP folder keeps of a converted checkpoint's COMMIT, and how it was converted, to convert it back."""
 
     global_step: int
     epoch: int

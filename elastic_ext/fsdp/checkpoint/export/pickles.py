@@ -21,12 +21,12 @@ __all__ = ["Made", "PickledName", "StrangeName", "Unpickler", "check_saved_value
 
 _NEWEST_PROTOCOL = 5
 _MOST_NESTED = 1000
-"""Tuples and objects in one another: what compares them as keys of a dict goes into all of them at once."""
+"""How deep tuples and objects may nest: comparing them as keys of a dict goes into all levels at once."""
 _ORDERED = "collections.OrderedDict"
 
 
 class StrangeName(ValueError):
-    """A pickle names what one of its kind has no need of: ``name``."""
+    """A pickle names a class, function or constant, ``name``, that its kind of pickle has no need of."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,15 +35,15 @@ class StrangeName(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickledName:
-    """What stands for a class, a function or a constant that a pickle names."""
+    """Stands for a class, a function or a constant that a pickle names, which is not looked up."""
 
     name: str
-    """Dotted, its module's first."""
+    """The dotted name, with its module's."""
 
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """What stands for an object: of what it would be made, by which arguments, with which state."""
+    """Stands for an object of a pickle: the name of what would make it, with which arguments and state."""
 
     name: str
     arguments: tuple[object, ...]
@@ -51,29 +51,29 @@ class Made:
 
 
 class Unpickler:
-    """One pickle, read once by ``load``. ValueError where it is none, or has what no pickler writes for data.
+    """Reads one pickle and runs none of it. ValueError where it is none, or has what no pickler writes for data.
 
     What ``load`` makes takes memory in proportion to ``data``, but is not flat: the same object may stand in many
     places, and lists may hold themselves, so whoever goes through it keeps to the shape that is expected.
     """
 
     operations: Mapping[int, Callable[[Any], None]]
-    """What is done at each code of a pickle; STOP is no part of it."""
+    """The method for each operation code of a pickle, but for STOP."""
 
     def __init__(self, data: bytes, known: Collection[str]) -> None:
-        """``known`` are the dotted names that it may have; StrangeName is raised for any other."""
+        """``known`` are the dotted names that the pickle may have; StrangeName is raised for any other."""
         self._data = data
         self._at = 0
         self._known = {name: PickledName(name) for name in known}
         self._notes: list[object] = []
         self._stack: list[object] = []
         self._marks: list[int] = []
-        """How long the stack was at each mark."""
+        """The length of the stack at each mark."""
         self._levels: dict[int, tuple[int, object]] = {}
-        """By the id of what holds tuples or objects for good: how many are in one another there, and itself."""
+        """By the id of a tuple or object that holds others: how deep it nests, and itself, so that the id stays."""
 
     def load(self) -> object:
-        """What the pickle holds: None, numbers, text, bytes, tuples, lists, dicts, Named and Made."""
+        """What the pickle holds: None, numbers, text, bytes, tuples, lists, dicts, PickledName and Made."""
         data, operations = self._data, self.operations
         while True:
             if self._at >= len(data):
@@ -94,7 +94,7 @@ class Unpickler:
         return value
 
     def find_class(self, module: str, name: str) -> PickledName:
-        """What stands for something that is named; the name is looked up nowhere but among those that are known."""
+        """The stand-in for a name in the pickle; StrangeName where the name is not among those known."""
         found = self._known.get(f"{module}.{name}")
         if found is None:
             raise StrangeName(f"{module}.{name}")
@@ -197,7 +197,7 @@ class Unpickler:
         self._stack.append(into)
 
     def _note(self, number: int) -> None:
-        """Note what was put down last; numbers rise one by one, as a pickler's do."""
+        """Keep the value on top of the stack as memo ``number``; numbers rise one by one, as a pickler's do."""
         value = self._popped()
         self._stack.append(value)
         if number > len(self._notes):
@@ -318,7 +318,7 @@ def check_saved_values(data: bytes) -> None:
 
 
 class _SavedValues(Unpickler):
-    """One pickle of values. Dicts and sets are lists of what is in them, since nothing is looked up there."""
+    """Checks one pickle that torch.save has written; dicts and sets become lists of what is in them."""
 
     def __init__(self, data: bytes, known: set[str], of_user: set[str]) -> None:
         super().__init__(data, known)
@@ -372,13 +372,13 @@ class _SavedValues(Unpickler):
 
 
 def _names_of_user() -> set[str]:
-    """What the program has told torch to trust, and so means to have called."""
+    """The names that the program has told torch to trust, which loading may call."""
     found: list[Any] = torch.serialization.get_safe_globals()
     return {each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in found}
 
 
 def _constants() -> set[str]:
-    """The names of dtypes and of kinds of storages."""
+    """The names of torch's dtypes and storage classes."""
     dtypes = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return (
         dtypes

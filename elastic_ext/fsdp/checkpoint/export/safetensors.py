@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 Tied: TypeAlias = Literal["all", "once"]
-"""Of a tensor with several names: under each of them, or under its own, the first in the alphabet."""
+"""How a tensor with several names is exported: under each of them, or once, under the first in the alphabet."""
 
 _ONE = "model.safetensors"
 _WEIGHTS = re.compile(r"model(?:-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
@@ -71,14 +71,14 @@ _LINES_AT_ONCE = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renaming:
-    """How names change: prefixes are taken off, each where a name has it; then patterns are replaced, one by one."""
+    """How an export renames tensors: prefixes are taken off where a name has them, then patterns are replaced."""
 
     strip_prefixes: Sequence[str] = ()
     replacements: Sequence[tuple[str, str]] = ()
     """Regular expressions, and what takes the place of each thing that they match, as in ``re.sub``."""
 
     def names(self, given: Iterable[str]) -> dict[str, str]:
-        """The new name of each; ValueError says which two become the same, and what changes none of them."""
+        """The new name of each name; ValueError where two become the same, or a prefix or pattern changes none."""
         now = {name: name for name in given}
         for prefix in self.strip_prefixes:
             now = _changed(now, f"the prefix {prefix!r}", _stripping(prefix))
@@ -95,7 +95,7 @@ class Renaming:
 
 @dataclass(frozen=True, slots=True)
 class ToTensor:
-    """A tensor as it is exported."""
+    """A tensor of an export: its name and dtype there, and the saved tensor that it is made of."""
 
     name: str
     source: TensorMeta
@@ -108,19 +108,19 @@ class ToTensor:
 
 @dataclass(frozen=True, slots=True)
 class ToFile:
-    """A file as it is exported; its tensors in the order in which they lie there, one after another."""
+    """A file of an export, with its tensors in the order in which they lie there."""
 
     name: str
     tensors: tuple[ToTensor, ...]
     aliases: Mapping[str, str]
-    """Further names of tensors that are in it."""
+    """Further names of tensors in the file, each with the name that its tensor has there."""
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header(self) -> bytes:
-        """What comes before the tensors."""
+        """The safetensors header, which comes before the tensors in the file."""
         return encoded_header({**self.aliases, **_METADATA}, self._entries(), alignment=_ALIGNMENT)
 
     def _entries(self) -> Iterator[tuple[str, TensorEntry]]:
@@ -133,7 +133,7 @@ class ToFile:
 def files_of(
     meta: StateMeta, *, renaming: Renaming, dtype: Target | None, tied: Tied, max_shard_bytes: int
 ) -> list[ToFile]:
-    """What is exported of a model: by name, each file filled up to ``max_shard_bytes``; a larger tensor has its own.
+    """The files of a model's export: tensors by name, up to ``max_shard_bytes`` each; a larger tensor has its own.
 
     ValueError says what in the arguments cannot be.
     """
@@ -160,7 +160,7 @@ def files_of(
 
 
 def index_of(files: Sequence[ToFile]) -> Iterator[bytes]:
-    """The index, in parts: in which file each tensor is. It is what ``json.dumps`` writes with an indent of 2."""
+    """The index file of an export, in parts: which file has each tensor. As ``json.dumps`` with an indent of 2."""
     total = sum(file.num_bytes for file in files)
     yield b'{\n  "metadata": {\n    "total_size": %d\n  },\n  "weight_map": {' % total
     lines = (
@@ -176,7 +176,7 @@ def index_of(files: Sequence[ToFile]) -> Iterator[bytes]:
 
 
 def is_weights_file(name: str) -> bool:
-    """Whether an export has files of this name."""
+    """Whether a file of this name is part of an export: its index, or a file of tensors."""
     return name == INDEX or _WEIGHTS.fullmatch(name) is not None
 
 
@@ -232,7 +232,7 @@ _SUFFIX_CHARACTERS = len(".0123456789abcdef.tmp")
 
 
 class ExportFolder:
-    """One export on its way into the folder ``path``, for a ``with``; what ``finish`` has not put there is removed."""
+    """Writes an export into the folder ``path``, within a ``with``; without ``finish`` what was written is removed."""
 
     def __init__(self, path: Path, *, force: bool) -> None:
         self.path = path
@@ -256,12 +256,12 @@ class ExportFolder:
         return self
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write the file that is to be called ``name``, and have its contents on the disk."""
+        """Write the file that is to be called ``name``, durably, under a temporary name."""
         with _told(self.path / name):
             self._waiting[name] = write_beside(self.path / name, parts)
 
     def finish(self) -> None:
-        """Have all that was written there, in the place of an earlier export."""
+        """Give all written files their names, in the place of an earlier export, which is removed."""
         names = os.listdir(self.path)
         self._refuse(names)
         with _told(self.path):
@@ -321,16 +321,16 @@ def _index_first(name: str) -> tuple[bool, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written."""
+    """The result of an export: its folder and files, and what was left out."""
 
     path: Path
     files: tuple[str, ...]
-    """Those that hold tensors."""
+    """The names of the files that hold tensors."""
     num_tensors: int
     num_bytes: int
-    """Of the tensors, as they are exported."""
+    """The bytes of all tensors, as they are exported."""
     left_out: tuple[str, ...]
-    """Of the model, and no tensors: what modules gave as their extra state."""
+    """The names of modules' extra states, which are no tensors, and not exported."""
 
 
 def export_checkpoint(
@@ -384,7 +384,7 @@ def export_checkpoint(
 
 
 class _BatchReading:
-    """Tensors of one export, read and cast one batch after another."""
+    """Reads and casts the tensors of one export, one batch after another."""
 
     def __init__(
         self, streamed: StreamedCheckpoint, files: Sequence[ToFile], on_progress: Callable[[int, int], None]
@@ -395,7 +395,7 @@ class _BatchReading:
         self._num_bytes = sum(_num_bytes_in(tensor.source) for file in files for tensor in file.tensors)
 
     def contents_of(self, file: ToFile) -> Iterator[bytes | memoryview]:
-        """All bytes of a file, in parts, each good until the next is asked for."""
+        """All bytes of a file of the export, in parts, each good until the next is asked for."""
         yield file.header()
         casts = {tensor.source.dtype: caster(tensor.source.dtype, tensor.dtype) for tensor in file.tensors}
         for batch in batches_of(tensor.source for tensor in file.tensors):
