@@ -1,4 +1,4 @@
-"""What torch's agent keeps to itself and is needed here: each is looked for, and done without where it is not found."""
+"""Private parts of torch's elastic agent and rendezvous: each is looked for, and done without where it is missing."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _LEAVE_SECONDS = 10.0
 
 
 def participants(handler: RendezvousHandler) -> dict[str, int] | None:
-    """The nodes of the present round and their places, as of the last look at the backend; None where none tells."""
+    """The nodes of the present rendezvous round with their places, as last read; None where torch does not tell."""
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     found = getattr(state, "participants", None)
     return None if found is None else {str(node): place for node, place in found.items()}
 
 
 def serve_workers_by(handler: RendezvousHandler, make_store: Callable[[], object]) -> None:
-    """Have a dynamic rendezvous make its store for workers so, and not one that listens on all addresses."""
+    """Have a dynamic rendezvous get its store for workers from ``make_store``; its own listens on all addresses."""
     if hasattr(handler, "_create_tcp_store_server"):
         handler._create_tcp_store_server = lambda address, port: make_store()
 
 
 def judge_silence_here(handler: RendezvousHandler, *, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Have a dynamic rendezvous take a node for lost that has told no new heartbeat for too long by ``clock``, which
-    only goes on; False where it does not compare times of day, or torch does so in another way.
+    """Have a dynamic rendezvous judge by ``clock``, which is monotonic, whether a node's heartbeats are too old; False
+    where it does not compare times of day, or torch does so in another way.
 
     torch compares the times of day that nodes tell with the one here. Where the clock of a node is put back or forward,
     the others would take it for lost, or it the others; and it would tell no heartbeat until its clock had caught up.
@@ -70,14 +70,14 @@ def judge_silence_here(handler: RendezvousHandler, *, clock: Callable[[], float]
 
 
 def stop_heartbeats(handler: RendezvousHandler) -> None:
-    """Have this node say no more that it lives, to a rendezvous that is gone."""
+    """Stop this node's heartbeats to a rendezvous that is gone."""
     stop = getattr(handler, "_stop_heartbeats", None)
     if stop is not None:
         stop()
 
 
 def leave(handler: RendezvousHandler) -> bool:
-    """Take this node out of the round, so that the others need not wait until it is silent; False where that fails."""
+    """Take this node out of the rendezvous round, so that others need not wait for it; False if torch cannot."""
     operation = getattr(dynamic_rendezvous, "_RendezvousExitOp", None)
     executor, stop = getattr(handler, "_op_executor", None), getattr(handler, "_stop_heartbeats", None)
     if operation is None or executor is None or stop is None:
@@ -88,13 +88,13 @@ def leave(handler: RendezvousHandler) -> bool:
 
 
 def bound_command(command: Sequence[str], local_rank: int, options: Any) -> tuple[str, ...]:
-    """A worker's command, bound to the processors near its device as ``options`` say."""
+    """A worker's command, bound to the processors near its device as torch's NUMA ``options`` say."""
     bind = _named("_maybe_wrap_command_args_with_numa_binding", options)
     return tuple(command) if bind is None else tuple(bind(tuple(command), gpu_index=local_rank, numa_options=options))
 
 
 def bound_function(function: Callable[..., Any], local_rank: int, options: Any) -> Callable[..., Any]:
-    """... and its function."""
+    """A worker's function, bound to the processors near its device as torch's NUMA ``options`` say."""
     bind = _named("_maybe_wrap_with_numa_binding", options)
     return function if bind is None else bind(function, gpu_index=local_rank, numa_options=options)
 
@@ -105,7 +105,7 @@ def _last_call_of(handler: RendezvousHandler) -> timedelta | None:
 
 
 def _named(name: str, options: Any) -> Callable[..., Any] | None:
-    """What torch calls so, or called so before; None where nothing is to be bound, or it is not there."""
+    """The function of torch's NUMA binding of this name; None without ``options``, or where torch has none."""
     if options is None:
         return None
     module = torch.numa.binding

@@ -1,4 +1,4 @@
-"""What can be learnt of a backward pass while it runs; the one place that asks torch's engine in private.
+"""Backward passes while they run: which one, what it adds to, when it ends; by private parts of torch's engine.
 
 Tried first with a small graph: where this torch answers otherwise than it should, or not at all, every pass is taken
 for one that adds to gradients, as nearly all do.
@@ -32,20 +32,20 @@ def current_pass() -> int:
 
 
 def above(node: Any) -> list[Any]:
-    """The nodes that a pass comes to after this one. A hook of the node may keep them, and not the node itself: that
-    would keep the graph until garbage is collected."""
+    """The nodes of a graph that a backward pass comes to after ``node``. A hook of the node may keep them, and not the
+    node itself: that would keep the graph until garbage is collected."""
     return [edge[0] for edge in node.next_functions]
 
 
 class Engine:
-    """Tells passes that add to parameters' ``grad`` from those of ``torch.autograd.grad``."""
+    """Tells backward passes that add to parameters' ``grad`` from those of ``torch.autograd.grad``."""
 
     def __init__(self) -> None:
         self._leaf: Any = None  # the node of a parameter whose gradient was added to
         self._answers = _engine_answers()
 
     def is_adding(self, above: Sequence[Any]) -> bool:
-        """Ask from within a hook: does what is above come to a leaf's gradient? ``above`` are nodes, or None."""
+        """Whether the running pass adds to a leaf's ``grad`` by way of ``above``, nodes or None. Called in hooks."""
         if not self._answers or (self._leaf is not None and _will_execute(self._leaf)):
             return True
         waiting: list[Any] = list(above)
@@ -64,7 +64,7 @@ class Engine:
 
 
 def tells_of_passes() -> bool:
-    """Whether this torch tells passes apart, and when they end."""
+    """Whether this torch numbers backward passes and calls back at their end, as ``current_pass`` and others need."""
     return hasattr(torch._C, "_current_graph_task_id") and _queue() is not None
 
 
@@ -74,9 +74,9 @@ def _queue() -> Any:
 
 
 def after_pass(act: Callable[[], None]) -> None:
-    """Within a hook: have ``act`` called when this pass has ended, DDP's and FSDP's own work at its end included.
+    """Call ``act`` when the running pass has ended, DDP's and FSDP's work at its end included; called within a hook.
 
-    Where this torch takes no such wish, nothing happens.
+    Where this torch has no such callbacks, nothing happens.
     """
     queue = _queue()
     if queue is not None:
@@ -84,10 +84,10 @@ def after_pass(act: Callable[[], None]) -> None:
 
 
 def at_end_of_pass(before: Callable[[], None], after: Callable[[], None]) -> bool:
-    """Within a hook: have ``before`` called when this pass has computed all, and ``after`` once DDP and FSDP are done.
+    """Call ``before`` when the running pass has computed all, and ``after`` once DDP and FSDP are done with it.
 
-    For that it has to be called before theirs ask for the same, from the first hook of the pass. False where this torch
-    takes no such wish.
+    To come before theirs it has to be called within the first hook of the pass. False where this torch has no such
+    callbacks.
     """
     queue = _queue()
     if queue is None:
@@ -109,7 +109,7 @@ def _will_execute(node: Any) -> bool:
 
 
 def _engine_answers() -> bool:
-    """Whether this torch tells the two kinds of passes apart."""
+    """Whether this torch tells passes that add to ``grad`` from others, tried with a small graph; warns if not."""
     answers: list[bool] = []
     with torch.enable_grad():
         leaf, other = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What torch does not tell in public of models in DDP, fully_shard and FSDP1; the one place that reaches for it.
+"""Gradients of models in DDP, fully_shard and FSDP1, by private parts of torch that only this file uses.
 
 Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
 ``make_sure_of`` tries all of them before training begins, those too that only a failing step would come to.
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def make_sure_of(part: nn.Module) -> None:
-    """Raise where this torch does not keep what is needed of a module in DDP, fully_shard or FSDP1."""
+    """Raise where this torch lacks a private part that is needed of a module in DDP, fully_shard or FSDP1."""
     if isinstance(part, DistributedDataParallel):
         is_unfinished(part)
         _found(part.reducer, "_reset_state")
@@ -65,7 +65,7 @@ def make_sure_of(part: nn.Module) -> None:
 
 
 def is_unfinished(replica: DistributedDataParallel) -> bool:
-    """Whether a backward pass through DDP was begun that has not shared everything."""
+    """Whether a backward pass through DDP was begun that has not averaged all gradients."""
     check = _found(_found(replica, "reducer"), "_check_reducer_finalized")
     try:
         check()
@@ -75,12 +75,12 @@ def is_unfinished(replica: DistributedDataParallel) -> bool:
 
 
 def forget_pass(replica: DistributedDataParallel) -> None:
-    """Have DDP give that pass up."""
+    """Have DDP give up an unfinished backward pass."""
     _found(_found(replica, "reducer"), "_reset_state")()
 
 
 def shares_otherwise(replica: DistributedDataParallel) -> str | None:
-    """What makes DDP's averages others than the mean of gradients over its ranks; None where they are that."""
+    """Why DDP does not simply average gradients over its ranks, in words; None where it does."""
     if replica.static_graph:
         return "it has a static graph"
     if _found(replica, "_comm_hooks"):
@@ -95,7 +95,7 @@ def shares_otherwise(replica: DistributedDataParallel) -> str | None:
 
 
 def averaged(replica: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients DDP averages were it made now, in the same order on all ranks."""
+    """The parameters whose gradients a DDP made now would average, in the same order on all ranks."""
     ignored = _found(replica, "parameters_to_ignore")
     seen: set[nn.Parameter] = set()
     for prefix, module in replica.module.named_modules():
@@ -107,7 +107,7 @@ def averaged(replica: DistributedDataParallel) -> Iterator[nn.Parameter]:
 
 
 def num_averaged(replica: DistributedDataParallel) -> int:
-    """How many parameters DDP averages the gradients of, as it was made."""
+    """How many parameters' gradients DDP averages, as of when it was made."""
     number = _found(replica, "_get_ddp_logging_data")().get("num_parameter_tensors")
     if number is None:
         raise _unknown("num_parameter_tensors")
@@ -115,19 +115,19 @@ def num_averaged(replica: DistributedDataParallel) -> int:
 
 
 def share_buffers(replica: DistributedDataParallel) -> None:
-    """Give the first rank's buffers to all now, where DDP would as it is called next."""
+    """Broadcast the first rank's buffers to all ranks now, if DDP would at its next call."""
     if _found(replica, "will_sync_module_buffers")():
         with torch.no_grad():
             _found(replica, "_sync_buffers")()
 
 
 def acts_on_gradients(parameter: nn.Parameter) -> bool:
-    """Whether a hook may step an optimizer as soon as the parameter has its gradient."""
+    """Whether a parameter has a hook that acts on its gradient at once, and may step an optimizer there."""
     return bool(_found(parameter, "_post_accumulate_grad_hooks"))
 
 
 def data_parallel_groups(module: FSDPModule) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which the module's gradients are averaged, one after the other; the inner one first."""
+    """The process groups over which fully_shard averages a module's gradients, one after the other, inner first."""
     found: list[dist.ProcessGroup] = []
     info = _mesh_info(module)
     for name in ("shard_process_group", "replicate_process_group"):
@@ -140,7 +140,7 @@ def data_parallel_groups(module: FSDPModule) -> tuple[dist.ProcessGroup, ...]:
 
 
 def divides_by(module: FSDPModule) -> float | None:
-    """What summed gradients are divided by where that is not the number of ranks."""
+    """What fully_shard divides summed gradients by, if the user has set that; None for the number of ranks."""
     for part in _parts(module):
         for group in _parameter_groups(part):
             factor: float | None = _found(group, "gradient_divide_factor")
@@ -150,9 +150,9 @@ def divides_by(module: FSDPModule) -> float | None:
 
 
 def shares(part: FSDPModule, *, all_of_it: bool) -> bool:
-    """Whether the next backward pass shares the gradients of ``part`` itself: over all ranks, or not at all.
+    """Whether the next backward pass shares the gradients of ``part`` itself over all ranks; else, whether over none.
 
-    In between are those that ``set_requires_all_reduce`` keeps within one of two meshes.
+    Neither is so where ``set_requires_all_reduce`` keeps gradients within one of two meshes.
     """
     return all(
         bool(_found(group, name)) is all_of_it
@@ -162,12 +162,12 @@ def shares(part: FSDPModule, *, all_of_it: bool) -> bool:
 
 
 def is_flat_sharing(module: FullyShardedDataParallel) -> bool:
-    """The same of FSDP1, whose ``no_sync`` says so."""
+    """Whether the next backward pass through an FSDP1 module shares its gradients, by its ``no_sync``."""
     return bool(_found(module, "_sync_gradients"))
 
 
 def num_hidden(root: FSDPModule) -> int:
-    """Grows with every gradient that is gathered without being shared."""
+    """A number that grows with every gradient that fully_shard accumulates without sharing it."""
     number = 0
     for parameter in _sharded_parameters(root):
         number += sum(1 + each._version for each in _unshared(parameter) if each is not None)
@@ -175,7 +175,7 @@ def num_hidden(root: FSDPModule) -> int:
 
 
 def leaves_unused(root: FSDPModule) -> bool:
-    """Whether a trained parameter has no gradient, shared or gathered without being shared."""
+    """Whether a trained parameter under fully_shard has no gradient, neither shared nor accumulated unshared."""
     return any(
         sharded.requires_grad and sharded.grad is None and all(each is None for each in _unshared(parameter))
         for parameter in _sharded_parameters(root)
@@ -184,7 +184,7 @@ def leaves_unused(root: FSDPModule) -> bool:
 
 
 def versions_of_unshared(root: FSDPModule) -> list[tuple[torch.Tensor, int]]:
-    """Of each trained parameter's gradient that is not shared yet: what counts its changes, and how many there were.
+    """By each trained parameter's unshared gradient, a tensor whose version counts its changes, and the version now.
 
     The counter has no memory of the gradient's, and counts on once the gradient is shared.
     """
@@ -199,12 +199,12 @@ def versions_of_unshared(root: FSDPModule) -> list[tuple[torch.Tensor, int]]:
 
 
 def can_take_back_passes() -> bool:
-    """Whether a pass through sharded modules can be given up in its middle; older torches cannot."""
+    """Whether this torch can give up a pass through fully_shard's modules in its middle; older ones cannot."""
     return hasattr(FSDPModule, "reset_iter_state")
 
 
 def forget_step(root: FSDPModule) -> None:
-    """Give up a pass that failed, and what was gathered without being shared, which outlives ``zero_grad()``."""
+    """Have fully_shard give up a failed pass, and drop unshared gradients, which outlive ``zero_grad()``."""
     has_run = _found(_found(root, "_get_fsdp_state")(), "_is_root")  # None before the first pass
     if has_run and can_take_back_passes():
         root.reset_iter_state()
@@ -221,7 +221,7 @@ def forget_step(root: FSDPModule) -> None:
 
 
 def flat_groups(module: FullyShardedDataParallel) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which FSDP1 averages the module's gradients."""
+    """The process groups over which FSDP1 averages a module's gradients, the inner one first."""
     outer = getattr(module, "_inter_node_pg", None)  # of its hybrid strategies
     inner = module.process_group
     assert inner is not None
@@ -229,7 +229,7 @@ def flat_groups(module: FullyShardedDataParallel) -> tuple[dist.ProcessGroup, ..
 
 
 def is_idle(module: FullyShardedDataParallel) -> bool:
-    """Whether no pass through FSDP1's modules is under way: they cannot give one up."""
+    """Whether no pass through FSDP1's modules is under way, which they could not give up."""
     return all(
         str(_found(part, "training_state").name) == "IDLE"
         for part in module.modules()
@@ -238,7 +238,7 @@ def is_idle(module: FullyShardedDataParallel) -> bool:
 
 
 def num_exchanges(groups: tuple[dist.ProcessGroup, ...]) -> int:
-    """How many collectives were begun on the groups, where their backends count them."""
+    """How many collectives were begun on some process groups; 0 where a backend does not count them."""
     try:
         counters: list[Any] = [group._get_sequence_number_for_group for group in groups]  # type: ignore[attr-defined]
         return sum(int(counter()) for counter in counters)
@@ -261,14 +261,14 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def _sharded_parameters(root: FSDPModule) -> Iterator[Any]:
-    """What fully_shard keeps of each parameter."""
+    """The FSDPParam that fully_shard keeps of each parameter."""
     for part in _parts(root):
         for group in _parameter_groups(part):
             yield from _found(group, "fsdp_params")
 
 
 def _unshared(parameter: Any) -> list[torch.Tensor | None]:
-    """Where fully_shard gathers the gradient of a parameter without sharing it."""
+    """The gradients that fully_shard accumulates for one of its parameters without sharing them, None where none."""
     gathered = [_found(parameter, "unsharded_accumulated_grad")]
     if hasattr(parameter, "_unsharded_param"):
         gathered.append(parameter._unsharded_param.grad)

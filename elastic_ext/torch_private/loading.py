@@ -1,4 +1,4 @@
-"""What torch keeps to itself of loading data in worker processes: the one place that reaches for it.
+"""Loading data in worker processes: the private parts of torch for it, which only this file uses.
 
 ``private_parts`` looks for all of it first, and raises where this torch keeps it elsewhere: nothing is guessed.
 """
@@ -46,12 +46,12 @@ _PARAMETERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrivateParts:
-    """What of torch a worker process runs and answers with."""
+    """The private parts of torch's DataLoader that a worker process runs, and answers with."""
 
     worker_loop: Callable[..., None]
-    """Seeds, sets what ``get_worker_info`` gives, and makes batches until it is given None."""
+    """Torch's loop of a worker: seeds, sets ``get_worker_info()``, and makes batches until it is given None."""
     map_kind: object
-    """How torch says that a dataset is asked for samples by their indices."""
+    """Torch's constant for a dataset that is asked for samples by index."""
     wrapper: type[Any]
     """ExceptionWrapper: an exception on its way to another process, which ``reraise()`` raises there."""
 
@@ -95,7 +95,7 @@ class PrivateParts:
 
 
 def thread_state() -> object:
-    """What Python keeps for this thread. Whoever holds it keeps it whole in processes that other threads fork.
+    """The dict that Python keeps for this thread; while it is held, processes that other threads fork keep it too.
 
     There Python drops what it keeps for all threads but the one that forked, and with it what torch has put there. A
     process group that is only held by a cache of DTensor's would wait in its end for threads that are not there.
@@ -131,7 +131,7 @@ def remove_shared_memory_of(pid: int) -> None:
 
 
 def private_parts() -> PrivateParts:
-    """What this torch has of it; raises where something is missing or another than the library knows."""
+    """This torch's private parts of loading; raises where one is missing, or is not as this library knows it."""
     worker_loop = _found("torch.utils.data._utils.worker", "_worker_loop")
     parameters = tuple(inspect.signature(worker_loop).parameters)
     if parameters != _PARAMETERS:

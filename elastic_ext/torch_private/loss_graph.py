@@ -1,4 +1,4 @@
-"""LossGraph: how a loss was made, read from torch's graph before it is used; the one place that reads values of nodes.
+"""How a loss was made, read from torch's graph before its backward pass; only this file reads values of nodes.
 
 Tried first with a small graph: where this torch keeps other values there, nothing is read.
 """
@@ -20,7 +20,7 @@ _MOST_SCALINGS = 4
 
 
 class BackwardLook(TorchFunctionMode):
-    """While it is entered, ``see`` is given what ``backward()`` is called on, before the pass begins."""
+    """A context in which ``see`` is given each tensor that ``backward()`` is called on, before the pass begins."""
 
     def __init__(self, see: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class BackwardLook(TorchFunctionMode):
 
 
 def factor_of(loss: torch.Tensor) -> tuple[float, Any]:
-    """What the loss was multiplied with, by constants, at the end of all; and the node of what was multiplied."""
+    """The product of the constants that a loss was multiplied with last, and the graph's node before those."""
     factor = 1.0
     node: Any = loss.grad_fn
     for _ in range(_MOST_SCALINGS):
@@ -47,7 +47,7 @@ def factor_of(loss: torch.Tensor) -> tuple[float, Any]:
 
 
 def is_sum_over(node: Any, num_samples: int) -> bool:
-    """Whether the node adds up the losses of so many samples."""
+    """Whether a graph's node adds up the losses of ``num_samples`` samples, as with ``reduction="sum"``."""
     if node is None:
         return False
     if node.name() == "NegBackward0":
@@ -59,12 +59,12 @@ def is_sum_over(node: Any, num_samples: int) -> bool:
 
 
 def is_addition(node: Any) -> bool:
-    """Whether the node adds up losses, as those of single samples that a loop has gathered."""
+    """Whether a graph's node is an addition, as of losses of single samples that a loop adds up."""
     return node is not None and node.name() == "AddBackward0"
 
 
 def reads_graphs() -> bool:
-    """Whether this torch keeps in its nodes what is read here."""
+    """Whether this torch keeps in a graph's nodes what this file reads, tried with a small graph."""
     with torch.enable_grad():
         leaf = torch.ones(2, requires_grad=True)
         losses = leaf * 2.0
@@ -76,7 +76,7 @@ def reads_graphs() -> bool:
 
 
 def _constant_of(node: Any) -> float | None:
-    """The number that a tensor was multiplied with or divided by; None where that is another tensor of the graph."""
+    """The number that a node multiplies with or divides by; None where that is not one constant, finite and not 0."""
     other = getattr(node, "_saved_other", None)
     if other is None or other.numel() != 1 or other.requires_grad:
         return None

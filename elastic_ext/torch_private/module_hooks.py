@@ -1,4 +1,4 @@
-"""Hook: what this library has modules call, without copies of these modules calling it too; and what is compiled."""
+"""Hook: a module's hook that copies of the module do not have; and what ``torch.compile`` has compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Hook", "is_compiled", "num_graphs_compiled"]
 
 
 class Hook(partial[Any]):
-    """A hook of this model, which copies of it do not take along: those made by copy, and those that are saved.
+    """A module's hook that does nothing in copies of the module, whether made by deepcopy or by pickling.
 
     A partial, since calling one runs no code that a compiler would want to see.
     """
@@ -27,14 +27,14 @@ class Hook(partial[Any]):
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was called on it, or it on itself."""
+    """Whether a module is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def num_graphs_compiled() -> int:
     """How many graphs ``torch.compile`` has made in this process; 0 where torch does not tell.
 
-    A hook that is put on a module has functions that call the module compiled anew.
+    A hook that is put on a module makes torch compile anew the functions that call the module.
     """
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return int(getattr(dynamo, "counters", {}).get("stats", {}).get("unique_graphs", 0))

@@ -1,5 +1,5 @@
-"""Out of memory: which exceptions say so, what they are to say besides, and what lets memory go after them; and which
-one says that micro-batches have become too small for that."""
+"""Out of memory: which exceptions say so, how to add advice to them, and how to free memory afterwards; and which
+exception says that a micro-batch has become too small for a layer."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _REFUSES_ONE = "Expected more than 1 value per channel when training"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that is not there, on a device or on the host."""
+    """Whether an exception says that memory ran out, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def refuses_one(error: BaseException) -> bool:
-    """Whether a layer that normalises over a micro-batch, as BatchNorm does, was given one of a single sample."""
+    """Whether an exception says that BatchNorm, or a layer like it, was given a micro-batch of a single sample."""
     return isinstance(error, ValueError) and _REFUSES_ONE in str(error)
 
 
 def advise(error: BaseException, advice: str) -> None:
-    """Have the exception say what to do, after what it says; ``advice`` has a place for that."""
+    """Put an exception's message into ``advice``, in the place of its ``{}``, as the new message."""
     error.args = (advice.format(str(error).rstrip(".")),)
 
 
 def let_go() -> None:
-    """Give back what nobody holds any more; to be called where no exception is being handled, which would hold it."""
+    """Collect garbage and empty CUDA's cache; called where no exception is being handled, which would hold memory."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

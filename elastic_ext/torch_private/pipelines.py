@@ -18,12 +18,12 @@ REFUSED = (
 
 
 def are_in_use(part: object) -> bool:
-    """Whether it is something that pipelines are made of, such as a schedule."""
+    """Whether ``part`` is an object of torch.distributed.pipelining, such as a schedule."""
     return any(kind.__module__.startswith(_NAME) for kind in type(part).__mro__)
 
 
 def has_stage_of(modules: set[int]) -> bool:
-    """Whether a stage is there that holds one of these, by ``id``; looks through all objects, which takes a while."""
+    """Whether a pipeline stage holds one of ``modules``, given by ``id``; looks through all objects, which is slow."""
     pipelining = sys.modules.get(_NAME)
     if pipelining is None:
         return False
@@ -33,7 +33,7 @@ def has_stage_of(modules: set[int]) -> bool:
 
 
 def is_running_a_stage() -> bool:
-    """Whether this is called from within a stage's pass, however far."""
+    """Whether this is called, however deep, from within a pass of a pipeline stage."""
     if _NAME not in sys.modules:
         return False
     frame = inspect.currentframe()

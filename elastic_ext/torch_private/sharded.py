@@ -1,4 +1,4 @@
-"""What torch does not tell in public of models whose state is saved: the one place that reaches for it.
+"""Models whose state is saved: how FSDP1 and DTensors cut it, and more, by private parts of torch.
 
 Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
 """
@@ -33,49 +33,50 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """What a rank has of one of FSDP1's parameters."""
+    """The part of one parameter that a rank has in FSDP1's flat parameter."""
 
     parameter: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     start: int
+    """The first element of the part, in the flattened parameter."""
     end: int
-    """Exclusive, both into the flattened parameter."""
+    """The element after the part, in the flattened parameter."""
     is_cut: bool
-    """FSDP1 spreads it over ranks, rather than keep replicas of it."""
+    """Whether FSDP1 shards the parameter over ranks, rather than keep replicas of it."""
     fault: str | None
-    """Why that cannot be said of it, None if it can."""
+    """Why start and end cannot be relied on, in words; None if they can."""
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """What is called in its place is compiled: by ``module.compile()``, or as what ``torch.compile`` has given."""
+    """Whether a module is compiled, by ``module.compile()`` or ``torch.compile(module)``."""
     return _found(module, "_compiled_call_impl") is not None or "_orig_mod" in dict(module.named_children())
 
 
 def transient_buffers(module: nn.Module) -> frozenset[str]:
-    """The names of its own buffers that ``state_dict()`` leaves out."""
+    """The names of a module's own buffers that ``state_dict()`` leaves out, since they are not persistent."""
     return frozenset(_found(module, "_non_persistent_buffers_set"))
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody is called when its gradient comes."""
+    """Whether a tensor has hooks that are called when its gradient comes."""
     return bool(_found(tensor, "_backward_hooks") or _found(tensor, "_post_accumulate_grad_hooks"))
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Another number after each change in place that autograd is to know of."""
+    """A tensor's version: another number after each change in place that autograd is told of."""
     return int(_found(tensor, "_version"))
 
 
 def pickle_in(saved: IO[bytes]) -> bytes:
-    """The pickle in what torch.save has written, by torch's own reader: none other would find the same one in all that
-    somebody may have made. RuntimeError where there is none."""
+    """The pickle in a file that torch.save has written, found by torch's own reader: another reader might find another
+    one in a file made to mislead. RuntimeError where there is none."""
     data: bytes = _found(torch._C, "PyTorchFileReader")(saved).get_record("data.pkl")
     return data
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """Which dimension a placement cuts, None if it cuts none."""
+    """Which dimension of a tensor a DTensor's placement shards, None if it shards none."""
     if isinstance(placement, Shard):
         return int(placement.dim)
     if type(placement).__name__ == "_StridedShard":
@@ -84,15 +85,15 @@ def sharded_dim(placement: Placement) -> int | None:
 
 
 def num_outer(placement: Placement) -> int:
-    """Into how many parts the tensor was cut before by mesh dimensions that come later, as fully_shard says it."""
+    """Into how many parts later mesh dimensions have cut a tensor before this placement: its split factor, or 1."""
     return int(_found(placement, "split_factor")) if type(placement).__name__ == "_StridedShard" else 1
 
 
 def reshard_flat(module: FullyShardedDataParallel) -> None:
-    """Have FSDP1 give back what it has gathered for passes that are over.
+    """Have FSDP1 free the whole parameters that it has gathered for passes that are over.
 
     Its parameters are then their shards again, and what is written into these is gathered for the next pass: after a
-    pass without one backwards FSDP1 keeps what it gathered for the outermost module, and would go on with that.
+    forward pass without a backward pass FSDP1 keeps what it gathered for the outermost module, and would use that.
     """
     if _found(module, "_is_root") is None:  # it was never called
         return
@@ -112,7 +113,7 @@ def reshard_flat(module: FullyShardedDataParallel) -> None:
 
 
 def flat_parts(module: FullyShardedDataParallel) -> Iterator[FlatPart]:
-    """What this rank has of each parameter that one of FSDP1's modules, not those inside it, holds flattened."""
+    """This rank's part of each parameter that an FSDP1 module holds flattened, without FSDP1 modules inside it."""
     for handle in _handles(module):
         flat = _found(handle, "flat_param")
         if not _found(handle, "_use_orig_params"):
