@@ -53,7 +53,7 @@ class PrivateParts:
     map_kind: object
     """Torch's constant for a dataset that is asked for samples by index."""
     wrapper: type[Any]
-    """ExceptionWrapper: an exception on its way to another process, which ``reraise()`` raises there."""
+    """Torch's ExceptionWrapper: an exception on its way to another process, which ``reraise()`` raises there."""
 
     def run_loop(
         self,
@@ -86,7 +86,7 @@ class PrivateParts:
         )
 
     def tell_dataset(self, dataset: object) -> None:
-        """Have ``get_worker_info()`` give this dataset, in a worker."""
+        """Have ``get_worker_info()`` name this dataset; called in a worker."""
         object.__setattr__(get_worker_info(), "dataset", dataset)  # which refuses to be set otherwise
 
     def wrapped(self, worker_id: int) -> Any:

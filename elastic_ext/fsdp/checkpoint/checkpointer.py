@@ -116,7 +116,7 @@ class ShardCheckpointer:
             undoing.pop_all()
 
     def claim(self) -> None:
-        """Make the job's folder this run's own, as the first save does; CheckpointFenced where another run has it."""
+        """Claim the job's folder for this run, as the first save does; CheckpointFenced where another run has it."""
         self._refuse_closed()
         self._job.run.claim()
 
@@ -202,7 +202,10 @@ class ShardCheckpointer:
         return loaded
 
     def latest(self) -> Path | None:
-        """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
+        """The folder of the newest checkpoint that led to this run's state, None if there is none.
+
+        Before this run has claimed the folder or loaded, that is the job's newest.
+        """
         self._refuse_closed()
         agree_on(self._ranks, lambda: "tell the newest checkpoint")
         return self._job.run.latest()

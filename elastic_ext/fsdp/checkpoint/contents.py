@@ -187,7 +187,7 @@ class Contents:
     model: Sequence[LocalShard]
     optim: Sequence[LocalShard] = ()
     extra: Sequence[LocalShard] = ()
-    """Registered and given tensors, and the state of random generators."""
+    """Tensors besides the model and optimizers: registered, given by the caller, or of random generators."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Plain values that are the same on all ranks; the first rank's are saved."""
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -139,7 +139,7 @@ class JobCheckpoints:
     # ---- saving ----
 
     def try_out(self, collect: Callable[[], Contents]) -> None:
-        """Raise on all ranks where one of them could not collect its contents for a checkpoint."""
+        """Try to collect a checkpoint's contents, without saving; raise on all ranks where that fails on one."""
 
         def act() -> None:
             try:

@@ -190,7 +190,7 @@ class _Writing:
 
 
 def _refuse_used(storage: Path, job: str) -> None:
-    """CheckpointError where the job has checkpoints, of which this one would be no continuation."""
+    """CheckpointError where ``job`` has checkpoints already, which a converted one would not follow."""
     folder = JobFolder.find(storage, job)
     listing = None if folder is None else folder.listing()
     if folder is not None and listing is not None and (listing.found or listing.unreadable):

@@ -106,7 +106,7 @@ class DcpTensor:
 
 
 class DcpFolder:
-    """A folder that ``dcp.save`` has made; CheckpointError where it is none, or one that this cannot read."""
+    """Reads a folder that ``dcp.save`` has made; CheckpointError where it is none, or cannot be read here."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -131,7 +131,7 @@ class DcpFolder:
         return value
 
     def contents_of(self, tensor: DcpTensor, piece: DcpPiece) -> Iterator[memoryview]:
-        """The bytes of a piece in row-major order, in parts; CheckpointDamaged where they are not what was written."""
+        """The bytes of a tensor's piece in row-major order, in parts; CheckpointDamaged where they are others."""
         num_bytes = math.prod(piece.sizes) * tensor.dtype.itemsize
         length = piece.place.length
         if num_bytes > _MOST_PER_BYTE * length:

@@ -62,7 +62,7 @@ class Incoming:
     metas: Mapping[FileKind, StateMeta]
     tensors: Tensors
     state: bytes
-    """The plain values, as JSON."""
+    """The checkpoint's plain values, as JSON."""
     step: int
     epoch: int
     num_ranks: int

@@ -77,7 +77,7 @@ class DcpWriter:
         shape: Sequence[int],
         blocks: Iterable[tuple[Sequence[int], torch.Tensor]],
     ) -> None:
-        """Write a tensor's blocks, each with its offsets, and have them found under each of ``leaves``.
+        """Write a tensor's blocks, each with its offsets, to be found under each path in ``leaves``.
 
         A block's memory is its own elements and nothing else, and may be used again when the next is asked for.
         """
@@ -91,7 +91,7 @@ class DcpWriter:
             self._note(leaf, entry, places)
 
     def put_value(self, leaf: Leaf, value: object) -> None:
-        """Write a value that is no tensor, as torch.save does."""
+        """Write a value that is no tensor with torch.save, to be found under the path ``leaf``."""
         self._note(leaf, BytesStorageMetadata(), array("q", self._put(value)))
 
     def finish(self) -> None:

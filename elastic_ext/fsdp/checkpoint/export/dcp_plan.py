@@ -68,12 +68,15 @@ class Keys:
             )
 
     def of_model(self, name: str) -> Leaf:
+        """The path of a model's tensor or extra state."""
         return (self.model, name) if self.model else (name,)
 
     def of_state(self, parameter: str, key: str) -> Leaf:
+        """The path of a parameter's optimizer state."""
         return (self.optim, "state", parameter, key)
 
     def of_group(self, number: int, key: str) -> Leaf:
+        """The path of a value of an optimizer's parameter group."""
         return (self.optim, "param_groups", number, key)
 
 
@@ -84,10 +87,11 @@ class Refusals:
         self._names: dict[str, list[str]] = {}
 
     def add(self, reason: str, name: str) -> None:
+        """Note that ``name`` cannot be converted; ``reason`` is what it is one of, such as "tensors of <dtype>"."""
         self._names.setdefault(reason, []).append(name)
 
     def raise_if_any(self, what: object) -> None:
-        """CheckpointError with all reasons and names, where there are some."""
+        """CheckpointError with all reasons and names, if anything was refused."""
         if self._names:
             told = "; ".join(f"{reason}: {', '.join(sorted(names))}" for reason, names in self._names.items())
             raise CheckpointError(f"{what} cannot be converted, and nothing was written. {told}")
@@ -277,7 +281,7 @@ class ConversionRecord:
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> ConversionRecord:
-        """What ``to_json`` gave; CheckpointDamaged, naming ``where``, where it cannot be."""
+        """The record that ``to_json`` gave; CheckpointDamaged, naming ``where``, where it cannot be one."""
         try:
             said = object_of(data.decode())
             number = said.get("format")

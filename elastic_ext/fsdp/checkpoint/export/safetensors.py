@@ -74,8 +74,9 @@ class Renaming:
     """How an export renames tensors: prefixes are taken off where a name has them, then patterns are replaced."""
 
     strip_prefixes: Sequence[str] = ()
+    """Prefixes that are taken off, in this order, each where a name has it."""
     replacements: Sequence[tuple[str, str]] = ()
-    """Regular expressions, and what takes the place of each thing that they match, as in ``re.sub``."""
+    """Pairs of a regular expression and what replaces its matches in names, as in ``re.sub``; applied in this order."""
 
     def names(self, given: Iterable[str]) -> dict[str, str]:
         """The new name of each name; ValueError where two become the same, or a prefix or pattern changes none."""
@@ -301,7 +302,7 @@ class ExportFolder:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Have an OSError name ``path`` where it names no file; that of a full disk says what becomes of the rest."""
+    """Add ``path`` to an OSError that names no file; one of a full disk says that what was written is removed."""
     try:
         yield
     except OSError as error:

@@ -88,7 +88,7 @@ class Holder(JsonRecord):
     host: str
     pid: int
     since: str
-    """ISO 8601, by that host's clock."""
+    """When the run claimed the folder: ISO 8601, by the clock of its host."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -104,7 +104,7 @@ class Visitor(JsonRecord):
     host: str
     pid: int
     since: str
-    """ISO 8601, by that host's clock."""
+    """When the process locked the folder: ISO 8601, by the clock of its host."""
 
     def __str__(self) -> str:
         return f"`elastic-ext ckpt prune`, process {self.pid} on {self.host}, since {self.since}"
@@ -275,7 +275,7 @@ class Reader(JsonRecord):
     host: str
     pid: int
     since: str
-    """ISO 8601, by that host's clock."""
+    """When the process began to read: ISO 8601, by the clock of its host."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -300,7 +300,7 @@ class Reading:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the mark away. Twice is allowed."""
+        """Remove the mark. Twice is allowed."""
         self._thread.close(_CLOSE_SECONDS)  # which storage that does not answer may outlast; the mark lapses then
 
     def __enter__(self) -> Reading:
@@ -443,7 +443,7 @@ def folder_name(job: str, now: datetime) -> str:
 
 
 def newest_folder(names: Iterable[str], job: str) -> str | None:
-    """The newest among ``names`` that was made for exactly this job, None where there is none."""
+    """The newest among ``names`` of folders that was made for exactly this job, None where there is none."""
     own = (name for name in names if name[:-_STAMP_CHARACTERS] == quoted(job) and _is_stamp(name[-_STAMP_CHARACTERS:]))
     return max(own, default=None)
 

@@ -1,5 +1,5 @@
-"""What is moved aside or removed in a job's folder, by the run that holds it or by somebody who tidies, so that a kill
-leaves whole checkpoints or none.
+"""Renaming and removing in a job's folder, by the run that holds it or by a process that tidies, so that a kill leaves
+whole checkpoints or none.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Hold(Protocol):
     """A time in nanoseconds by the file system's clock: files written before it are not being written any more."""
 
     def check(self) -> None:
-        """CheckpointFenced if nothing may be changed there any more."""
+        """CheckpointFenced if the holder may not change names in the folder any more."""
 
 
 class Clearing:
@@ -534,7 +534,7 @@ class Visit:
 
 
 def _written_ns(folder: Path) -> int:
-    """When somebody last wrote to a folder, or to a file in it."""
+    """The time, in nanoseconds, when a folder or a file in it was last written to."""
     with os.scandir(folder) as files:
         times = [file.stat(follow_symlinks=False).st_mtime_ns for file in files]
     return max([*times, os.lstat(folder).st_mtime_ns])

@@ -50,9 +50,9 @@ class Lineage:
 
     id: str
     from_step: int = 0
-    """The global step of the checkpoint from which it went on."""
+    """The global step of the checkpoint from which the run went on; 0 for a run that began from nothing."""
     from_generation: str | None = None
-    """That checkpoint's generation; None for a run that began from nothing."""
+    """The generation of the checkpoint from which the run went on; None for a run that began from nothing."""
 
     def __post_init__(self) -> None:
         check_id("a run's id", self.id)
@@ -66,7 +66,7 @@ Chain: TypeAlias = tuple[Lineage, ...]
 
 
 def check_id(what: str, given: object) -> None:
-    """ValueError unless ``given`` may be an id: what is short, and can be a part of any file's name."""
+    """ValueError unless ``given`` may be an id of a run or a save: short, and fit for any file's name."""
     if not isinstance(given, str) or _ID.fullmatch(given) is None:
         raise ValueError(f"{what} is {str(given)[:80]!r}; allowed: 1 to 64 of the characters 0-9 A-Z a-z _ -")
 
@@ -123,7 +123,7 @@ class Commit:
     generation: str
     """The random id of this one save; every shard file has it too."""
     lineage: Chain
-    """The runs that led here, the one that saved last."""
+    """The runs that led to the checkpoint, last the one that saved it."""
     global_step: int
     epoch: int
     num_ranks: int
@@ -135,11 +135,11 @@ class Commit:
     shards: Mapping[str, ShardSummary]
     """Shard files, with their sizes and checksums."""
     saved_at: str
-    """ISO 8601, by the clock of the rank that committed."""
+    """When the checkpoint was saved: ISO 8601, by the clock of the rank that committed."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of python, torch and elastic_ext that saved the checkpoint, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """JSON: what somebody who resumes is told of the run that saved."""
+    """JSON that whoever resumes from the checkpoint is told of the run that saved it."""
 
     def __post_init__(self) -> None:
         check_id("generation", self.generation)
@@ -173,7 +173,7 @@ class Commit:
         return self.lineage[-1].id
 
     def sizes(self) -> dict[str, int]:
-        """How many bytes each file has, but for ``metas``."""
+        """How many bytes each file of the checkpoint has, by name; files in ``metas`` are left out."""
         states = {file: summary.num_bytes for file, summary in self.states.items()}
         return states | {file: summary.num_bytes for file, summary in self.shards.items()}
 

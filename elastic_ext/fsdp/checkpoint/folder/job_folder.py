@@ -74,7 +74,7 @@ def _first_name(root: Path, job: str, proposed: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A checkpoint that this run is saving."""
+    """A checkpoint that this run has begun, and not committed yet."""
 
     generation: str
     metas: dict[str, FileSummary] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class _Begun:
 
 
 def refuse_in_a_jobs_folder(path: Path) -> None:
-    """CheckpointError where a path leads into the folder of some job, whose next run may take it for garbage."""
+    """CheckpointError where a path leads into the folder of some job, whose next run may remove it as garbage."""
     resolved = Path(os.path.realpath(path))
     if any(part.parent.name == FOLDER for part in (resolved, *resolved.parents)):
         raise CheckpointError(f"{path} lies among the checkpoints of a job, which clears that up; give another folder")
@@ -144,7 +144,7 @@ class JobFolder:
     # ---- reading: any rank ----
 
     def listing(self) -> Listing:
-        """What lies here under the names of checkpoints."""
+        """What lies in the folder under names of checkpoints: committed, unreadable or uncommitted."""
         return Listing.read(self.path)
 
     def checkpoints(self) -> list[ListedCheckpoint]:

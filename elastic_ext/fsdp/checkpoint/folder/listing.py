@@ -87,7 +87,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """What lies in a job's folder under the names of checkpoints."""
+    """What lies in a job's folder under names of checkpoints: committed, unreadable or uncommitted."""
 
     found: tuple[ListedCheckpoint, ...]
     """The committed checkpoints, oldest first."""
@@ -154,7 +154,7 @@ def abandoned_for_nothing(
 
 
 def is_name(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint, or is to become one."""
+    """Whether ``name`` is a checkpoint's name, step_N or epoch_N, committed or not."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -170,7 +170,7 @@ def left_for(name: str) -> set[str]:
 
 
 def check_name(name: str) -> None:
-    """ValueError unless a checkpoint may be named so."""
+    """ValueError unless ``name`` may be a checkpoint's name: step_N or epoch_N."""
     if not is_name(name):
         raise ValueError(f"a checkpoint is named {name[:80]!r}; allowed: step_N or epoch_N, with an integer N >= 0")
 

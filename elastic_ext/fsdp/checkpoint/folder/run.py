@@ -33,7 +33,10 @@ _MOST_STEPS = 20  # that a message names
 
 
 class Run:
-    """A run of ``job`` that keeps its checkpoints under ``root``; it has the folder from ``claim`` to ``leave``."""
+    """This run of ``job``, with checkpoints under ``root``: which runs led to it, and its claim on the job's folder.
+
+    It has the folder from ``claim`` to ``leave``.
+    """
 
     def __init__(self, ranks: Ranks, storage: Storage, root: Path, job: str) -> None:
         self._ranks = ranks
@@ -53,10 +56,11 @@ class Run:
 
     @property
     def is_claimed(self) -> bool:
+        """Whether this run has claimed the job's folder."""
         return self._folder is not None
 
     def claim(self) -> JobFolder:
-        """The job's folder, made this run's own; CheckpointFenced where another run of the job is alive."""
+        """Claim the job's folder for this run, and give it; CheckpointFenced where another run of the job is alive."""
         if self._folder is not None:
             return self._folder
         claims: list[Claim] = []
@@ -106,7 +110,7 @@ class Run:
         self._saved_at = step
 
     def check_is_next(self, step: int) -> None:
-        """ValueError unless a checkpoint of ``step`` would be the newest of those that lead to where this run is."""
+        """ValueError unless ``step`` is after the newest checkpoint that this run has saved, or else has loaded."""
         newest, did = self._saved_at, "saved"
         if newest is None and self._came_from is not None:
             newest, did = self._came_from.global_step, "gone on from"
@@ -117,7 +121,7 @@ class Run:
             )
 
     def is_own(self, path: Path) -> bool:
-        """Whether a checkpoint's folder is one of this job's."""
+        """Whether ``path`` is a checkpoint in one of this job's folders."""
         folder = path.resolve().parent
         return folder.parent == (self._root / FOLDER).resolve() and newest_folder([folder.name], self._job) is not None
 

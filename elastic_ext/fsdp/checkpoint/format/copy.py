@@ -71,7 +71,7 @@ def extent_of(dimensions: Sequence[Dimension], run: int) -> tuple[int, int]:
 
 
 def copy_strided(source: memoryview, target: memoryview, dimensions: Sequence[Dimension], run: int) -> None:
-    """Copy what ``dimensions`` and ``run`` say, from the beginning of ``source`` to that of ``target``, both bytes."""
+    """Copy runs of ``run`` bytes at each step of ``dimensions``, from ``source``'s beginning to ``target``'s."""
     if not dimensions:
         target[:run] = source[:run]
         return
@@ -101,7 +101,7 @@ def copy_strided(source: memoryview, target: memoryview, dimensions: Sequence[Di
 
 
 def _cost_per_item(left: Dimension) -> float:
-    """What an item costs if ``left`` is the dimension left to the memoryview; its strides count items."""
+    """The nanoseconds that an item of a copy costs if ``left``, in items, is the dimension that a memoryview copies."""
     return _COPY / left.size + (_ITEM_TOGETHER if left.source == left.target == 1 else _ITEM_APART)
 
 
@@ -159,7 +159,7 @@ def _wide(numpy: Any, data: memoryview, source: str) -> _Array:
 
 
 def _narrowed(numpy: Any, array: _Array, target: str) -> _Array:
-    """The numbers as ``target``; BF16 as its bits."""
+    """Numbers rounded to the type ``target``; BF16 as its bits."""
     with numpy.errstate(all="ignore"):  # what overflows, and a signalling NaN
         if target != "BF16":
             return array.astype("<f4" if target == "F32" else "<f2", copy=False)
@@ -177,7 +177,7 @@ def _to_odd(numpy: Any, array: _Array) -> _Array:
 
 
 def _as_bfloat16(numpy: Any, array: _Array) -> _Array:
-    """The upper halves of F32, rounded; of NaN the quiet one."""
+    """F32 rounded to BF16, as bits: the upper halves, rounded; a NaN becomes quiet."""
     bits: _Array = array.view("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40

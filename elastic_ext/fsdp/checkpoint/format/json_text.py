@@ -101,7 +101,7 @@ class JsonText:
                 return
 
     def _has_closed(self, opening: str) -> bool:
-        """Whether a list or an object ends here, rather than that a comma follows."""
+        """Read what follows an element: whether that is the end of the list or object, and no comma."""
         following = self._next()
         if following != _CLOSING[opening] and following != ",":
             self._refuse("Expecting ',' delimiter")
@@ -138,7 +138,7 @@ class JsonText:
             self._fill(2 * (len(self._text) - self._at))
 
     def _next(self) -> str:
-        """The first character that is not white space; "" where there is none."""
+        """Skip white space, and give the character after it, still unread; "" at the end of the document."""
         while True:
             space = _SPACE.match(self._text, self._at)
             assert space is not None

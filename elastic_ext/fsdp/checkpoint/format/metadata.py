@@ -104,7 +104,7 @@ class StateMeta:
         return None
 
     def to_json(self) -> bytes:
-        """The metadata as it stands in a file; equal for equal states, empty boxes being alike."""
+        """The metadata as it stands in a file; equal metadata gives equal bytes, whatever its empty boxes are."""
         writer = _Writer()
         names = sorted(self.tensors)
         numbers = [writer.number_of(self.tensors[name].layout) for name in names]
@@ -122,7 +122,7 @@ class StateMeta:
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str = "the metadata") -> StateMeta:
-        """What ``to_json`` wrote; CheckpointError says what is wrong with ``where``, such as a file's path.
+        """The metadata that ``to_json`` gave; CheckpointError says what is wrong with ``where``, such as a file.
 
         Whether the boxes tile their tensors is another question: ``fault``.
         """

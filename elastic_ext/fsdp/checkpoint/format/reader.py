@@ -196,8 +196,8 @@ def by_window(parts: Iterable[Iterator[WindowPart]], window_bytes: int) -> Itera
 def arranged(
     parts: Sequence[WindowPart], scratch: memoryview, base: int, *, block_bytes: int, data_bytes: int
 ) -> tuple[list[Span], list[Copy]]:
-    """The reads that bring the ``parts`` of the window that begins at ``base``, each block once, and the copies that
-    follow them."""
+    """How to fill the ``parts`` of the window that begins at ``base``: reads of each block once, and copies that follow
+    them out of ``scratch``."""
     spans: list[Span] = []
     copies: list[Copy] = []
     spans_end = -1
@@ -412,7 +412,7 @@ class ShardReader:
         return self._scratch
 
     def _fill(self, span: Span) -> None:
-        """Read whole blocks and check them."""
+        """Read a span's whole blocks into its memory and check them; CheckpointDamaged names the first bad one."""
         self._read_to(self._data_start + span.start, span.views)
         digest, sums, block_bytes = xxhash.xxh3_64_intdigest, self._sums, self._header.block_bytes
         block = span.start // block_bytes
@@ -473,7 +473,7 @@ class ShardReader:
 
 
 def _runs(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of each run of rising numbers; what ``numbers`` raises comes after the last of them."""
+    """The first and last of each run of consecutive numbers; an error of ``numbers`` comes after the last run."""
     run: tuple[int, int] | None = None
     try:
         for number in numbers:
@@ -490,7 +490,7 @@ def _runs(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
 
 
 def _read_ahead(file: int) -> None:
-    """Let the system read further ahead than by itself: what is not in memory yet comes half as fast again."""
+    """Have the system read a file further ahead than by itself: uncached data comes half as fast again."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # not everything can be advised
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -93,7 +93,7 @@ class Header:
         return -(-self.data_bytes // self.block_bytes)
 
     def encoded(self) -> bytes:
-        """The first bytes of the file, up to where the data begins."""
+        """The header as the first bytes of a shard file, up to where the data begins."""
         metadata = {_FORMAT: str(self.version), _GENERATION: self.generation, _BLOCK_BYTES: str(self.block_bytes)}
         table = TensorEntry("U64", (self.num_blocks,), self.data_bytes, self.num_blocks * 8)
         return encoded_header(metadata, [*self.entries.items(), (CHECKSUMS, table)], alignment=_ALIGNMENT)
@@ -161,7 +161,7 @@ def laid_out(
 
 
 def check_name(name: str) -> None:
-    """ValueError for what a safetensors file cannot name a tensor, and for what this format uses itself."""
+    """ValueError unless a tensor in a shard file may have this ``name``; two names are the format's own."""
     if name in (_METADATA, CHECKSUMS):
         raise ValueError(f"a tensor cannot be named {name!r}, which the file needs for itself; give it another name")
     try:

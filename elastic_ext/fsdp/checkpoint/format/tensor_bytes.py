@@ -46,7 +46,7 @@ class WrittenPart:
 
 
 def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:
-    """The bytes of ``part``, in its row-major order, of a tensor that holds ``box``."""
+    """The bytes of ``part``, in row-major order, from a local tensor that holds ``box``; a copy where needed."""
     if part.is_empty:
         return memoryview(b"")
     memory = _memory_of(tensor, box, part)
@@ -91,7 +91,7 @@ def _gather(tensor: torch.Tensor, box: Box, part: Box, into: torch.Tensor) -> No
 
 
 def put_part(into: torch.Tensor, box: Box, whole: torch.Tensor) -> None:
-    """Fill a tensor that holds ``box`` from the whole tensor."""
+    """Fill the local tensor ``into``, which holds ``box``, from the whole tensor."""
     source = whole.detach().contiguous().reshape(-1)
     part = torch.empty(box.num_elements, dtype=whole.dtype, device=whole.device)
     for move in moves_into(box, Layout(box.shape, (Box.whole(box.shape),)), target=-1):

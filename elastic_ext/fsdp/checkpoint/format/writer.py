@@ -159,7 +159,7 @@ class _PastTheCache:
             _write(self._file, [self._memory[whole : self._num_held]])
 
     def write(self, views: Sequence[memoryview], *, is_aligned: bool) -> None:
-        """Write ``views``; from where they are, if their memory begins with a page as long as nothing came before."""
+        """Write ``views``: those of whole, aligned pages from their own memory if nothing is held; others by a copy."""
         for view in views:
             if is_aligned and not self._num_held and len(view) % PAGE_BYTES == 0:
                 self._write_pages(view)
@@ -217,7 +217,7 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _write(file: int, views: Sequence[memoryview]) -> int:
-    """Write all of ``views``, however little the system takes at a time; the number of bytes."""
+    """Write all of ``views``, however little the system takes at a time; gives the number of bytes."""
 
     def write(left: Sequence[memoryview], _: int) -> int:
         num_bytes = os.writev(file, left)

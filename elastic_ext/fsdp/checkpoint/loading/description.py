@@ -163,7 +163,7 @@ class StreamedCheckpoint:
         return cast("Mapping[str, Any]", values)
 
     def read(self, kind: FileKind, stretches: Sequence[Stretch]) -> list[memoryview]:
-        """The bytes of each stretch, in memory that is used again by the next call.
+        """Read and check stretches; gives the bytes of each, in memory that the next call uses again.
 
         CheckpointDamaged names the file that is not what was saved, and where in it.
         """
@@ -184,7 +184,7 @@ class StreamedCheckpoint:
         return views
 
     def close(self) -> None:
-        """Close its files. Twice is allowed."""
+        """Close the checkpoint's files. Twice is allowed."""
         while self._readers:
             self._readers.popitem()[1].close()
 

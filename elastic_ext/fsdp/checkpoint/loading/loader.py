@@ -76,7 +76,7 @@ class Loader:
         self._by_name = by_name_of(trained_by(optimizers, self._parameters))
 
     def check(self, opened: Opened) -> None:
-        """CheckpointMismatch, with all names, where the checkpoint's tensors are not those that are here."""
+        """CheckpointMismatch, with all names, where the checkpoint's tensors are not the model's and optimizers'."""
         _, missing, misshaped = _fit(opened, "model", self._held)
         own = {each.name for each in self._held}
         meta = opened.metas["model"]

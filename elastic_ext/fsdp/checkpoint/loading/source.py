@@ -36,14 +36,14 @@ _MOST_APART_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """A tensor to be filled with a box of what was saved under a name."""
+    """A request to fill a tensor with a box of the tensor that was saved under a name."""
 
     name: str
     tensor: torch.Tensor
-    """Its elements in row-major order are the box's."""
+    """The tensor to fill: its elements in row-major order are the box's."""
     box: Box
     what: str | None = None
-    """What is filled, in words; None for new memory, which nobody has seen yet."""
+    """The tensor in words, for ``Opened.touched``; None for new memory, which nobody has seen yet."""
 
 
 class Opened:

@@ -34,6 +34,7 @@ class Damage:
     blocks: tuple[int, int] | None = None
     """The first and the last damaged block, where the damage is in the data of tensors."""
     tensors: tuple[str, ...] = ()
+    """The names of the tensors that the damage concerns, as far as known."""
 
 
 def damage_in(found: ListedCheckpoint, advance: Callable[[int], object] = lambda num_bytes: None) -> Iterator[Damage]:

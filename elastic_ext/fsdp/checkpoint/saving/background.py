@@ -53,7 +53,7 @@ class BackgroundSave:
         after: BackgroundSave | None = None,
     ) -> None:
         self.path = path
-        """Where the checkpoint will be."""
+        """The folder where the checkpoint will be."""
         self.error: Exception | None = None
         """Why the save has failed, else None; ToldOfFailure where another rank has failed."""
         self.is_made = False
@@ -78,6 +78,7 @@ class BackgroundSave:
         self._thread = OwnedThread(self._run, name=THREAD_NAME)
 
     def start(self) -> None:
+        """Start the save's thread; from then on a process that ends waits for the save."""
         self._began = time.perf_counter()
         self._letters.restart_clock()
         atexit.register(self._finish)  # a script that ends has its last checkpoint

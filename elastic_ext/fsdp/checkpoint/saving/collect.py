@@ -64,7 +64,7 @@ class SaveRequest:
     name: str
     what: ToSave
     ask: Callable[[], str]
-    """Says what this rank is asked for, as ``agree_on`` takes it."""
+    """Says in words what this rank was called for, so that ``agree_on`` can compare ranks."""
     step: int
     epoch: int
     replaces: bool = False
@@ -82,7 +82,7 @@ def contents_of(
     own: Mapping[str, torch.Tensor] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """What this rank has of a model, its optimizers and more for a checkpoint.
+    """What this rank contributes to a checkpoint of a model, its optimizers and more; copies nothing.
 
     ``tensors`` are the same on every rank, and the first one's are kept, or each rank's part of those that are spread;
     ``own`` are this rank's alone, under names that no other rank uses.

@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """The tensors of one of a rank's files."""
+    """The tensors of one shard file that a rank is to write."""
 
     pieces: Sequence[TensorToWrite]
     staged: memoryview | None = None

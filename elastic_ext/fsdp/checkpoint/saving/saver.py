@@ -62,6 +62,7 @@ class Met:
     values: Mapping[str, Any]
     """The ``Contents.values`` of all ranks, merged."""
     generation: str
+    """The random id of the save, the same on all ranks."""
 
 
 class Meetings:
@@ -176,7 +177,7 @@ class Saver:
         self._retention = retention
 
     def save(self, folder: JobFolder, request: SaveRequest, draft: Commit) -> Path:
-        """Write the checkpoint; on return it exists, for every rank. All ranks call this between two steps.
+        """Save a checkpoint while training waits; on return it exists, for every rank. All call this between two steps.
 
         What it holds is collected, which may raise on some. ``draft`` is the first rank's: what COMMIT says besides the
         names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint of this
@@ -265,6 +266,7 @@ class Saver:
 
 
 def beginning(name: str) -> str:
+    """What a save is doing when ranks first meet, in words for errors."""
     return f"beginning checkpoint {name}"
 
 

@@ -173,7 +173,7 @@ class StagedFiles:
 
     @contextlib.contextmanager
     def mapped(self, folder: Path) -> Iterator[memoryview]:
-        """The copy's memory, while a ``with`` lasts."""
+        """The staged copy in ``folder``, mapped into memory while a ``with`` lasts."""
         if self.memory is None:
             yield memoryview(b"")
             return
@@ -370,7 +370,7 @@ class Shelf:
         return self._folder / f"{self._own}{slot}{RECORD}"
 
     def _drop(self, slot: int) -> None:
-        """Remove what a slot has, the record first."""
+        """Remove a slot's record and then its copy."""
         self._record(slot).unlink(missing_ok=True)
         memory, self._memories[slot] = self._memories[slot], None
         self._sizes[slot] = 0
@@ -379,7 +379,7 @@ class Shelf:
             memory.unlink(missing_ok=True)
 
     def _give_up(self, num_bytes: int, error: OSError) -> None:
-        """Use the folder no more, and say why."""
+        """Stop using the folder, and log why."""
         self.close()
         has = str(error)
         if error.errno == errno.ENOSPC:
@@ -397,7 +397,7 @@ class Shelf:
 
 
 def remove_shelved(folder: Path, is_meant: Callable[[str], bool]) -> None:
-    """Remove the copies in ``folder`` whose files' names are meant: each record before what it tells of."""
+    """Remove the staged copies in ``folder`` whose files' names ``is_meant`` accepts, all records first."""
     names = [name for name in os.listdir(folder) if name.endswith((RECORD, MEMORY)) or is_temporary(name)]
     for name in sorted(names, key=lambda one: not one.endswith(RECORD)):
         if is_meant(name.lstrip(".")):

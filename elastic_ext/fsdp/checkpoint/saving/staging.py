@@ -68,7 +68,7 @@ class Staging:
         return self._thread is not None and self._thread.is_alive()
 
     def num_missing(self, parts: Mapping[FileKind, Sequence[WrittenPart]]) -> int:
-        """How many bytes of memory ``make_ready`` would make for ``parts``."""
+        """How many more bytes of staging memory ``make_ready`` would allocate for ``parts``."""
         num_bytes = sum(_room_of(own) for own in parts.values())
         self._finish()
         slots = range(1 if self._shelf is None else self._shelf.num_slots)
@@ -275,7 +275,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How many elements lie between its first one and its last one."""
+    """How many elements of memory a tensor spans, from its first to its last, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
