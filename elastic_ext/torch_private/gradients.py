@@ -1,4 +1,4 @@
-"""Gradients of models in DDP, fully_shard and FSDP1, by private parts of torch that only this file uses.
+"""Gradients of models in DDP, fully_shard and FSDP1, by private parts of torch.
 
 Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
 ``make_sure_of`` tries all of them before training begins, those too that only a failing step would come to.
@@ -150,7 +150,7 @@ def divides_by(module: FSDPModule) -> float | None:
 
 
 def shares(part: FSDPModule, *, all_of_it: bool) -> bool:
-    """Whether the next backward pass shares the gradients of ``part`` itself over all ranks; else, whether over none.
+    """Whether the next backward pass shares ``part``'s own gradients over all ranks; without ``all_of_it``, over none.
 
     Neither is so where ``set_requires_all_reduce`` keeps gradients within one of two meshes.
     """

@@ -39,7 +39,7 @@ __all__ = [
 # Pure, so that every rank comes to the same result from the same inventories, and nobody has to be told.
 
 _LEAST_BYTES = 65536
-"""The size below which a tensor is not split between the ranks that have replicas of it, to be written."""
+"""The size up to which a tensor is not split between the ranks that have replicas of it, to be written."""
 _OF_THE_FIRST: frozenset[Kind] = frozenset({"buffer", "scalar"})
 """Kinds of tensors whose replicas may differ, as running means do: the first rank that has one writes it."""
 

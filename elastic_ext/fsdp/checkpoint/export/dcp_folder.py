@@ -74,7 +74,7 @@ _MOST_DIMENSIONS = 256
 _MOST_SAID = 4  # numbers and entries per byte of metadata, where the same ones stand in several places
 _ANY_VALUE = 1 << 22
 """How many characters and elements a value may have, whatever the size of its file."""
-_MOST_PER_BYTE = 16  # of what a saved byte stands for: torch.save keeps one element of an expanded tensor
+_MOST_PER_BYTE = 16  # bytes of a tensor for each saved one: torch.save keeps one element of an expanded tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

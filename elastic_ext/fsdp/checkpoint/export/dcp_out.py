@@ -243,7 +243,7 @@ def _new_folder(dest: Path, *, force: bool) -> Iterator[Path]:
     dest = Path(os.path.abspath(dest))
     refuse_in_a_jobs_folder(dest)
     _refuse_taken(dest, force=force)
-    for name in os.listdir(dest.parent):  # of those that were killed
+    for name in os.listdir(dest.parent):  # left by conversions that were killed
         if is_temporary(name) and name[1:-_SUFFIX_CHARACTERS] == dest.name:
             remove_folder(dest.parent / name)
     folder = temporary_beside(dest)

@@ -122,7 +122,7 @@ class Clearing:
         self._move(aside, self._path / name, is_meant=lambda _: False)
 
     def abandon(self, chain: Sequence[Lineage]) -> None:
-        """Rename all checkpoints that do not lead to the state of ``chain``, newest first: those left are its runs'.
+        """Rename all checkpoints that do not lead to ``chain``'s state, newest first: those left are fit to go on from.
 
         The new names say for which run that was, so that all of them count as before until that run has a checkpoint.
         Those that count so because of an earlier run are renamed for this one.
@@ -191,7 +191,7 @@ class Clearing:
         return garbage
 
     def _unused_metas(self, used: Collection[str]) -> list[Path]:
-        """The metadata files in meta/ that neither ``used`` nor a checkpoint here names, whatever its own name is."""
+        """The metadata files in meta/ that neither ``used`` nor any checkpoint here names, abandoned ones included."""
         try:
             kept = {meta_path(self._path, name): name for name in _kept_metas(self._path / _META)}
         except FileNotFoundError:
@@ -364,7 +364,7 @@ def remove_unused_metas(folder: Path) -> list[str]:
 
 
 def unused_metas(folder: Path, *, without: Collection[str] = ()) -> list[str]:
-    """The metadata files in meta/ that no checkpoint in a job's ``folder`` has, but for those in ``without``.
+    """The metadata files in meta/ that no checkpoint in a job's ``folder`` has; those in ``without`` do not count.
 
     No file is named where a checkpoint cannot be read or is being saved: it may have them.
     """
@@ -474,7 +474,7 @@ class Visit:
 
     @contextmanager
     def alone(self) -> Iterator[str | None]:
-        """Keep runs out while a ``with`` lasts; gives None, or why a run may be alive in the folder."""
+        """Keep runs out while a ``with`` lasts, unless only looking; gives None, or why a run may be alive there."""
         lock: int | None = None
         try:
             if self._only_looks:

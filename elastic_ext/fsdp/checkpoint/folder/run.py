@@ -29,7 +29,7 @@ __all__ = ["Run"]
 _logger = logging.getLogger(__name__)
 _NOT_BEGUN = "not-begun"
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG)
-_MOST_STEPS = 20  # that a message names
+_MOST_STEPS = 20  # how many a message names
 
 
 class Run:

@@ -43,7 +43,7 @@ Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaqu
 
 _FORMAT = 1
 MOST_RANKS = 1 << 20
-_MOST_DIMENSIONS = 256  # those of a box are gone through one within another
+_MOST_DIMENSIONS = 256  # loops over the dimensions of a box nest this deep
 _FEW_DIMENSIONS = f"at most {_MOST_DIMENSIONS} dimensions"
 _LARGEST = (1 << 63) - 1
 _KINDS: tuple[Kind, ...] = get_args(Kind)

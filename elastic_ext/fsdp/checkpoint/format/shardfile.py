@@ -278,7 +278,7 @@ def _refuse(name: str) -> NoReturn:
 # --- the checksums of blocks -----------------------------------------------------------------------------------------
 # Checksums of a shard file's data: the xxh3_64 of each block, made as data goes by, and the table of all of them.
 
-_PIECE_SUMS = 1 << 16  # those of a gigabyte, where blocks have the size that they have by default
+_PIECE_SUMS = 1 << 16  # the checksums of a gigabyte, at the default size of blocks
 _MOST_PIECES = 16
 
 

@@ -216,7 +216,7 @@ def _as_here(opened: Opened, meta: TensorMeta, by_name: Mapping[str, Trained]) -
 
 
 def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trained]:
-    """The saved states of optimizers whose parameters have another shape here, by the state's name."""
+    """By the name of a saved state whose parameter has another shape here: that parameter."""
     found = {}
     for name, meta in opened.metas["optim"].tensors.items():
         place = place_of(name, by_name)

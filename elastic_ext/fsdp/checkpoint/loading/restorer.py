@@ -105,7 +105,7 @@ class Restorer:
             if len({generation for generation, _ in answers}) > 1:
                 raise CheckpointError(f"ranks see different checkpoints in {path}: look after the storage")
             self._storage.together(lambda: results.append(into.load(opened[0])), doing, is_patient=False)
-            if answers[0][1]:  # of another job's it has values alone, and goes on as it was
+            if answers[0][1]:  # another job's checkpoint gives values alone: the chain of this run stays
                 self._run.go_on_from(opened[0].found.commit)
         return results[0]
 

@@ -22,7 +22,7 @@ from elastic_ext.fsdp.checkpoint.format.shardfile import TensorEntry
 
 __all__ = ["Damage", "damage_in"]
 
-_MOST_RUNS = 100  # of damaged blocks that are told of one file
+_MOST_RUNS = 100  # how many runs of damaged blocks are told of one file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ class LiveSaver:
 
     @property
     def can_save(self) -> bool:
-        """Whether async saves are possible: there is staging memory, and several ranks share a store."""
+        """Whether async saves are possible: there is staging memory, and the ranks, if several, share a store."""
         return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
     @property

@@ -65,7 +65,7 @@ class BackgroundSave:
         self._letters = letters
         self._rank = rank
         self._num_ranks = num_ranks
-        self._seconds = seconds  # that the storage has
+        self._seconds = seconds  # the time limit of the storage
         self._copy = copy
         self._make_folder = make_folder
         self._write = write
@@ -73,7 +73,7 @@ class BackgroundSave:
         self._discard = discard
         self._on_made = on_made
         self._clear = clear
-        self._after = after  # which may still be removing what is not to be kept
+        self._after = after  # the save before this one, which may still be removing checkpoints
         self._began = time.perf_counter()
         self._thread = OwnedThread(self._run, name=THREAD_NAME)
 

@@ -220,7 +220,7 @@ def _touched(num_bytes: int, pages: mmap.mmap | None, *, is_pinned: bool) -> tor
 # No counter is told of what is written through numpy, dlpack, ``.data`` or a storage: such a change is seen in memory
 # alone, and to read all of that again would take as long as copying it.
 
-_NUM_PLACES, _NUM_TOGETHER = 16, 8  # of a tensor: runs of elements, and the elements of each
+_NUM_PLACES, _NUM_TOGETHER = 16, 8  # how many runs of elements are sampled of a tensor, and how long each is
 _NUM_ELEMENTS = _NUM_PLACES * _NUM_TOGETHER
 
 
@@ -229,7 +229,7 @@ class _Group:
     """Samples of some tensors of one device and dtype, compared all at once."""
 
     places: list[int]
-    views: list[torch.Tensor]  # of what is sampled, in the tensors' own memory
+    views: list[torch.Tensor]  # of the samples, in the tensors' own memory
     seen: torch.Tensor
 
 
@@ -359,7 +359,7 @@ _LIMITS = (  # of the kernel's control groups, version 2 and version 1; the last
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-_LEFT = 0.05  # of what is free, for whatever comes
+_LEFT = 0.05  # the share of free memory that is left for whatever comes
 
 
 def free_bytes(cgroup: Path = _CGROUP) -> int:
