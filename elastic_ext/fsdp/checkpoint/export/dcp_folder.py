@@ -73,7 +73,7 @@ _LARGEST = (1 << 63) - 1
 _MOST_DIMENSIONS = 256
 _MOST_SAID = 4  # numbers and entries per byte of metadata, where the same ones stand in several places
 _ANY_VALUE = 1 << 22
-"""How many characters and elements a value may have, whatever the size of its file."""
+"""How many characters and elements any value may have, however few bytes its file has."""
 _MOST_PER_BYTE = 16  # bytes of a tensor for each saved one: torch.save keeps one element of an expanded tensor
 
 
