@@ -190,7 +190,7 @@ def facts_at(facts: JobFacts, size: int) -> JobFacts:
 
 
 def _quantum(facts: JobFacts) -> int:
-    """What sizes are multiples of: replicas have equally many samples, in whole micro-batches if their size is fixed."""
+    """What sizes are multiples of: replicas have equally many samples, in whole micro-batches if those are fixed."""
     micro_batch = facts.values.get(_MICRO_BATCH_KEY)
     if _MICRO_BATCH_KEY in facts.choices or not isinstance(micro_batch, int):
         return facts.num_replicas

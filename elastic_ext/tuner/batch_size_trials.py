@@ -320,7 +320,7 @@ class SizeTries:
             self._now.written(number, version)
 
     def see(self, now: float, seen: MeasuredSteps) -> tuple[list[Decision], Search | None]:
-        """Take a report of steps that can be trusted; gives decisions, with the search at a size that is kept, or None."""
+        """Take a report of steps that can be trusted; gives decisions, and the search at a size that is kept."""
         assert self._now is not None
         trying = self._now
         told = trying.see(now, seen)
