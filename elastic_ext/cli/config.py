@@ -21,7 +21,7 @@ __all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "parse_assignment"]
 
 
 class ConfigPlace(Protocol):
-    """Where a config is, and all of its versions."""
+    """A place with a config and all of its versions: a file, or a master."""
 
     name: str
 
@@ -62,7 +62,7 @@ class FilesConfig:
         return self._writer().undo()
 
     def taken(self, version: int) -> tuple[int, int] | None:
-        """Nobody tells who has taken a file."""
+        """None: of a config file nobody tells which nodes have taken a version."""
         return None
 
     def _writer(self) -> ConfigHistory | AgentsConfig:
@@ -141,7 +141,7 @@ def _history(place: ConfigPlace, options: argparse.Namespace) -> str:
 
 
 COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
-"""Each gives what is to be printed."""
+"""The commands of ``elastic-ext config``, by name; each gives the text to be printed."""
 
 
 def _written(place: ConfigPlace, new: ElasticConfig, *, as_json: bool) -> str:
