@@ -123,6 +123,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def add_arguments_of_export(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the arguments of ``elastic-ext ckpt export`` besides PATH."""
     parser.add_argument(
         "dest", type=path_of, metavar="DEST", help="the folder to write into; it may hold a config and a tokenizer"
     )
@@ -156,6 +157,7 @@ ONLY_TO = {"dcp": ("first", "force"), "elastic": ("job", "step", "optimizer", "t
 
 
 def add_arguments_of_convert(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the arguments of ``elastic-ext ckpt convert`` besides PATH."""
     parser.add_argument("--to", choices=tuple(ONLY_TO), required=True, help="what to make of it")
     parser.add_argument(
         "dest", type=path_of, metavar="DEST", help="a folder that is not there yet; of elastic: a shared_storage_path"

@@ -70,6 +70,7 @@ class _Row:
 
 
 def run_ls(options: argparse.Namespace, terminal: Terminal) -> int:
+    """List the checkpoints at a path; gives the exit status."""
     place = place_of(options.path)
     now = time.time()
     if place.is_checkpoint:
@@ -171,6 +172,7 @@ _MOST_CHARACTERS = 100
 
 
 def run_show(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Show what is in one checkpoint, tensor by tensor; gives the exit status."""
     path = one_checkpoint(place_of(options.path))
     with Reading(path):
         found = ListedCheckpoint.read(path)
@@ -282,6 +284,7 @@ def _bytes_of(tensor: TensorMeta) -> int:
 
 
 def run_verify(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Read and check every byte of the checkpoints at a path; gives the exit status."""
     statuses = [_verify(path, terminal) for path in _checkpoints(place_of(options.path))]
     if not statuses:
         raise CheckpointNotFound(f"{options.path} holds no checkpoint that was completed")
@@ -346,6 +349,7 @@ def _record(damage: Damage) -> dict[str, object]:
 
 
 def run_prune(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Remove old checkpoints, and what dead saves have left; gives the exit status."""
     place = place_of(options.path)
     if place.is_checkpoint:
         raise CheckpointNotFound(f"{place.path} is one checkpoint; give its job's folder, {place.path.parent}")

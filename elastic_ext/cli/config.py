@@ -21,9 +21,13 @@ __all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "parse_assignment"]
 
 
 class ConfigPlace(Protocol):
-    """A place with a config and all of its versions: a file, or a master."""
+    """A place with a config and all of its versions: a file, or a master.
+
+    ``taken`` gives how many nodes have a version, and how many there are; None where nobody tells.
+    """
 
     name: str
+    """The file or the master, in words."""
 
     def current(self) -> ElasticConfig | None: ...
     def entries(self) -> list[HistoryEntry]: ...

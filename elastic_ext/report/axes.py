@@ -147,6 +147,7 @@ class AmountScale:
     top: float
 
     def y(self, amount: float) -> float:
+        """The place of an amount in the drawing; at an edge where the amount is not within the scale."""
         share = amount / self.most if self.most > 0 else 0.0
         return self.bottom - min(max(share, 0.0), 1.0) * (self.bottom - self.top)
 

@@ -129,7 +129,7 @@ def legend(seconds: Mapping[TimeUse, float]) -> str:
 
 
 def swatch(entry: TimeUse) -> str:
-    """A square in an entry's colour."""
+    """A small square in the colour of a ledger entry, as SVG."""
     square = _filled("rect", entry, width=14, height=14)
     return tag("svg", square, class_="swatch", viewBox="0 0 14 14", width=14, height=14, aria_hidden="true")
 

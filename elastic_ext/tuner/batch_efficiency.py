@@ -47,7 +47,7 @@ _RULES = ("linear", "sqrt", "adascale")
 _GROWTHS = (1.5, 2.0)
 """How many times as large as now a step may be tried: learning rates follow, and learning should not jump."""
 _MOST_TIMES = 2
-"""Of sizes that are listed, those are tried that are at most so many times the present one, or else the next one."""
+"""Listed sizes are tried up to so many times the present one; where there is none, the next larger one is tried."""
 _MORE_NOISE = 1.25
 """How many times the noise scale may grow until sizes are looked at again: the rate must then be within bounds too."""
 _CLOSE = 1e-9

@@ -49,8 +49,8 @@ class MeasuredSteps:
     step_seconds: float
     """The mean step time, on the rank where it is the largest: bursts count as they are."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """The seconds of a step by phase, as profile/phases.py names phases: the median over ranks, as a share of
-    ``step_seconds``; empty where no step was timed by phase."""
+    """The seconds of a step by phase, as profile/phases.py names phases: ``step_seconds`` times the median over ranks
+    of the phase's share; empty where steps of some rank were not timed by phase."""
     held_up_seconds: float = 0.0
     """Seconds beside the steps in which training waited for checkpoints or changes, or was rolled back."""
     processor_share: float | None = None
@@ -77,7 +77,7 @@ follow each other within a second have much in common that tells nothing of late
 _MUCH_LONGER = 1.5
 """A trial ends early where its steps take more than so many times as long as those of the best point."""
 _TIMES_AS_MANY = 4
-"""How many times PROBE_STEPS are measured at most, where step times differ."""
+"""How many times the steps that are wanted are measured at most, where step times differ."""
 _SCATTERED = 0.35
 """Spread of step times, as ``_spread`` gives it, above which they tell nothing."""
 _UNLIKE = 0.06
@@ -187,7 +187,7 @@ class Trial:
         )
 
     def _has(self, times: int) -> bool:
-        """Whether ``times`` times the steps that are wanted are known, in ``times`` times the reports."""
+        """Whether ``times`` times as many steps as are wanted are known, in ``times`` times as many reports."""
         num_reports = min(self._wanted, PROBE_STEPS)
         return self.num_steps >= times * self._wanted and len(self._seen) >= times * num_reports
 
@@ -263,7 +263,8 @@ _OTHER_PACE = 0.2
 """A step time differs from an earlier one of the same point by more than this, as a logarithm, if the pace changed."""
 _DOUBTFUL_LONGER = 0.4
 _DEVIATIONS = 2.0
-"""Standard deviations by which steps take longer than expected where they are doubted, and by _DOUBTFUL_LONGER."""
+"""Step times are doubted that are longer than expected by so many standard deviations, and at least by
+_DOUBTFUL_LONGER, as a logarithm."""
 
 
 class Doubt:

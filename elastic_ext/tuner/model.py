@@ -445,6 +445,7 @@ class _Wanted:
         self.phases = {name: np.array([each.get(name, 0.0) for each in phases]) for name in names}
 
     def residuals(self, numbers: Floats) -> Floats:
+        """The deviations of the model from measured steps and phases, in standard deviations of each."""
         said = phases_of(numbers, self.columns, self.share)
         steps = sum(said.values(), np.zeros(len(self.seconds)))
         found = [np.log(steps / self.seconds) / _OF_A_STEP]

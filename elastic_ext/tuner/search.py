@@ -103,13 +103,13 @@ _MOST_TIMES = 4.0
 _WAITED = 0.1
 """Share of a step that is waited for samples, from which on a worker more or less is tried without an expected gain."""
 _TIMES_OF_A_NEIGHBOUR = 1.5
-"""Such a try is not made where its steps may take more than so many times as long as those at the best point."""
+"""A worker more or less is not tried where steps may take more than so many times as long as at the best point."""
 _MAY_HAVE_CHANGED = 0.5
 """Standard deviation that is added to the model's numbers, as logarithms, where a search begins again."""
 _NOISE = 0.025
 """Standard deviation of a measured step time, as a logarithm, for PROBE_STEPS reports of it."""
 _LEAST_NOISE = 0.01
-"""The same for any number of reports, at least."""
+"""Least standard deviation of a measured step time, as a logarithm, for any number of reports of it."""
 _BRIEF_NOISE = 0.06
 """Standard deviation of a step time, as a logarithm, where the trial of the point ended early."""
 _SURELY, _CLOSE = 3.0, 0.1
@@ -207,7 +207,7 @@ class Search:
         return Prior(mean=fitted.numbers, deviation=np.minimum(unsure, 1.5))
 
     def tell(self, measured: StepTimes) -> None:
-        """Take the measured step times of a point, which is the one in force."""
+        """Take the measured step times of a point."""
         point = measured.point
         if point not in self._places:
             self._space = replace(self._space, points=(*self._space.points, point))

@@ -105,7 +105,7 @@ class Space:
     present: Point
     points: tuple[Point, ...]
     choices: Mapping[str, tuple[Value, ...]]
-    """By field of a point, the values that it has in any of the points, numbers in ascending order."""
+    """The values that each field of a point has in any of the points, numbers in ascending order."""
 
     @property
     def is_open(self) -> bool:
