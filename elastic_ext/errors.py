@@ -67,7 +67,7 @@ __all__ = [
 
 
 class ElasticError(Exception):
-    """What every error of this library is."""
+    """The base class of all errors of this library."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +99,9 @@ class CheckpointError(ElasticError):
     """A checkpoint that could not be saved or loaded; older checkpoints are as they were."""
 
     is_in_log = False
-    """It was logged where it came about, before it is raised."""
+    """Whether the error was logged where it came about, before it was raised."""
     says_all = False
-    """It is a refusal in words, on all ranks: where it came about in this library adds nothing."""
+    """Whether the message is a refusal that says all, on all ranks, so that a traceback would add nothing."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -250,7 +250,7 @@ def _some(names: Sequence[str], limit: int = 10) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What a person is told of an error that happened elsewhere."""
+    """The message of an error as a person is told it in another message, without a traceback."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "") + _advice_on(error)
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)):
@@ -259,7 +259,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _advice_on(error: OSError) -> str:
-    """What to do about an error of the system that says nothing of it."""
+    """Advice on an error of the system, appended to its message; empty where there is none."""
     if error.errno == errno.EMFILE and resource is not None:
         number, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"; this process may have {number} open at once: allow it more with `ulimit -n`, or have it open fewer"

@@ -1,5 +1,5 @@
-"""The sharding strategies, a row for each: what it does with the state of a model. How a model is put under one, and
-known again under it, is in fsdp/reshard.
+"""The sharding strategies, a row for each: what it does with the state of a model. How a model is sharded by one is in
+fsdp/reshard.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ __all__ = ["main", "parse_assignment"]
 
 _LAUNCHER = "elastic_ext.run"  # imports torch
 _INTERRUPTED = 130  # as of a program that SIGINT ends
-_BROKEN_PIPE = 141  # ... SIGPIPE
+_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
+    """Run one command of elastic-ext; gives its exit status: 0 done, 1 failed or trouble found, 2 refused."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
         return int(importlib.import_module(_LAUNCHER).main(given[1:]))
@@ -166,7 +166,7 @@ def _run_memory(options: argparse.Namespace) -> int:
 
 
 def _quiet_grpc() -> None:
-    """What it would print of connections, commands say themselves."""
+    """Keep grpc from printing what goes wrong with connections, since commands say that themselves."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 

@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Terminal:
-    """The output of one command, and what it says beside that."""
+    """The output of one command, as words or as lines of JSON, and its complaints and progress bars on stderr."""
 
     def __init__(self, out: TextIO, err: TextIO, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -61,26 +61,26 @@ class Terminal:
         self._err = err
 
     def tell(self, record: Mapping[str, object], words: str) -> None:
-        """One finding: ``record`` on a line of its own where JSON is asked for, else ``words``."""
+        """Write one finding: ``record`` on a line of its own where JSON is asked for, else ``words``."""
         self._write(json.dumps(record, allow_nan=False) if self.as_json else words)
 
     def say(self, words: str) -> None:
-        """What is only for people: a heading, a sum."""
+        """Write what is only for people, such as a heading or a sum; nothing where JSON is asked for."""
         if not self.as_json:
             self._write(words)
 
     def complain(self, words: str) -> None:
-        """What went wrong, beside the output."""
+        """Write what went wrong to stderr."""
         self._out.flush()
         self._err.write(_printable(f"elastic-ext: {words}\n", self._err))
 
     def flush(self) -> None:
-        """Have all that was said seen, as of what goes on."""
+        """Flush the output, so that what was written can be seen while the command goes on."""
         self._out.flush()
 
     @contextlib.contextmanager
     def bar(self, description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-        """A bar of so many bytes while a ``with`` lasts, on a terminal alone; what it gives is told of bytes done."""
+        """A progress bar of ``num_bytes`` on a terminal, as a context; it gives a function that takes bytes done."""
         progress = Progress(is_shown=self._err.isatty(), unit="B")
         progress.begin(description, num_bytes)
         try:
@@ -90,7 +90,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def total_bar(self, description: str) -> Iterator[Callable[[int, int], None]]:
-        """The same where the number of bytes is not known before; what it gives is told of bytes done, and of all."""
+        """A progress bar whose size is not known before; its function takes the bytes done so far, and those of all."""
         told = 0
         with contextlib.ExitStack() as stack:
             advance: list[Callable[[int], None]] = []
@@ -123,6 +123,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def add_arguments_of_export(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the arguments of ``elastic-ext ckpt export`` besides PATH."""
     parser.add_argument(
         "dest", type=path_of, metavar="DEST", help="the folder to write into; it may hold a config and a tokenizer"
     )
@@ -152,10 +153,11 @@ def add_arguments_of_export(parser: argparse.ArgumentParser) -> None:
 
 
 ONLY_TO = {"dcp": ("first", "force"), "elastic": ("job", "step", "optimizer", "tied")}
-"""The arguments of `ckpt convert` that one direction has alone."""
+"""The arguments of `ckpt convert` that only one direction has, by the direction."""
 
 
 def add_arguments_of_convert(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the arguments of ``elastic-ext ckpt convert`` besides PATH."""
     parser.add_argument("--to", choices=tuple(ONLY_TO), required=True, help="what to make of it")
     parser.add_argument(
         "dest", type=path_of, metavar="DEST", help="a folder that is not there yet; of elastic: a shared_storage_path"
@@ -185,7 +187,7 @@ def add_arguments_of_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def path_of(text: str) -> Path:
-    """A path; not '', which would be the current folder."""
+    """The path in an argument; '' is refused, since it would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError(
             "it is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
@@ -194,7 +196,7 @@ def path_of(text: str) -> Path:
 
 
 def pair_of(text: str) -> tuple[str, str]:
-    """``A=B``, cut at the last equals sign: a pattern may have some, and names have none."""
+    """The two parts of an argument ``A=B``, cut at the last equals sign: A may be a pattern with some, B is a name."""
     first, equals, second = text.rpartition("=")
     if not first or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form A=B")
@@ -202,7 +204,7 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 def size_of(text: str) -> int:
-    """Bytes: ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
+    """The bytes of a size in an argument: ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
     found = _SIZE.fullmatch(text)
     if found is None or float(found[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; allowed: such as 5GB, 500MiB or 1000000")
@@ -211,16 +213,17 @@ def size_of(text: str) -> int:
 
 
 # --- the table of commands -------------------------------------------------------------------------------------------
-# The table of the commands of `elastic-ext ckpt`, and what all of them have: a PATH, --json, and an exit status.
+# All commands of `elastic-ext ckpt` have a PATH, --json, and an exit status.
 #
-# One entry makes a command. Its ``home`` is the module beside this one whose ``run(options, terminal)`` does it and
-# gives the exit status; it is imported when it is called for, so that one which needs torch costs the others nothing.
+# One entry makes a command. Its ``home`` is the module beside this one whose ``run_<command>(options, terminal)`` does
+# it and gives the exit status; the module is imported when the command is called, so that one which needs torch costs
+# the others nothing.
 
 DONE = 0
 DAMAGED = 1
-"""Something on the disk is not what was saved, or the file system refused."""
+"""Exit status where something on the disk is not what was saved, or where the file system refused."""
 REFUSED = 2
-"""The input was refused: no checkpoint there, one of a newer format, arguments that cannot be."""
+"""Exit status where the input was refused: no checkpoint there, one of a newer format, or impossible arguments."""
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 _INTERRUPTED = 130
 _PATH = "a shared_storage_path, a job's folder in it, or one checkpoint's"
@@ -257,15 +260,16 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """One of them."""
+    """One command of ``elastic-ext ckpt``: its help, the module that does it, and its arguments."""
 
     words: str
-    """What it does, for --help."""
+    """What the command does, for --help."""
     home: str
+    """The module beside this one that has ``run_<command>``, which does the command."""
     path: str = _PATH
-    """What its PATH may be."""
+    """What the command's PATH may be, for --help."""
     arguments: Callable[[argparse.ArgumentParser], None] = _of_none
-    """Adds those that it has besides."""
+    """Adds the arguments that the command has besides PATH."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -296,7 +300,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the commands; what it parses has ``run``, which gives the exit status."""
+    """Give ``parser`` the commands of ``elastic-ext ckpt``; ``run`` of the parsed options gives the exit status."""
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.words, description=command.words)
@@ -329,7 +333,7 @@ def status_of(error: CheckpointError | OSError) -> int:
 
 
 def in_words(error: CheckpointError | OSError) -> str:
-    """What it says, on one line."""
+    """The message of an error, on one line."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return on_one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
     return on_one_line(str(error))
@@ -358,7 +362,10 @@ class FolderContents:
 
 
 def place_of(path: Path) -> FolderContents:
-    """What ``path`` leads to; CheckpointNotFound says what it is instead, OSError that nobody can tell."""
+    """The checkpoints that ``path`` leads to; CheckpointNotFound says what is there instead.
+
+    OSError where the folder cannot be read.
+    """
     path = Path(os.path.abspath(path))
     try:
         names = os.listdir(path)
@@ -418,7 +425,7 @@ def _refusal(path: Path, names: list[str]) -> str:
 
 
 def bytes_of(commit: Commit) -> int:
-    """What a checkpoint's files take, but for those that checkpoints share."""
+    """The size of a checkpoint's files, without those that checkpoints share."""
     return sum(commit.sizes().values())
 
 
@@ -429,7 +436,7 @@ def age_of(commit: Commit, now: float) -> float:
 
 
 def layout_of(commit: Commit) -> str:
-    """Over how many ranks it is spread, and how, where the run has said so."""
+    """The ranks that a checkpoint is spread over, and the sharding if the run has noted it, in words."""
     sharding = commit.about.get("sharding")
     ranks = counted(commit.num_ranks, "rank")
     return f"{ranks}, {on_one_line(sharding)}" if isinstance(sharding, str) and sharding != "none" else ranks

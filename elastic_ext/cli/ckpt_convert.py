@@ -14,6 +14,7 @@ __all__ = ["run_convert"]
 
 
 def run_convert(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Convert a checkpoint to a folder of torch.distributed.checkpoint, or back; gives the exit status."""
     _refuse_of_the_other(options)
     try:
         converted = _to_dcp(options, terminal) if options.to == "dcp" else _to_elastic(options, terminal)

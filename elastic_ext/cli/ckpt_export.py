@@ -15,6 +15,7 @@ __all__ = ["run_export"]
 
 
 def run_export(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Write the model of a checkpoint as safetensors files; gives the exit status."""
     path = one_checkpoint(place_of(options.path))
     dtype: Any = DTYPES.get(options.dtype)
     try:

@@ -70,6 +70,7 @@ class _Row:
 
 
 def run_ls(options: argparse.Namespace, terminal: Terminal) -> int:
+    """List the checkpoints at a path; gives the exit status."""
     place = place_of(options.path)
     now = time.time()
     if place.is_checkpoint:
@@ -91,7 +92,7 @@ def run_ls(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _row(found: ListedCheckpoint, job: Path, now: float, *, counts: bool = False) -> _Row:
-    """A checkpoint in words; ``counts`` says of one that was abandoned that this was for nothing."""
+    """A checkpoint as a record and in words; ``counts`` says that a run abandoned it and then saved nothing itself."""
     commit, state = found.commit, "abandoned" if is_set_aside(found.name) else "committed"
     record: dict[str, object] = {
         "job": job.name,
@@ -123,7 +124,7 @@ def _row(found: ListedCheckpoint, job: Path, now: float, *, counts: bool = False
 
 
 def _runs_of(commit: Commit) -> str:
-    """The run that saved it, and where it went on from."""
+    """The run that saved a checkpoint, and the run and step that it went on from, in words."""
     last = commit.lineage[-1]
     if len(commit.lineage) == 1:
         return last.id
@@ -150,7 +151,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _others(job: Path, listings: Sequence[Listing]) -> Iterator[tuple[dict[str, object], str]]:
-    """What is no checkpoint that can be listed, each as a record and in words."""
+    """What lies in a job's folder beside checkpoints that can be listed, each as a record and in words."""
     for listing in listings:
         for name, error in listing.unreadable.items():
             state = "newer" if status_of(error) == REFUSED else "unreadable"
@@ -171,6 +172,7 @@ _MOST_CHARACTERS = 100
 
 
 def run_show(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Show what is in one checkpoint, tensor by tensor; gives the exit status."""
     path = one_checkpoint(place_of(options.path))
     with Reading(path):
         found = ListedCheckpoint.read(path)
@@ -215,7 +217,7 @@ def _tell_commit(found: ListedCheckpoint, terminal: Terminal) -> None:
 
 
 def _tell_state(found: ListedCheckpoint, terminal: Terminal) -> None:
-    """The plain values, each in a few words."""
+    """Tell the values of a checkpoint's state file, each in a few words."""
     if STATE_FILE not in found.commit.states:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {STATE_FILE}")
     terminal.say(f"\n{STATE_FILE}")
@@ -282,6 +284,7 @@ def _bytes_of(tensor: TensorMeta) -> int:
 
 
 def run_verify(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Read and check every byte of the checkpoints at a path; gives the exit status."""
     statuses = [_verify(path, terminal) for path in _checkpoints(place_of(options.path))]
     if not statuses:
         raise CheckpointNotFound(f"{options.path} holds no checkpoint that was completed")
@@ -289,7 +292,7 @@ def run_verify(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _checkpoints(place: FolderContents) -> Iterator[Path]:
-    """Every checkpoint with a COMMIT, whatever that is worth."""
+    """The folder of every checkpoint that has a COMMIT, be it damaged."""
     if place.is_checkpoint:
         yield place.path
     for job in place.jobs:
@@ -346,6 +349,7 @@ def _record(damage: Damage) -> dict[str, object]:
 
 
 def run_prune(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Remove old checkpoints, and what dead saves have left; gives the exit status."""
     place = place_of(options.path)
     if place.is_checkpoint:
         raise CheckpointNotFound(f"{place.path} is one checkpoint; give its job's folder, {place.path.parent}")
@@ -363,7 +367,7 @@ def run_prune(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _rule(options: argparse.Namespace) -> Retention | None:
-    """What is to be kept; None where all checkpoints are."""
+    """The rule for the checkpoints that `ckpt prune` keeps; None where it keeps all."""
     if options.keep_last is None and options.keep_every is None and not options.abandoned:
         return None
     only_the_newest = options.keep_every is not None and options.keep_last is None
@@ -375,7 +379,7 @@ def _rule(options: argparse.Namespace) -> Retention | None:
 
 
 def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> list[RetentionVerdict]:
-    """Remove what the rule does not keep; what became of each checkpoint."""
+    """Remove the checkpoints that the rule does not keep, or with ``is_dry`` tell which; gives the verdict on each."""
     verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else retained(job, rule)
     for verdict in verdicts:
         _tell_verdict(verdict, terminal, is_dry=is_dry)
@@ -397,7 +401,7 @@ def _tell_verdict(verdict: RetentionVerdict, terminal: Terminal, *, is_dry: bool
 
 
 def _tidy(job: Path, terminal: Terminal) -> bool:
-    """Remove what dead saves have left; whether the storage let that be done."""
+    """Remove what dead saves have left; gives whether the storage let that be done."""
     visit = Visit(job)
     metas: list[str] = []
     with visit.alone() as why_not:  # shortly: what takes long is removed when runs may begin again
@@ -440,7 +444,7 @@ def _tell_of_garbage(
 
 
 def _tell_of_others(left: Collection[Path], why_not: str | None, terminal: Terminal) -> None:
-    """What was never committed, and stays for now."""
+    """Tell which saves were never committed and stay for now, and why."""
     for path in sorted(left):
         why = why_not or "something was written there within the last hour"
         terminal.tell({"path": str(path), "done": "stays", "why": why}, on_one_line(f"  {path.name} stays: {why}"))

@@ -21,9 +21,13 @@ __all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "parse_assignment"]
 
 
 class ConfigPlace(Protocol):
-    """Where a config is, and all of its versions."""
+    """A place with a config and all of its versions: a file, or a master.
+
+    ``taken`` gives how many nodes have a version, and how many there are; None where nobody tells.
+    """
 
     name: str
+    """The file or the master, in words."""
 
     def current(self) -> ElasticConfig | None: ...
     def entries(self) -> list[HistoryEntry]: ...
@@ -62,7 +66,7 @@ class FilesConfig:
         return self._writer().undo()
 
     def taken(self, version: int) -> tuple[int, int] | None:
-        """Nobody tells who has taken a file."""
+        """None: of a config file nobody tells which nodes have taken a version."""
         return None
 
     def _writer(self) -> ConfigHistory | AgentsConfig:
@@ -141,7 +145,7 @@ def _history(place: ConfigPlace, options: argparse.Namespace) -> str:
 
 
 COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
-"""Each gives what is to be printed."""
+"""The commands of ``elastic-ext config``, by name; each gives the text to be printed."""
 
 
 def _written(place: ConfigPlace, new: ElasticConfig, *, as_json: bool) -> str:

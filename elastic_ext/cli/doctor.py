@@ -21,7 +21,7 @@ __all__ = ["FINE", "WRONG", "add_doctor"]
 
 FINE = 0
 WRONG = 1
-"""There is a warning or an error."""
+"""Exit status where there is a warning or an error."""
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 _INTERRUPTED = 130
 _RUN_DIR = Path("~/.cache/elastic_ext")
@@ -30,7 +30,7 @@ _RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "l
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the arguments of the command; what it parses has ``run``, which gives the exit status."""
+    """Give ``parser`` the arguments of ``elastic-ext doctor``; ``run`` of the parsed options gives the exit status."""
     parser.description = "Check this machine, and say in words what is wrong with it and what to do."
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument(

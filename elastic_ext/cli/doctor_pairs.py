@@ -21,7 +21,10 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware) -> bool:
-    """Whether something is wrong with the nodes together, or with one of the others."""
+    """Check this node together with others and tell the findings; gives whether something is wrong with any of them.
+
+    What is wrong with this node alone was told before, and does not count here.
+    """
     try:
         report, own = check_pairs(
             _rendezvous(options),
@@ -49,7 +52,7 @@ def run(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware)
 
 
 def _hand_in(place: MasterPlace, report: PairReport, terminal: Terminal) -> bool:
-    """Tell the master what was measured, and say what it recommends; whether it has heard it."""
+    """Send a master the report of pairs, and say what it recommends; gives whether the master has received it."""
     from elastic_ext.master.client import MasterClient  # imports gRPC
 
     try:
@@ -65,7 +68,7 @@ def _hand_in(place: MasterPlace, report: PairReport, terminal: Terminal) -> bool
 
 
 def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
-    """The warnings and errors of the other nodes, with their names; what is told of this machine is not told again."""
+    """The warnings and errors of nodes on other machines, with their names; those of this machine were told before."""
     machine = report.nodes[own].hardware
     boot_id = machine.system.boot_id if machine is not None else None
     return sorted_findings(
@@ -85,7 +88,7 @@ def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
 
 
 def _say(words: str) -> None:
-    """Tell beside the output how far the check has come."""
+    """Tell the progress of the check on stderr."""
     with contextlib.suppress(BrokenPipeError):
         Terminal(sys.stderr, sys.stderr, as_json=False).say(f"elastic-ext doctor: {words}")
         sys.stderr.flush()

@@ -46,14 +46,14 @@ _NUM_PHASES = 2
 
 
 def is_healthy(status: wire.JobStatus) -> bool:
-    """Whether there is nothing to complain of."""
+    """Whether a job's status has no trouble, lost node or worker in trouble."""
     nodes = status.nodes
     is_bad = any(each.state == "lost" or each.troubles or any(one.trouble for one in each.workers) for each in nodes)
     return not status.troubles and not is_bad
 
 
 def status_words(status: wire.JobStatus, address: str) -> str:
-    """All that there is to say, on several lines."""
+    """The status of a job by its master, in words on several lines."""
     lines = [_heading(status), *(f"  {name:<14} {text}" for name, text in _facts(status, address))]
     if status.nodes:
         lines.append("  nodes")
@@ -74,7 +74,7 @@ def status_words(status: wire.JobStatus, address: str) -> str:
 
 
 def event_words(event: wire.JobEvent) -> str:
-    """An event on a line."""
+    """An event in words, on one line."""
     who = [event.node_id or "master"]
     who += [f"rank {event.rank}"] if event.rank >= 0 else []
     who += [f"step {event.step}"] if event.step >= 0 else []
@@ -133,7 +133,7 @@ def _config(config: wire.ConfigStatus) -> str:
 
 
 def _unknown_shares(status: wire.JobStatus) -> list[str]:
-    """Who belongs to the job by what its agents say, and has not joined; none where none of them says who it is."""
+    """The nodes that belong to the job by its membership and have not joined; empty if no node tells its id."""
     known = {each.node.agent_id for each in status.nodes if each.node.agent_id}
     missing = [each for each in status.membership.nodes if each.node_id not in known] if known else []
     return [f"{each.node_id} ({_ranks(each)})" for each in missing[:_MOST_MISSING]]
@@ -183,7 +183,7 @@ def _largest(shares: Mapping[str, float], *, num: int) -> str:
 
 
 def moment_words(seconds: float) -> str:
-    """A time of day, and its date."""
+    """A time as its date and time of day, on this machine's clock."""
     try:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):  # which no clock has shown
@@ -198,7 +198,7 @@ _FIRST_SECONDS, _MOST_SECONDS = 0.5, 10.0
 
 
 def run_status(place: MasterPlace, terminal: Terminal) -> int:
-    """Show the job; gives the exit status."""
+    """Show the status of a job by its master; gives the exit status."""
     try:
         with MasterClient(place) as client:
             status = client.status()
@@ -210,7 +210,7 @@ def run_status(place: MasterPlace, terminal: Terminal) -> int:
 
 
 def run_events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) -> int:
-    """Show the newest events, ``most`` of them or with 0 all, and those to come; gives the exit status.
+    """Show the newest ``most`` events of a master, with 0 all, and with ``follow`` later ones; gives the exit status.
 
     A master that goes away while it is followed is waited for, and nothing is shown twice or left out.
     """
@@ -246,7 +246,7 @@ def _events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) 
 
 
 def _event_record(event: wire.JobEvent) -> dict[str, Any]:
-    """With its details as JSON has them."""
+    """An event as a dictionary for JSON, with its details as values."""
     try:
         details = object_of(event.details)
     except ValueError:  # it has none
@@ -265,7 +265,7 @@ _DONE = 0
 
 
 def run_tuning(place: MasterPlace, options: argparse.Namespace, terminal: Terminal) -> int:
-    """Do one of the commands; gives the exit status."""
+    """Do ``elastic-ext tuning log``, ``pause``, ``resume`` or ``undo`` with a master; gives the exit status."""
     try:
         with MasterClient(place) as client:
             if options.command == "log":
@@ -289,12 +289,12 @@ def run_tuning(place: MasterPlace, options: argparse.Namespace, terminal: Termin
 
 
 def decision_record(decision: wire.TuningDecision) -> dict[str, Any]:
-    """One as JSON has it, its changes as values."""
+    """A decision of the tuner as a dictionary for JSON, with its changes as values."""
     return {**as_dict(decision), "changes": _changes(decision)}
 
 
 def decision_words(decision: wire.TuningDecision) -> str:
-    """One on a few lines: what, why, what was predicted and measured, what became of it."""
+    """A decision of the tuner on a few lines: what, why, what was predicted and measured, what became of it."""
     return "\n".join(on_one_line(line) for line in _lines(decision))
 
 

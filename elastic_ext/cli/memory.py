@@ -46,16 +46,16 @@ __all__ = [
 
 
 # --- what a rank's device would hold at its peak, for micro-batches, plans and shares of blocks computed again -------
-# All numbers are those that the tuner has: ``tuner.memory`` predicts, and here is said of what, and what of it fits.
+# All numbers are the tuner's: ``tuner.memory`` predicts them; this part chooses what to predict, and says what fits.
 
 _STRATEGY, _DEGREE = "parallelism.strategy", "parallelism.shard_degree"
 _HYBRID: StrategyName = "hybrid_shard"
-"""The strategy that is meant where a degree alone is asked for."""
+"""The strategy that is predicted where a shard degree is asked for without a strategy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What to predict; what is left out is as the job can have it, or as it is."""
+    """The micro-batches and plans to predict; what is left out is all that the job can have, or what it has now."""
 
     micro_batches: tuple[int, ...] = ()
     strategy: StrategyName | None = None
@@ -65,13 +65,13 @@ class Asked:
 
 
 class Plan(NamedTuple):
-    """How the model would lie: a column of a table."""
+    """A way to spread the model over its ranks: a column of the memory command's table."""
 
     strategy: str
     shard_degree: int
-    """Ranks that share a copy of the model; 1 where each has a whole one."""
+    """Ranks that one copy of the model is sharded over; 1 where each rank has a whole copy."""
     unit: int
-    """Blocks that are gathered at once; 0 where nothing is."""
+    """Blocks whose parameters are gathered at once; 0 where the model is not sharded."""
 
     def __str__(self) -> str:
         return f"{self.strategy}/{self.shard_degree}" if STRATEGIES[self.strategy].has_degree else self.strategy
@@ -85,36 +85,37 @@ class PredictionRow:
     plan: Plan
     activation_checkpoint: float
     peak_bytes: int | None
-    """None where nothing is known of it."""
+    """The predicted peak of memory; None where nothing is known of it."""
     passes_bytes: int | None
+    """The most that forward and backward passes take beside state; None where nothing is known of it."""
     fits: bool | None
-    """Under the limit; None where there is none that is known."""
+    """Whether the peak is within the limit; None where no limit is known."""
     is_refuted: bool
-    """Steps like these have run out of memory, whatever is predicted."""
+    """Whether steps like these have run out of memory, whatever is predicted."""
     is_present: bool
-    """As the job is now."""
+    """Whether the job trains like this now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """What a rank may take of its device's memory."""
+    """The limit of what a rank may take of its device's memory."""
 
     capacity_bytes: int | None
-    """What there is for a process, where that is known,"""
+    """The memory that there is for a process; None where that is not known."""
     allowed_bytes: int | None
-    """... what a person allows of it,"""
+    """The memory that a person allows a process; None where nobody says."""
     headroom: float
-    """... and the share of the less of both that stays free."""
+    """The share of the lesser of both that stays free."""
 
     @property
     def usable_bytes(self) -> int | None:
-        """What may be used; None where no limit is known."""
+        """The memory that a rank may use; None where no limit is known."""
         usable = usable_bytes(self.capacity_bytes, self.allowed_bytes, self.headroom)
         return None if usable is None else int(usable)
 
 
 def limit_of(facts: JobFacts, tuning: TuningSection) -> Limit:
-    """The one that holds in a job whose config says this of tuning."""
+    """The memory limit of a job, by its facts and the tuning section of its config."""
     return Limit(
         capacity_bytes=None if facts.memory is None else facts.memory.capacity_bytes,
         allowed_bytes=tuning.memory_bytes,
@@ -123,12 +124,15 @@ def limit_of(facts: JobFacts, tuning: TuningSection) -> Limit:
 
 
 def present_plan(facts: JobFacts) -> Plan:
-    """By which the model lies now."""
+    """The plan by which a job's model is spread over its ranks now."""
     return _plan(shape_of(point_of(facts.values), facts))
 
 
 def predicted(facts: JobFacts, asked: Asked, limit: Limit) -> list[PredictionRow]:
-    """By share of blocks, by micro-batch, by plan; ValueError for what no plan of this job can be."""
+    """The rows of predictions, by share of blocks computed again, then micro-batch, then plan.
+
+    ValueError where what is asked for can be no plan of this job.
+    """
     present = point_of(facts.values)
     now = shape_of(present, facts)
     points = plans_asked(facts, asked)
@@ -151,7 +155,7 @@ def predicted(facts: JobFacts, asked: Asked, limit: Limit) -> list[PredictionRow
 
 
 def plans_asked(facts: JobFacts, asked: Asked) -> list[Point]:
-    """Of each plan a point; ValueError where what is asked for can be no plan on these ranks."""
+    """A point for each plan to predict; ValueError where what is asked for can be no plan on the job's ranks."""
     present = point_of(facts.values)
     named = _named(asked)
     if named is not None:
@@ -189,12 +193,12 @@ def _points_of(strategy: str, facts: JobFacts, present: Point, asked: Asked) -> 
 
 
 def _named(asked: Asked) -> StrategyName | None:
-    """The strategy that is asked for; degrees are chosen with one alone."""
+    """The strategy that is asked for, by name or by its shard degree; None where any is."""
     return asked.strategy or (_HYBRID if asked.shard_degree is not None else None)
 
 
 def _own_degree(strategy: str, facts: JobFacts, present: Point) -> int | None:
-    """The degree by which the model lies now, be it no choice, where the strategy has one."""
+    """The shard degree of the model now, if ``strategy`` is the present one and has a degree; else None."""
     is_present = STRATEGIES[strategy].has_degree and strategy == present.strategy
     return shape_of(present, facts).shard_degree if is_present else None
 
@@ -207,13 +211,13 @@ def _degrees(strategy: str, facts: JobFacts, own: int | None, asked: Asked) -> S
 
 
 def _sizes(share: int, present: int) -> list[int]:
-    """1, 2, 4, ... up to a rank's part of a step, and the present one."""
+    """The micro-batches to predict by default: 1, 2, 4, ... up to a rank's share, the share, and the present one."""
     powers = [1 << exponent for exponent in range(share.bit_length())]
     return sorted({*powers, present, share})
 
 
 def _with_share(facts: JobFacts, micro_batch: int) -> JobFacts:
-    """The job, or one like it whose steps have as many samples as that on a rank."""
+    """The facts of the job, or of one like it whose share is large enough for ``micro_batch``."""
     if micro_batch <= facts.share:
         return facts
     return replace(facts, share=micro_batch, global_batch=micro_batch * facts.num_replicas)
@@ -254,7 +258,7 @@ _NOW, _NO_FIT, _RAN_OUT, _UNTOLD = "*", "!", "!!", "?"
 
 
 def memory_record(facts: JobFacts, limit: Limit, rows: Sequence[PredictionRow], notes: Sequence[str]) -> dict[str, Any]:
-    """One object: what is known of the model, the limit, and every prediction."""
+    """The memory of a job's model as a dictionary for JSON: what is known of it, the limit, and every prediction."""
     memory = facts.memory
     names = ("source", "why_measured", *_OF_MODEL, "update_bytes", "flops_per_sample", "scale")
     return {
@@ -275,7 +279,7 @@ def memory_record(facts: JobFacts, limit: Limit, rows: Sequence[PredictionRow], 
 
 
 def why_unknown(facts: JobFacts) -> str:
-    """Why nothing can be predicted, and what to do; empty where it can."""
+    """Why nothing can be predicted of a job's memory, and what to do; empty where it can."""
     if facts.memory is not None and facts.memory.passes:
         return ""
     without = _WITHOUT_ON_CPU if facts.device == "cpu" else _WITHOUT
@@ -285,7 +289,7 @@ def why_unknown(facts: JobFacts) -> str:
 def memory_words(
     facts: JobFacts, limit: Limit, rows: Sequence[PredictionRow], notes: Sequence[str], *, now: float
 ) -> str:
-    """The same on some lines, with a table for each share of blocks that are computed again."""
+    """The memory of a job's model in words, with a table for each share of blocks that are computed again."""
     lines = []
     if facts.memory is not None:
         lines += [*_source(facts.memory, now - facts.time), *_model(facts.memory), f"  {'limit':<16}{_limit(limit)}"]
@@ -326,7 +330,7 @@ def _source(memory: MemoryFacts, seconds: float) -> Iterator[str]:
 
 
 def _model(memory: MemoryFacts) -> Iterator[str]:
-    """The whole model's, on one rank."""
+    """Lines of the memory that the whole model would take on one rank, by kind."""
     for name, field in zip(_NAMES, _OF_MODEL, strict=True):
         yield f"  {name:<16}{size_in_words(getattr(memory, field))}"
     flops = "not known" if memory.flops_per_sample is None else f"{memory.flops_per_sample:.4g} for a sample"
@@ -361,7 +365,7 @@ def _share(ratio: float) -> str:
 
 
 def _table(rows: Sequence[PredictionRow]) -> Iterator[str]:
-    """Micro-batches down, plans across."""
+    """The lines of a table of predictions, with a row for each micro-batch and a column for each plan."""
     plans = list(dict.fromkeys(row.plan for row in rows))
     by_place = {(row.micro_batch, row.plan): row for row in rows}
     sizes = list(dict.fromkeys(row.micro_batch for row in rows))
@@ -375,7 +379,7 @@ def _table(rows: Sequence[PredictionRow]) -> Iterator[str]:
 
 
 def _heading(plan: Plan, plans: Sequence[Plan]) -> str:
-    """Its name; with its unit, where another than one block is gathered at once."""
+    """The heading of a plan's column: its name, with its unit if any plan gathers several blocks at once."""
     return f"{plan}, unit {plan.unit}" if any(each.unit > 1 for each in plans) and plan.unit else str(plan)
 
 
@@ -418,7 +422,7 @@ class _KnownMemory:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the arguments of the command."""
+    """Give ``parser`` the arguments of ``elastic-ext tuning memory``."""
     parser.description = _DESCRIPTION
     places = add_places(parser)
     places.add_argument("--file", type=path_of, metavar="FILE", help=f"the {FILE} that rank 0 has written")
@@ -456,7 +460,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def run_memory(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
-    """Show it; gives the exit status."""
+    """Show what a job's model takes of memory, and what it would take otherwise; gives the exit status."""
     asked = Asked(
         micro_batches=tuple(options.micro_batch),
         strategy=options.strategy,
@@ -481,7 +485,7 @@ def run_memory(options: argparse.Namespace, environ: Mapping[str, str], terminal
 
 
 def _value_of(key: str) -> Callable[[str], Any]:
-    """What reads a value of ``key`` from the command line."""
+    """A function that reads a value of the config key ``key`` from the command line."""
 
     def read(text: str) -> Any:
         try:
@@ -500,7 +504,7 @@ def _value_of(key: str) -> Callable[[str], Any]:
 
 
 def _facts_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
-    """The one that is meant; ValueError where there is none."""
+    """The file of facts that the arguments or the environment name; ValueError where there is none."""
     if options.file is not None:
         found: Path = options.file.expanduser()
         return found
@@ -520,7 +524,7 @@ def _facts_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """In a run directory, and in those of a job's nodes."""
+    """The files of facts in a run directory, and in those of the job's nodes below it."""
     nodes = folder / NODES
     inside = sorted(nodes.iterdir())[:_MOST_NODES] if nodes.is_dir() else []
     yield from (each / FILE for each in (folder, *inside) if (each / FILE).is_file())
@@ -537,7 +541,7 @@ def _known(file: Path) -> _KnownMemory:
 
 
 def _tuning_beside(folder: Path) -> tuple[TuningSection, str]:
-    """What the job's config says of tuning, or why that is not known."""
+    """The tuning section of the job's config, and why it is not known, if so."""
     agent = agent_in(folder)
     file = folder / _CONFIG if agent is None else Path(agent.config_file)
     try:

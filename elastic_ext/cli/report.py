@@ -22,9 +22,9 @@ __all__ = ["DONE", "FAILED", "REFUSED", "add_report", "run"]
 
 DONE = 0
 FAILED = 1
-"""The page could not be written."""
+"""Exit status where the page could not be written."""
 REFUSED = 2
-"""There is no such run, or the file is no report."""
+"""Exit status where there is no such run, or where the file to replace is no report."""
 _DEFAULT_OUT = Path("report.html")
 _MARK_WITHIN = 256
 _DESCRIPTION = """Show where the time of a training went, on one page that needs nothing else: a goodput ledger that
@@ -33,7 +33,7 @@ runs or after it has ended."""
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the arguments of the command."""
+    """Give ``parser`` the arguments of ``elastic-ext report``."""
     parser.description = _DESCRIPTION
     parser.add_argument(
         "run_dir",
@@ -50,7 +50,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
-    """Make the page; gives the exit status."""
+    """Make the report of a training, as a page or as JSON; gives the exit status."""
     try:
         folder = _folder(options.run_dir, options.job, environ)
         out = options.out or (None if options.json else _DEFAULT_OUT)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Termi
 
 
 def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> Path:
-    """The folder that is meant; ValueError if there is none."""
+    """The folder of the run that the arguments or the environment name; ValueError if they name none."""
     if run_dir is not None and job is not None:
         raise ValueError("both RUN and --job are given; allowed: one of them")
     if run_dir is not None:
@@ -89,7 +89,7 @@ def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -
 
 
 def _refuse_foreign(out: Path) -> None:
-    """ValueError if there is a file that is no report."""
+    """Raise ValueError if ``out`` is a file that is no report, or lies in no folder."""
     try:
         with open_regular(out) as file:
             beginning = file.read(_MARK_WITHIN)

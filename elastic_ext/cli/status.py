@@ -43,18 +43,18 @@ __all__ = [
 HEALTHY = 0
 TROUBLE = 1
 REFUSED = 2
-"""No such job or run directory."""
+"""Exit status where there is no such job or run directory."""
 _MOST_JOBS = 200
 
 
 def add_arguments_of_status(parser: argparse.ArgumentParser) -> None:
-    """Which job, and how it is shown."""
+    """Give ``parser`` the arguments of ``elastic-ext status``."""
     add_ways(parser, add_places(parser))
     parser.add_argument("--json", action="store_true", help="one JSON object per run directory")
 
 
 def add_places(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Where the job's files are; the group of these arguments, of which one is given."""
+    """Give ``parser`` the arguments that name a job's run directory; gives their group, of which one may be given."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("run_dir", nargs="?", type=_path, metavar="RUN_DIR", help="the run directory of a job")
     which.add_argument("--job", help="the name of a job whose run directory is where it is by default")
@@ -62,7 +62,7 @@ def add_places(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def run_status(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
-    """Show it; gives the exit status."""
+    """Show the status of jobs from their run directories; gives the exit status."""
     try:
         folders, is_list = _folders(options.run_dir, options.job, environ)
         now, host = time.time(), socket.gethostname()
@@ -86,7 +86,7 @@ def run_status(options: argparse.Namespace, environ: Mapping[str, str], terminal
 
 
 def folders_of_one_job(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> list[Path]:
-    """The run directories of the job that is meant; ValueError where there is none, or no telling which."""
+    """The run directories of the job that the arguments or the environment name; ValueError if none or several."""
     folders, is_list = _folders(run_dir, job, environ)
     if is_list:
         raise ValueError(f"there are {len(folders)} run directories; give one: RUN_DIR, or --job NAME")
@@ -94,7 +94,7 @@ def folders_of_one_job(run_dir: Path | None, job: str | None, environ: Mapping[s
 
 
 def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> tuple[list[Path], bool]:
-    """The run directories that are meant, and whether they are many that nobody named; ValueError if there is none."""
+    """The run directories to show, and whether they are those of all jobs since none is named; ValueError if none."""
     if run_dir is not None:
         return [_checked(run_dir)], False
     if job is not None:
@@ -109,7 +109,7 @@ def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) 
 
 
 def _jobs_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Where run directories are by default, and where agents make them that can make none there."""
+    """The folders that hold jobs' run directories by default, and those that agents use if they cannot write there."""
     spare = StartSettings.jobs_folder({"XDG_CACHE_HOME": str(spare_cache())})
     try:
         return [StartSettings.jobs_folder(environ), spare]
@@ -130,7 +130,7 @@ def _folders_of(job: str, environ: Mapping[str, str]) -> list[Path]:
 
 
 def _run_directories(jobs: Path) -> list[Path]:
-    """Those of the newest jobs."""
+    """The run directories of the newest jobs in a folder."""
     return [each for job in _newest(jobs)[:_MOST_JOBS] for each in _of_job(job)]
 
 
@@ -144,7 +144,7 @@ def _of_job(folder: Path) -> list[Path]:
 
 
 def _newest(folder: Path) -> list[Path]:
-    """The folders in it, newest first."""
+    """The folders in a folder, the newest first."""
     try:
         inside = [(each.stat().st_mtime, each) for each in folder.iterdir() if each.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -182,7 +182,7 @@ _LOOK_SECONDS = 0.2
 
 
 def add_arguments_of_events(parser: argparse.ArgumentParser) -> None:
-    """Of which job, and how many."""
+    """Give ``parser`` the arguments of ``elastic-ext events``."""
     add_ways(parser, add_places(parser))
     parser.add_argument("--follow", action="store_true", help="go on with those to come, until Ctrl-C")
     parser.add_argument(
@@ -196,7 +196,7 @@ def add_arguments_of_events(parser: argparse.ArgumentParser) -> None:
 
 
 def run_events(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
-    """Show those of a run directory, or of several of one job; gives the exit status."""
+    """Show the events in the run directories of one job; gives the exit status."""
     try:
         folders = folders_of_one_job(options.run_dir, options.job, environ)
     except OSError as error:
@@ -214,7 +214,7 @@ def run_events(options: argparse.Namespace, environ: Mapping[str, str], terminal
 
 
 def _tell(files: Mapping[Path, EventFiles], terminal: Terminal, *, most: int) -> None:
-    """What is new, by its time."""
+    """Show the events that are new in the files, ordered by time."""
     found = [(event, folder) for folder, each in files.items() for event in each.look().events]
     found.sort(key=lambda each: each[0].time)
     for event, folder in found[-most:] if most else found:
@@ -223,7 +223,7 @@ def _tell(files: Mapping[Path, EventFiles], terminal: Terminal, *, most: int) ->
 
 
 def _record(event: JobEvent) -> dict[str, object]:
-    """With the names that the events of a master have."""
+    """An event as a dictionary for JSON, with the names that events of a master have."""
     record = asdict(event)
     return {**{name: value for name, value in record.items() if name != "generation"}, "restart": event.generation}
 

@@ -1,4 +1,4 @@
-"""What is wrong with a machine and its GPUs, why that matters and what to do. Pure."""
+"""Findings on a machine and its GPUs: what is wrong, why that matters and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ __all__ = [
 # --- one thing that is said of a machine, or of machines together, in words ------------------------------------------
 
 Severity = Literal["ok", "note", "warning", "error"]
-"""How bad it is: as it should be; worth knowing; training is slower for it or may die of it; it can hardly run."""
+"""How bad a finding is: "ok", as it should be; "note", worth knowing; "warning", training is slower for it or may die
+of it; "error", a job can hardly run."""
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
+"""All severities, from the least to the worst."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was found."""
+    """One thing that was found of a machine, or of machines together, with why it matters and what to do."""
 
     severity: Severity
     what: str
@@ -45,54 +47,56 @@ class Finding:
     what_to_do: str = ""
 
     def to_record(self) -> dict[str, object]:
-        """For a line of JSON."""
+        """The finding as a dictionary for a line of JSON."""
         return asdict(self)
 
     def in_words(self) -> str:
-        """A few lines: what it is, why that matters, what to do."""
+        """The finding as a few lines of text: what it is, why that matters, what to do."""
         lines = [f"{self.severity + ':':9}{on_one_line(self.what)}"]
         lines += [f"{'':9}{on_one_line(line)}" for line in (self.why_it_matters, self.what_to_do) if line]
         return "\n".join(lines)
 
 
 def ok(what: str) -> Finding:
-    """Something is as it should be."""
+    """A finding that something is as it should be."""
     return Finding(severity="ok", what=what)
 
 
 def note(what: str, why: str, to_do: str = "") -> Finding:
-    """Something is worth knowing."""
+    """A finding that is worth knowing, and is no fault."""
     return Finding(severity="note", what=what, why_it_matters=why, what_to_do=to_do)
 
 
 def warning(what: str, why: str, to_do: str) -> Finding:
-    """Training is slower for it, or may die of it."""
+    """A finding for which training is slower, or of which it may die."""
     return Finding(severity="warning", what=what, why_it_matters=why, what_to_do=to_do)
 
 
 def error(what: str, why: str, to_do: str) -> Finding:
-    """A job can hardly run."""
+    """A finding with which a job can hardly run."""
     return Finding(severity="error", what=what, why_it_matters=why, what_to_do=to_do)
 
 
 def is_wrong(findings: Iterable[Finding]) -> bool:
-    """Whether one of them is a warning or an error."""
+    """Whether one of the findings is a warning or an error."""
     return any(finding.severity in ("warning", "error") for finding in findings)
 
 
 def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The worst first, otherwise as they were."""
+    """The findings, the worst first, otherwise in their order."""
     return tuple(sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)))
 
 
 class Listener(Protocol):
-    """Who is told of findings, such as a terminal."""
+    """What findings are told to, such as a terminal."""
 
-    def tell(self, record: Mapping[str, object], words: str) -> None: ...
+    def tell(self, record: Mapping[str, object], words: str) -> None:
+        """Show one thing: ``words`` for a person, or ``record`` as JSON."""
+        ...
 
 
 def tell_findings(listener: Listener, findings: Iterable[Finding], about: str) -> None:
-    """Tell all of them, and ``about`` what they are."""
+    """Tell a listener all findings, and what they are ``about``."""
     for finding in findings:
         listener.tell({"record": "finding", "about": about, **finding.to_record()}, finding.in_words())
 
@@ -102,12 +106,12 @@ def tell_findings(listener: Listener, findings: Iterable[Finding], about: str) -
 _BUSY_PERCENT = 50
 _USED_SHARE = 0.05
 _BY_ITSELF = ("its power limit", "a clock that was set for it", "a clock that was set for its display")
-"""What slows a clock down and is no illness."""
+"""Reasons for a slower clock that are no fault of the GPU."""
 _CLOSE_CELSIUS = 5
 
 
 def findings_of_gpus(hardware: NodeHardware) -> Iterator[Finding]:
-    """What there is to say of them."""
+    """The findings on a machine's GPUs, their driver, and what torch can do with them."""
     gpus = hardware.gpus
     if gpus.trouble is not None:
         yield error(
@@ -330,7 +334,7 @@ _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "xen", "pit")
 
 
 def findings(hardware: NodeHardware, *, num_nodes: int = 1) -> tuple[Finding, ...]:
-    """What there is to say of a machine that is to be one of ``num_nodes``, the worst first."""
+    """All findings on a machine that is to be one of ``num_nodes`` in a job, the worst first."""
     return sorted_findings(
         [
             *_of_cpu(hardware),
@@ -346,7 +350,10 @@ def findings(hardware: NodeHardware, *, num_nodes: int = 1) -> tuple[Finding, ..
 
 
 def check_node(hardware: NodeHardware, *, num_nodes: int = 1) -> tuple[str | None, tuple[str, ...]]:
-    """Why a job must not be started on this machine, None where it may; and warnings. Each takes a line."""
+    """The errors of a machine, on which a job must not be started, and its warnings: a line for each.
+
+    The errors are one text, or None where a job may be started.
+    """
     found = findings(hardware, num_nodes=num_nodes)
     lines = {
         severity: tuple(

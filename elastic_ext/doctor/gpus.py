@@ -1,5 +1,5 @@
-"""NVIDIA GPUs as their driver tells of them. Each question may go unanswered by itself: what a GPU, a driver or a
-virtual machine does not offer is None, and the rest is told.
+"""NVIDIA GPUs as their driver describes them. Each question may go unanswered alone: what a GPU, a driver or a virtual
+machine does not offer is None, and the other fields are filled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUESTIONS = (
     "nvmlSystemGetCudaDriverVersion_v2",
     "nvmlSystemGetDriverVersion",
 )
-"""All that is asked, by the names of NVML."""
+"""The functions of NVML that are called."""
 
 _MOST_NVLINKS = 36
 _REASONS: Mapping[int, str] = {
@@ -58,7 +58,7 @@ _REASONS: Mapping[int, str] = {
     0x80: "the power supply",
     0x100: "a clock that was set for its display",
 }
-"""Bits of what slows a clock down; 0x1 is that there is nothing to do."""
+"""NVML's bits for what slows a clock down, in words; bit 0x1, an idle GPU, is left out."""
 _MODES: Mapping[int, str] = {0: "default", 2: "prohibited", 3: "exclusive process"}
 _ENABLED = 1
 _UNCORRECTED, _CORRECTED = 1, 0
@@ -69,27 +69,27 @@ _GPU_TEMPERATURE, _SLOWDOWN_THRESHOLD = 0, 1
 
 
 class DriverAbsent(Exception):
-    """There is no NVIDIA driver."""
+    """The machine has no NVIDIA driver."""
 
 
 class Unanswered(Exception):
-    """The driver has no answer; what it says of that is the text."""
+    """The NVIDIA driver does not answer a question; the text is what it says instead."""
 
 
 class Driver(Protocol):
-    """The driver of NVIDIA GPUs."""
+    """An NVIDIA driver that can be asked: this machine's, or a test's."""
 
     def open(self) -> None:
-        """Begin; DriverAbsent where there is none, Unanswered where it does not work."""
+        """Begin to ask the driver; DriverAbsent where there is none, Unanswered where it does not work."""
 
     def ask(self, question: str, *arguments: object) -> Any:
-        """What NVML's function of that name gives; Unanswered where it gives nothing."""
+        """The result of the NVML function named ``question``; Unanswered where it has none."""
 
     def close(self) -> None: ...
 
 
 class NvidiaDriver:
-    """The one of this machine."""
+    """This machine's NVIDIA driver."""
 
     def open(self) -> None:
         try:
@@ -111,7 +111,7 @@ class NvidiaDriver:
 
 
 def gpus_of(driver: Driver, *, num_on_bus: int | None) -> Gpus:
-    """What ``driver`` tells of all GPUs; no devices where there is none."""
+    """All GPUs as ``driver`` describes them; no devices where there is no driver, or where it does not answer."""
     try:
         driver.open()
     except DriverAbsent:
@@ -195,7 +195,7 @@ def _answer(driver: Driver, question: str, *arguments: object) -> Any:
 
 
 def _nvlinks(driver: Driver, handle: object) -> tuple[int | None, int | None]:
-    """Links that are up, and that are down; a number that has no link is not answered."""
+    """The numbers of NVLinks that are up and that are down; None for both where the driver tells of none."""
     states = [_answer(driver, "nvmlDeviceGetNvLinkState", handle, link) for link in range(_MOST_NVLINKS)]
     known = [state == _ENABLED for state in states if state is not None]
     return (sum(known), len(known) - sum(known)) if known else (None, None)

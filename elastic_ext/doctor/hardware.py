@@ -1,6 +1,4 @@
-"""What this machine has, as one NodeHardware: read from the kernel's files, the limits of control groups, and mounted
-file systems.
-"""
+"""What this machine has, as one NodeHardware: the kernel's files, control groups and mounted file systems are read."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ __all__ = [
 # mounted is read.
 
 _NO_LIMIT_BYTES = 1 << 60
-"""Version 1 writes a number near 2**63 where there is none."""
+"""Limits from here on stand for none: control groups of version 1 write a number near 2**63."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLimits:
-    """What a process may use; None for no limit."""
+    """What the control groups of this process let it use; None for no limit."""
 
     quota_cores: float | None = None
     memory_bytes: int | None = None
@@ -72,10 +70,10 @@ class GroupLimits:
 
 
 def group_folders(controller: str, cgroup: str, mountinfo: str) -> Sequence[PurePosixPath]:
-    """Where the limits of ``controller`` (cpu, memory) stand, the process's own group first.
+    """The folders with the limits of a controller (cpu, memory) for this process, its own control group first.
 
-    ``cgroup`` and ``mountinfo`` are texts of /proc/self. In a container the path in the first may lead to what is not
-    mounted there; then what is mounted is its group.
+    ``cgroup`` and ``mountinfo`` are the texts of these files in /proc/self. In a container the path in ``cgroup`` may
+    not be mounted; the group that is mounted then counts as the process's own.
     """
     paths = _paths(cgroup)
     folders: list[PurePosixPath] = []
@@ -91,18 +89,18 @@ def group_folders(controller: str, cgroup: str, mountinfo: str) -> Sequence[Pure
 
 
 def parse_quota_v2(text: str) -> float | None:
-    """Cores, of ``cpu.max``: a quota and a period, or ``max``."""
+    """The cores that ``cpu.max`` allows, from its quota and period; None for no limit (``max``)."""
     quota, _, period = text.strip().partition(" ")
     return _quotient(quota, period or "100000")
 
 
 def parse_quota_v1(quota: str, period: str) -> float | None:
-    """Cores, of ``cpu.cfs_quota_us`` (-1 for no limit) and ``cpu.cfs_period_us``."""
+    """The cores that ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` allow; None for no limit (a quota of -1)."""
     return _quotient(quota.strip(), period.strip())
 
 
 def group_limits(root: Path = Path("/")) -> GroupLimits:
-    """What this process may use, of the control groups that are mounted under ``root``."""
+    """What the control groups that are mounted under ``root`` let this process use: the least of each limit."""
     cgroup, mountinfo = (_text_of_group(root / "proc/self" / name) for name in ("cgroup", "mountinfo"))
     cores = [
         found
@@ -130,7 +128,7 @@ def group_limits(root: Path = Path("/")) -> GroupLimits:
 
 
 def _memory_of_group(folder: Path, limit_name: str, used_name: str, reclaimed: str) -> tuple[int, int | None] | None:
-    """A group's limit and what is left of it; None for no limit."""
+    """The memory limit of a control group and what is left of it, in bytes; None for no limit."""
     limit = _number(_text_of_group(folder / limit_name))
     if limit is None or limit >= _NO_LIMIT_BYTES:
         return None
@@ -142,7 +140,7 @@ def _memory_of_group(folder: Path, limit_name: str, used_name: str, reclaimed: s
 
 
 def _paths(cgroup: str) -> dict[str, PurePosixPath]:
-    """The group of each controller of version 1, and under ``""`` that of version 2."""
+    """The path of this process's control group by controller of version 1, and under ``""`` that of version 2."""
     paths: dict[str, PurePosixPath] = {}
     for line in cgroup.splitlines():
         _, _, named = line.partition(":")
@@ -153,7 +151,7 @@ def _paths(cgroup: str) -> dict[str, PurePosixPath]:
 
 
 def _mounts(mountinfo: str) -> Iterable[tuple[str, PurePosixPath, PurePosixPath, Sequence[str]]]:
-    """Of each mount: its type, what of the file system it shows, where, and the options of the file system."""
+    """Each mount: the file system's type, the part of it that is mounted, the mount point, and the options."""
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         mount, system = before.split(), after.split()
@@ -212,9 +210,9 @@ def look(
     root: Path = _ROOT,
     patience_seconds: float = _PATIENCE_SECONDS,
 ) -> NodeHardware:
-    """What this machine has, and where ``run_dir`` and ``paths`` lead to.
+    """Look what this machine has, and which file systems ``run_dir`` and ``paths`` lead to.
 
-    It takes well under a second, and ``patience_seconds`` more for each file system or name that is not answered.
+    It takes well under a second, and ``patience_seconds`` more for each file system or host name that does not answer.
     """
     limits = group_limits(root)
     places: list[tuple[Path, StorageUse]] = [
@@ -238,7 +236,7 @@ def look(
 
 
 def parse_ranges(text: str) -> int | None:
-    """How many numbers a list of the kernel's names, such as ``0-3,8``; None for anything else."""
+    """The count of numbers in a list as the kernel writes it, such as 5 for ``0-3,8``; None for anything else."""
     count = 0
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")
@@ -249,7 +247,7 @@ def parse_ranges(text: str) -> int | None:
 
 
 def model_name(cpuinfo: str) -> str | None:
-    """The processor's name in /proc/cpuinfo."""
+    """The name of the processor, from the text of /proc/cpuinfo; None where it has none."""
     for line in cpuinfo.splitlines():
         key, colon, value = line.partition(":")
         if colon and key.strip() in ("model name", "Model", "cpu model", "cpu"):
@@ -258,7 +256,7 @@ def model_name(cpuinfo: str) -> str | None:
 
 
 def sizes_of_memory(meminfo: str) -> dict[str, int]:
-    """Bytes by name, of /proc/meminfo."""
+    """The sizes in the text of /proc/meminfo, in bytes by name."""
     sizes = {}
     for line in meminfo.splitlines():
         name, _, value = line.partition(":")
@@ -269,13 +267,13 @@ def sizes_of_memory(meminfo: str) -> dict[str, int]:
 
 
 def cuda_of_torch(version_file: str) -> tuple[bool, str | None]:
-    """Whether torch/version.py tells for which CUDA it was built, and for which; None for a build without."""
+    """Whether the text of torch/version.py says which CUDA torch was built for, and which one; None for none."""
     found = _CUDA.search(version_file)
     return (found is not None, (found[1] or found[2]) if found else None)
 
 
 def count_gpus_on_bus(root: Path = _ROOT) -> int | None:
-    """How many NVIDIA GPUs the machine has on its bus; None where that is not shown."""
+    """The number of NVIDIA GPUs on the machine's PCI bus; None where the bus is not shown."""
     try:
         devices = list((root / "sys/bus/pci/devices").iterdir())
     except OSError:
@@ -392,7 +390,7 @@ def _versions() -> Versions:
 
 
 def version_of(name: str) -> str | None:
-    """The version of what is installed under a name; None where it is not installed."""
+    """The version of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""Meeting: nodes that check each other, what they tell one another through a store, and who falls silent.
+"""Meeting: nodes that check each other, the messages that they exchange through a store, and which fall silent.
 
-Every node beats there, on a thread. Whoever waits for word from another looks at its beats too: one whose beats have
-stopped is silent, for all and for good, and nobody waits for it any more. A node that is merely late beats on.
+Every node writes heartbeats to the store, on a thread. Who waits for a message of another node watches its heartbeats
+too: a node whose heartbeats have stopped is silent, for all nodes and for good, and nobody waits for it any more. A
+node that is merely late keeps writing them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class MeetingFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where nodes meet, by the arguments that torchrun has for it."""
+    """The place where nodes meet, as the arguments that torchrun has for its rendezvous."""
 
     endpoint: str
     run_id: str
@@ -61,10 +62,10 @@ class Rendezvous:
     local_addr: str | None = None
 
     def parameters(self) -> RendezvousParameters:
-        """What torch makes a rendezvous of.
+        """The parameters that torch makes a rendezvous of.
 
-        Where all of a number of nodes are to come, those that came go on without the others when the time is up, so
-        that they can be named: torch would say no more than that time is up.
+        Where a fixed number of nodes is to come, those that came go on without the others when the time is up, so that
+        the missing ones can be told: torch would say no more than that time is up.
         """
         config = dict(self.config)
         min_nodes = self.min_nodes
@@ -85,7 +86,7 @@ class Rendezvous:
 
 
 def holds_store(rendezvous: Rendezvous) -> bool:
-    """Whether this process listens at the endpoint, so that the store goes when it ends."""
+    """Whether this process hosts the store of a rendezvous, which is then gone when the process ends."""
     try:
         _, port = parse_rendezvous_endpoint(rendezvous.endpoint, _DEFAULT_PORT)
     except ValueError:  # a file, for one
@@ -114,7 +115,10 @@ def _target(link: Path) -> str:
 
 
 class Meeting:
-    """One node's part in it: it has a number among the nodes, tells and hears."""
+    """One node's place among nodes that have met: its number, the messages it sends and reads, and who is silent.
+
+    A message is a text under a key of the node that sends it. Heartbeats are written while it is used as a context.
+    """
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class Meeting:
         self.index = index
         self.num_nodes = num_nodes
         self.silent: set[int] = set()
-        """Nodes that have stopped to answer."""
+        """Numbers of the nodes that have fallen silent."""
         self._store = _prefixed("doctor", store)
         self._where = where
         self._silence_seconds = silence_seconds
@@ -147,7 +151,7 @@ class Meeting:
         self._beats.close(self._silence_seconds)
 
     def leave(self, holders: Collection[int]) -> None:
-        """Close the rendezvous, once all have come to this; the store goes with ``holders``, who leave last."""
+        """Close the rendezvous once all nodes have called this; ``holders``, which host the store, leave last."""
         try:
             self.tell("leaves", "1")
             self.hear_from_all("leaves")
@@ -166,15 +170,15 @@ class Meeting:
                 _logger.info("the rendezvous at %s could not be closed: %s", self._where, error)
 
     def store_of_pair(self, name: str) -> Any:
-        """A store for two nodes alone, used beside this one."""
+        """A store for two nodes alone, with keys and a connection of its own."""
         return _prefixed(name, self._store.clone())
 
     def tell(self, key: str, text: str) -> None:
-        """Have all nodes hear it; MeetingFailed where the store is gone."""
+        """Send a message that all nodes can read; MeetingFailed where the store is gone."""
         self._ask(lambda: self._store.set(f"{self.index}/{key}", text))
 
     def hear(self, index: int, key: str) -> str | None:
-        """What a node has told, None if it has told nothing yet."""
+        """The message of a node under ``key``; None if it has sent none yet."""
         name = f"{index}/{key}"
         if not self._ask(lambda: self._store.check([name])):
             return None
@@ -182,7 +186,7 @@ class Meeting:
         return told.decode()
 
     def wait_for(self, index: int, key: str) -> str | None:
-        """What a node tells, as soon as it does; None if it falls silent before."""
+        """Wait for the message of a node under ``key``; None if the node falls silent before."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             text = self.hear(index, key)
@@ -195,12 +199,12 @@ class Meeting:
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def hear_from_all(self, key: str) -> dict[int, str]:
-        """What each node tells, as soon as all have or have fallen silent."""
+        """Wait for the messages of all nodes under ``key``, by node, without those that fall silent before."""
         heard = {index: self.wait_for(index, key) for index in range(self.num_nodes)}
         return {index: text for index, text in heard.items() if text is not None}
 
     def _falls_silent(self, index: int) -> bool:
-        """Whether the beats of a node have stopped, here or in the eyes of another."""
+        """Whether a node's heartbeats have stopped, to this node or to another; the node is then silent."""
         if self.hear(index, "silent") is None:
             beat = (self.hear(index, "beat") or "").encode()
             before, since = self._seen.get(index, (None, 0.0))
@@ -234,7 +238,10 @@ class Meeting:
 
 
 def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
-    """The meeting of all nodes that come in time; MeetingFailed says why there is none, ValueError what was wrong."""
+    """Meet the other nodes through torch's rendezvous, and give the meeting of those that came in time.
+
+    MeetingFailed says why there is none, and ValueError which argument was wrong.
+    """
     where = rendezvous.endpoint
     try:
         handler = get_rendezvous_handler(rendezvous.parameters())
@@ -263,7 +270,7 @@ def _prefixed(name: str, store: Any) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what lies under an error."""
+    """The first line of the error that caused another one."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]

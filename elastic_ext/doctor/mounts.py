@@ -50,7 +50,7 @@ _LOCAL_FUSE = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """A file system, and where it is to be seen."""
+    """A mounted file system: its type, and the folder at which it is mounted."""
 
     point: str
     file_system: str
@@ -69,7 +69,7 @@ def parse_mounts(mountinfo: str) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """The one that an absolute path without links lies on; the later of two at one place hides the other."""
+    """The mount that an absolute path without links lies on; of two at one place, the later one hides the other."""
     found: Mount | None = None
     for mount in mounts:
         covers = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
@@ -79,19 +79,19 @@ def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
 
 
 def is_network(file_system: str) -> bool:
-    """Whether files lie on other machines; those of a program of its own (fuse) do, but for a few that are known."""
+    """Whether files of such a file system lie on other machines; FUSE file systems count, but for known local ones."""
     return file_system in _NETWORK or (file_system.startswith("fuse") and file_system not in _LOCAL_FUSE)
 
 
 def is_memory(file_system: str) -> bool:
-    """Whether files lie in this machine's memory, and are gone when it is switched off."""
+    """Whether files of such a file system lie in this machine's memory, and are gone when it is switched off."""
     return file_system in _MEMORY
 
 
 def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience_seconds: float) -> StorageOfPath:
-    """Where ``path`` leads to; of one that is not there yet, the nearest folder above it that is.
+    """The file system that ``path`` leads to; of a path that is not there yet, that of the nearest folder above it.
 
-    A file system that hangs, as those of a network do whose server is gone, holds this up no longer than so.
+    A file system that hangs, as one of a network whose server is gone, holds this up for ``patience_seconds`` at most.
     """
     try:
         return within(patience_seconds, lambda: _looked_at(path, use, mounts))

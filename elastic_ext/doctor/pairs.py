@@ -1,6 +1,4 @@
-"""Nodes that check each other in pairs: which pairs in which round, what is measured, and the process of each node that
-takes part.
-"""
+"""Nodes that check each other in pairs: the rounds of pairs, the measurements, and the process of each node."""
 
 from __future__ import annotations
 
@@ -42,17 +40,17 @@ _logger = logging.getLogger(__name__)
 # --- rounds of disjoint pairs, so that in each round all nodes but at most one are busy at once ----------------------
 
 MOST_NODES_IN_FULL = 32
-"""Up to so many nodes every pair meets."""
+"""Number of nodes up to which every pair of them is checked."""
 MOST_ROUNDS = 16
-"""Of more nodes each meets so many others."""
+"""Rounds of pairs for more nodes than that, so that each node is checked with about so many others."""
 
 
 def matching(num_nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Rounds of pairs (lower, higher): no node twice in a round, no pair in two rounds.
+    """The rounds in which pairs of nodes are checked, as pairs (lower, higher): no node twice in a round.
 
-    All pairs of up to 32 nodes, in N - 1 rounds, or N where N is odd. Of more nodes a sample of these rounds, the same
-    whoever asks. Seats are shuffled and rounds not equally far apart for it, or nodes would fall into parts that
-    never meet, as would those that stand beside each other.
+    No pair comes twice. Up to 32 nodes have all pairs, in N - 1 rounds, or N where N is odd. More nodes have a sample
+    of these rounds, the same on every node. Seats are shuffled and rounds not equally far apart for that, or nodes
+    would fall into parts that never meet, as would those that stand beside each other.
     """
     if num_nodes < 2:
         return ()
@@ -73,7 +71,7 @@ def matching(num_nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def _shuffled(num: int) -> list[int]:
-    """Numbers below ``num`` in an order without any; the same wherever it is asked for, by whichever Python."""
+    """The numbers below ``num`` in a pseudo-random order, the same on every node and in every version of Python."""
     found, state = list(range(num)), 1
     for place in range(num - 1, 0, -1):
         state = (state * 1103515245 + 12345) % 2**31
@@ -83,7 +81,7 @@ def _shuffled(num: int) -> list[int]:
 
 
 def _round(number: int, turning: int) -> list[tuple[int, int]]:
-    """One seat stays, the others go around it and are paired across the circle."""
+    """The pairs of seats of one round: one seat stays, the others turn around it and are paired across the circle."""
     pairs = [(number, turning)]
     for step in range(1, (turning + 1) // 2):
         one, other = (number + step) % turning, (number - step) % turning
@@ -101,12 +99,12 @@ _CPU_SIZE, _GPU_SIZE = 768, 8192
 
 
 def devices() -> list[str]:
-    """What torch can compute on here: the CPU and each CUDA device."""
+    """The devices of this machine that torch can compute on: the CPU and each CUDA device."""
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
 
 
 def matmul(device: str) -> tuple[float, ...]:
-    """Floating-point operations a second, the best of each window of time."""
+    """Floating-point operations per second of matrix products on a device, the best of each window of time."""
     is_gpu = device.startswith("cuda")
     size = _GPU_SIZE if is_gpu else _CPU_SIZE
     left = torch.randn(size, size, dtype=torch.bfloat16 if is_gpu else torch.float32, device=device)
@@ -125,10 +123,10 @@ def matmul(device: str) -> tuple[float, ...]:
 def exchange(
     store: Any, rank: int, *, backend: str, timeout_seconds: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Latency in seconds one way and bytes a second, each by windows, of two processes that call this at the same time.
+    """The latency one way in seconds and the bandwidth in bytes per second between two processes, by windows of time.
 
-    A group of their own is made and taken away again. Only rank 0 has times; rank 1 gets nothing. RuntimeError if the
-    other one cannot be reached, or ends.
+    Both processes call this at the same time, as ranks 0 and 1 of a process group that is made for it and destroyed.
+    Rank 1 gets empty results. RuntimeError if the other process cannot be reached, or ends.
     """
     device = "cuda:0" if backend == "nccl" else "cpu"
     timeout = timedelta(seconds=timeout_seconds)
@@ -155,10 +153,10 @@ def exchange(
 
 
 def _forget_what_failed() -> None:
-    """Have torch number the next group as a process does that has had none.
+    """Reset torch's number of the next process group after one that could not be made.
 
-    The number of a group is part of its keys in the store, and one that could not be made is counted until another one
-    is taken away: two processes of which one had failed before would look for each other under unlike keys.
+    The number of a group is part of its keys in the store, and a group that could not be made is counted until another
+    one is destroyed: two processes of which one had failed before would look for each other under unlike keys.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -166,7 +164,7 @@ def _forget_what_failed() -> None:
 
 
 def _rally(rank: int, there: torch.Tensor, back: torch.Tensor, device: str) -> None:
-    """``there`` from rank 0 to rank 1, and ``back`` the other way when it has come."""
+    """Send ``there`` from rank 0 to rank 1, and when it has come, ``back`` from rank 1 to rank 0."""
     if rank == 0:
         dist.send(there, 1)
         dist.recv(back, 1)
@@ -198,7 +196,7 @@ def _least_seconds(once: Callable[[], None], times: int) -> float:
 # 3. Each waits until all have finished or have fallen silent, and reads what all have told.
 
 SILENCE_SECONDS = 15.0
-"""Without a beat for so long a node is taken for dead; two wait for each other's data as long."""
+"""Seconds without a heartbeat after which a node counts as dead; two nodes wait as long for each other's data."""
 
 
 def check_pairs(
@@ -209,11 +207,11 @@ def check_pairs(
     with_nccl: bool = False,
     silence_seconds: float = SILENCE_SECONDS,
 ) -> tuple[PairReport, int]:
-    """What the nodes have measured of each other, and which of them this one is.
+    """Check this node together with others, in pairs; gives the report of all nodes and the number of this one.
 
-    ``say`` is told how far it has come. ``with_nccl``, GPUs exchange the data where both nodes of a pair have some and
-    ask for it. MeetingFailed if the nodes do not meet; a store that is lost later is trouble
-    in the report, which then has what this node alone knows.
+    One process of each node calls this at the same time. ``say`` is told of the progress. With ``with_nccl`` on both
+    nodes of a pair, their GPUs exchange the data. MeetingFailed if the nodes do not meet; a store that is lost later is
+    trouble in the report, which then has what this node alone knows.
     """
     with meet(rendezvous, silence_seconds=silence_seconds) as meeting:
         notes = Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
@@ -274,21 +272,21 @@ def _pair(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello(JsonRecord):
-    """What a node tells of itself as nodes meet."""
+    """The first message of a node as nodes meet: its pid, its hardware, and whether it hosts the store."""
 
     pid: int
     holds_store: bool
-    """Whether the store is gone once the process has ended."""
+    """Whether the node's process hosts the store, which is gone when the process ends."""
     hardware: str
-    """What its machine has: NodeHardware, as JSON."""
+    """The NodeHardware of the node's machine, as JSON."""
 
 
 class Notes:
-    """What this node knows of all of them."""
+    """What this node knows of all nodes: what it measured, and what the others have told."""
 
     def __init__(self, meeting: Meeting, hardware: NodeHardware, rendezvous: Rendezvous, *, with_nccl: bool) -> None:
         self.holders: set[int] = set()
-        """The node that the store goes with, where it is one of these."""
+        """The node whose process hosts the store, if it is one of these; else empty."""
         self._meeting = meeting
         self._rendezvous = rendezvous
         self._with_nccl = with_nccl
@@ -299,7 +297,7 @@ class Notes:
         self._pairs: dict[tuple[int, int, int], CheckedPair] = {}
 
     def introduce(self) -> None:
-        """Tell what this node has, and hear it of all."""
+        """Tell the other nodes this node's hardware, and read theirs."""
         own = self._meeting.index
         hardware = self._hardware[own]
         is_holder = holds_store(self._rendezvous)
@@ -316,7 +314,7 @@ class Notes:
                 _logger.warning("node %d: what its machine has cannot be read: %s", index, error)
 
     def measure(self) -> None:
-        """Tell how fast this node computes, and hear it of all."""
+        """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""
         speeds = {device: matmul(device) for device in devices()}
         self._meeting.tell("measured", json.dumps({"matmul": speeds, "gpu": _own_gpu() if self._with_nccl else None}))
         for index, text in self._meeting.hear_from_all("measured").items():
@@ -325,17 +323,17 @@ class Notes:
             self._gpus[index] = measured["gpu"]
 
     def backend_of(self, first: int, second: int) -> str:
-        """nccl where both have asked for it and have GPUs, and not the same one to send from; else gloo."""
+        """The backend for a pair: nccl where both nodes ask for it and have GPUs, not the same one; else gloo."""
         gpus = self._gpus.get(first), self._gpus.get(second)
         return "nccl" if gpus[0] and gpus[1] and gpus[0] != gpus[1] else "gloo"
 
     def tell_pair(self, pair: CheckedPair) -> None:
-        """Note what this node has measured with another one, and have all hear it."""
+        """Note what this node has measured with another one, and tell all nodes."""
         self._take(pair)
         self._meeting.tell(f"pair/{pair.round}", pair.to_json())
 
     def read_all(self) -> None:
-        """Take over what the others have measured, those that have fallen silent too."""
+        """Read what the other nodes have measured in pairs, silent ones too."""
         for number, pairs in enumerate(matching(self._meeting.num_nodes)):
             for pair in pairs:
                 for index in pair:
@@ -344,14 +342,14 @@ class Notes:
                         self._take(CheckedPair.from_json(text))
 
     def label(self, index: int) -> str:
-        """What people call a node."""
+        """The name of a node for people: its number, host and pid."""
         hardware, pid = self._hardware.get(index), self._pids.get(index)
         where = [hardware.network.host] if hardware is not None else []
         where += [f"pid {pid}"] if pid is not None else []
         return f"node {index} ({', '.join(where)})" if where else f"node {index}"
 
     def report(self, trouble: str | None) -> PairReport:
-        """All that is known."""
+        """The report by what this node knows; ``trouble`` says why nothing more was measured."""
         return PairReport(
             num_wanted=self._rendezvous.min_nodes,
             nodes=tuple(
@@ -369,7 +367,7 @@ class Notes:
         )
 
     def _take(self, pair: CheckedPair) -> None:
-        """Keep of what two have told of their pair the one with times, or the one with trouble."""
+        """Keep of the two records of one pair that its nodes tell the one with times, or else the one with trouble."""
         key = (pair.round, pair.first, pair.second)
         before = self._pairs.get(key)
         if before is None or pair.trouble is not None or (pair.latency_seconds and before.trouble is None):

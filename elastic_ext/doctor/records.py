@@ -1,6 +1,6 @@
-"""NodeHardware: what a machine has, as one record that can be sent as JSON; hardware.py looks for it.
+"""NodeHardware: what a machine has, as one record that can be sent as JSON; hardware.py finds it out.
 
-None is what is not known: it cannot be asked here, or was not answered. Sizes are bytes.
+None stands for what is not known: it cannot be asked here, or was not answered. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Cpu:
     model: str | None
     num_logical: int
     num_allowed: int
-    """Of the logical ones, those that this process may run on (its affinity)."""
+    """Logical processors that this process may run on (its affinity)."""
     quota_cores: float | None
-    """What its control group may use of them in time, such as 1.5 cores; None for no limit."""
+    """Processor time that the control group of this process may use, such as 1.5 cores; None for no limit."""
     num_numa_nodes: int | None
 
     @property
     def effective_cores(self) -> float:
-        """How many cores' time there is for this process."""
+        """Processor time that there is for this process, in cores."""
         return float(self.num_allowed) if self.quota_cores is None else min(float(self.num_allowed), self.quota_cores)
 
 
@@ -54,20 +54,20 @@ class MainMemory:
     total_bytes: int
     available_bytes: int
     limit_bytes: int | None
-    """Of its control group; None for no limit."""
+    """The memory limit of this process's control group; None for no limit."""
     limit_free_bytes: int | None
-    """What is left of that, counting what would be given back when asked for."""
+    """What is left of that limit, counting caches that the kernel would give back."""
     swap_total_bytes: int
     swap_used_bytes: int
 
     @property
     def effective_bytes(self) -> int:
-        """How much there is for this process and those beside it."""
+        """Memory that there is for this process and those beside it: the machine's, or the limit if that is less."""
         return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """How much of that is left."""
+        """Memory that is left for this process and those beside it."""
         if self.limit_free_bytes is None:
             return self.available_bytes
         return min(self.available_bytes, self.limit_free_bytes)
@@ -75,48 +75,51 @@ class MainMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One NVIDIA GPU, as its driver tells of it."""
+    """One NVIDIA GPU, as its driver describes it."""
 
     index: int
     name: str | None = None
     uuid: str | None = None
     trouble: str | None = None
-    """Why the driver tells nothing of it."""
+    """Why the driver tells nothing of this GPU; None where it does, and the fields below are filled."""
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     compute_capability: str | None = None
     compute_mode: str | None = None
-    """default, exclusive process, prohibited."""
+    """Which processes may compute on it: ``default``, ``exclusive process`` or ``prohibited``."""
     is_mig: bool | None = None
     pcie_generation: int | None = None
-    """Of the link now; a GPU that does nothing saves power and lowers it."""
+    """PCIe generation of the link now; an idle GPU lowers it to save power."""
     pcie_generation_max: int | None = None
-    """What GPU and slot can do together."""
+    """The highest PCIe generation that GPU and slot can do together."""
     pcie_width: int | None = None
+    """PCIe lanes of the link now."""
     pcie_width_max: int | None = None
+    """The most PCIe lanes that GPU and slot can do together."""
     num_nvlinks: int | None = None
-    """Links that are up."""
+    """NVLinks that are up."""
     num_nvlinks_down: int | None = None
     clock_mhz: int | None = None
     clock_max_mhz: int | None = None
     memory_clock_mhz: int | None = None
     memory_clock_max_mhz: int | None = None
     slowed_by: tuple[str, ...] = ()
-    """Why its clock is lower than asked for."""
+    """Reasons why the clock is lower than asked for, in words."""
     utilization_percent: int | None = None
     temperature_celsius: int | None = None
     slowdown_celsius: int | None = None
-    """Where it begins to slow down by itself."""
+    """The temperature at which the GPU begins to slow down by itself."""
     power_watts: float | None = None
     power_limit_watts: float | None = None
     is_ecc: bool | None = None
     num_errors_corrected: int | None = None
-    """Of memory, since the driver was loaded."""
+    """Memory errors that ECC has corrected, since the driver was loaded."""
     num_errors_uncorrected: int | None = None
+    """Memory errors that ECC could not correct, since the driver was loaded."""
     num_pages_retired: int | None = None
-    """Memory that is no longer used since it had failed, in the life of the GPU."""
+    """Pages of memory that have failed and are no longer used, over the life of the GPU."""
     is_retirement_pending: bool | None = None
-    """Memory has failed and is used until the GPU is reset."""
+    """Whether memory has failed that is still used until the GPU is reset."""
     num_rows_remapped: int | None = None
     is_remapping_pending: bool | None = None
     is_remapping_failed: bool | None = None
@@ -127,12 +130,12 @@ class Gpus:
     """All NVIDIA GPUs of a machine, and their driver."""
 
     trouble: str | None
-    """Why the driver could not be asked, where there is one."""
+    """Why a driver that is there does not answer; None where it does, or where there is none."""
     driver_version: str | None
     cuda_version: str | None
-    """The newest CUDA that the driver can do, such as ``12.8``."""
+    """The newest CUDA version that the driver supports, such as ``12.8``."""
     num_on_bus: int | None
-    """How many the machine has, whether or not this process may see them."""
+    """NVIDIA GPUs on the machine's bus, whether or not this process may see them."""
     devices: tuple[Gpu, ...]
 
 
@@ -150,11 +153,11 @@ class NetworkInterface:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """How the machine reaches others, and what it is called."""
+    """The machine's host name, its addresses, and its network interfaces."""
 
     host: str
     host_addresses: tuple[str, ...] | None
-    """What its own name stands for, nothing where nobody knows; None where that was not answered in time."""
+    """Addresses that the host name resolves to, empty where it resolves to none; None where no answer came in time."""
     interfaces: tuple[NetworkInterface, ...]
 
 
@@ -165,15 +168,15 @@ class StorageOfPath:
     path: str
     use: StorageUse
     is_there: bool
-    """False where the nearest folder above it that exists has been looked at."""
+    """Whether the path exists; otherwise the other fields are of the nearest folder above it that does."""
     answers: bool
-    """False where the file system has not answered in time; then the rest is not known."""
+    """Whether the file system has answered in time; otherwise the other fields are not known."""
     file_system: str | None = None
     mount_point: str | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
     free_files: int | None = None
-    """How many more files it can hold."""
+    """Files that the file system can still hold."""
     is_network: bool | None = None
     is_memory: bool | None = None
     is_writable: bool | None = None
@@ -186,7 +189,7 @@ class Limits:
 
     open_files: int | None
     open_files_max: int | None
-    """How far a process may raise it by itself."""
+    """The hard limit, up to which a process may raise ``open_files`` by itself."""
     locked_bytes: int | None
     processes: int | None
 
@@ -197,19 +200,19 @@ class System:
 
     kernel: str
     boot_id: str | None
-    """New each time it is started, and the same in all containers."""
+    """An id that is new each time the machine is started, and the same in all its containers."""
     clock_source: str | None
     in_container: bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions:
-    """What is installed beside Python, told without importing it."""
+    """The versions of Python and of the packages that matter, found without importing them."""
 
     python: str
     torch: str | None
     torch_cuda: str | None
-    """The CUDA that torch was built for; None for a build that uses none, or where that is not known."""
+    """The CUDA version that torch was built for; None for a build without CUDA, or where that is not known."""
     is_torch_cuda_known: bool
     numpy: str | None
     elastic_ext: str | None
@@ -217,10 +220,10 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeHardware(JsonRecord):
-    """What a machine has."""
+    """What a machine has: processors, memory, GPUs, network, storage, limits and versions."""
 
     time: float
-    """When it was looked at, seconds since 1970."""
+    """When the machine was looked at, in seconds since 1970."""
     cpu: Cpu
     memory: MainMemory
     gpus: Gpus
@@ -231,5 +234,5 @@ class NodeHardware(JsonRecord):
     versions: Versions
 
     def to_json(self) -> str:
-        """The contents of a file."""
+        """The record as a line of JSON."""
         return json.dumps(asdict(self)) + "\n"

@@ -1,6 +1,4 @@
-"""What nodes have measured of themselves and of each other, put together: the report of pairs, and which nodes are
-slower than the others. Pure.
-"""
+"""The report of nodes that checked each other in pairs: measured values, findings, and which nodes are slow. Pure."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ __all__ = [
 
 
 # --- which of several nodes is slower than the others ----------------------------------------------------------------
-# Which of several nodes is slower than the others: pure, and robust, so that a few slow ones do not hide themselves.
+# The comparison is robust: a few slow nodes do not shift what is usual so far that they look normal.
 #
 # In each window of time every value is compared with the median of all, in units of how far values lie from it (the
 # median of these distances, MAD). What is far off in most windows is a straggler. Few nodes, or nodes that differ as
 # much among themselves, do not tell; then the answer is that it is undecided.
 
 _OF_A_NORMAL_DISTRIBUTION = 1.4826
-"""Times the MAD is the standard deviation there."""
+"""The standard deviation of a normal distribution is so many times its MAD."""
 _FAR = 3.0
 _MOST_WINDOWS = 2 / 3
 _HALF = 1 / 2
@@ -50,17 +48,17 @@ class NodeComparison:
 
     state: Literal["normal", "straggler", "undecided"]
     times_slower: float | None
-    """... than the median of all, or of two than the faster one; None where there is nothing to compare."""
+    """How many times as slow as the median of all, or of two, as the faster one; None with nothing to compare with."""
     reason: str
 
 
 def stragglers(
     values: Mapping[str, Sequence[float]], *, is_rate: bool, least_share: float
 ) -> dict[str, NodeComparison]:
-    """How each of several compares with the others, by its values in the same windows of time, each above 0.
+    """How each of several nodes or pairs compares with the others, by name, from values in the same windows of time.
 
-    Of a rate more is better, of a time less is. Whoever is slower by less than ``least_share`` is not told of. One who
-    lacks values is undecided and does not count.
+    All values are above 0. With ``is_rate`` more is better, otherwise less is. One that is slower by less than
+    ``least_share`` is normal; one without values is undecided and does not count.
     """
     costs = {name: [1 / value if is_rate else value for value in given] for name, given in values.items() if given}
     num_windows = min((len(given) for given in costs.values()), default=0)
@@ -80,7 +78,7 @@ def stragglers(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Window:
-    """What all of them took in one window of time."""
+    """What all nodes or pairs took in one window of time: their number, median, usual value and MAD."""
 
     num: int
     median: float
@@ -118,7 +116,7 @@ def _standing(own: Sequence[float], windows: Sequence[_Window], least_share: flo
 
 
 def _seen(cost: float, window: _Window, least_share: float) -> tuple[float, bool, bool]:
-    """How many times as slow as is usual in a window, whether that is slow, and whether it is far from the others."""
+    """A node's cost as a multiple of the usual one, whether that is slow, and whether it is far from the others."""
     is_slow = cost > (1 + least_share) * window.usual
     is_far = cost - window.median > _FAR * _OF_A_NORMAL_DISTRIBUTION * window.spread
     return cost / window.usual, is_slow, is_slow and is_far
@@ -127,41 +125,42 @@ def _seen(cost: float, window: _Window, least_share: float) -> tuple[float, bool
 # --- what nodes have measured of themselves and of each other, and what follows from it ------------------------------
 
 _LEAST_SHARES = {"matmul": 0.15, "latency": 0.5, "bandwidth": 0.3}
-"""By how much of the usual value one has to be slower to be told of; links of unlike length differ by nature."""
+"""Share by which a node has to be slower than usual to be told of, by measure; unlike links differ by nature."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedNode:
-    """What one node has told of itself."""
+    """What one of the nodes has told of itself: its hardware and how fast it multiplies matrices."""
 
     index: int
     label: str
-    """What people call it: its number, host and pid."""
+    """The node's name for people: its number, host and pid."""
     is_silent: bool
-    """Whether it stopped to answer before all was done."""
+    """Whether the node stopped answering before all was done."""
     hardware: NodeHardware | None
     matmul: dict[str, tuple[float, ...]]
-    """Floating-point operations a second in each window of time, by device."""
+    """Floating-point operations per second of matrix products in each window of time, by device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedPair(JsonRecord):
-    """What two nodes have measured of the way between them, in windows of time."""
+    """What two nodes have measured of the network between them, in windows of time."""
 
     round: int
     first: int
     second: int
     backend: str
     latency_seconds: tuple[float, ...]
-    """One way, of a single word: the least of each window."""
+    """Seconds that a single word takes one way: the least of each window."""
     bandwidth: tuple[float, ...]
-    """Bytes a second, of the slower direction."""
+    """Bytes per second in the slower direction, in each window."""
     trouble: str | None
+    """Why nothing could be measured; None where it could."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairReport:
-    """All that was measured."""
+    """All that nodes have measured of themselves and of each other, with what went wrong."""
 
     num_wanted: int
     """Nodes that should have come."""
@@ -171,7 +170,7 @@ class PairReport:
     """Why nothing more was measured."""
 
     def label(self, index: int) -> str:
-        """What people call a node."""
+        """The name of a node for people."""
         return self.nodes[index].label
 
     def to_json(self) -> str:
@@ -179,7 +178,7 @@ class PairReport:
 
 
 def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
-    """What there is to say of the nodes together, the worst first."""
+    """The findings on the nodes of a report together, the worst first."""
     silent = [node.label for node in report.nodes if node.is_silent]
     found: list[Finding] = []
     if report.trouble is not None:
@@ -217,7 +216,7 @@ def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
 def best_by_node(
     report: PairReport, values: Callable[[CheckedPair], tuple[float, ...]], best: Callable[..., float]
 ) -> dict[str, tuple[float, ...]]:
-    """The best of each node in each window over its pairs: one bad partner does not count against it."""
+    """The best value of each node in each window over all its pairs, by label, so that a bad partner does not count."""
     by_node: dict[str, tuple[float, ...]] = {}
     for node in report.nodes:
         own = [values(pair) for pair in report.pairs if node.index in (pair.first, pair.second) and values(pair)]
@@ -226,7 +225,7 @@ def best_by_node(
 
 
 def unlike(hardware: Mapping[str, NodeHardware]) -> Iterator[Finding]:
-    """In what nodes differ that should be alike."""
+    """A finding for each thing in which nodes differ that should be alike, such as versions and GPUs."""
     for what, ask, is_bad in SHOULD_BE_ALIKE:
         by_value: dict[str, list[str]] = {}
         for label, one in hardware.items():
@@ -244,7 +243,7 @@ def unlike(hardware: Mapping[str, NodeHardware]) -> Iterator[Finding]:
 
 
 def words_of_report(report: PairReport) -> list[str]:
-    """The measured values as lines of tables."""
+    """The measured values of a report in words, a line for each node and each pair."""
     lines = []
     for node in report.nodes:
         speeds = [f"{device} {max(windows) / 1e9:.1f}" for device, windows in node.matmul.items() if windows]
@@ -279,7 +278,7 @@ SHOULD_BE_ALIKE: tuple[tuple[str, Callable[[NodeHardware], str], bool], ...] = (
     ("GPU drivers", lambda one: str(one.gpus.driver_version), False),
     ("processors", lambda one: f"{one.cpu.effective_cores:g} cores of {one.cpu.model}", False),
 )
-"""What should be alike on all nodes, how a node has it, and whether a job may fail where it is not."""
+"""What should be alike on all nodes: its name, a function that reads it of a node, and whether jobs fail otherwise."""
 
 
 def _of_pairs(report: PairReport) -> Iterator[Finding]:
@@ -324,7 +323,8 @@ _WORDS = {
 
 
 def _of_measure(measure: str, values: Mapping[str, tuple[float, ...]], *, is_rate: bool) -> Iterator[Finding]:
-    """Findings by one measure; measures are never added up, as what is slow by one may be fast by another."""
+    """Findings on nodes by one measure; measures are never added up, since a node that is slow by one may be fast by
+    another."""
     standings = stragglers(values, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
     does, to_do = _WORDS[measure]
     for label, standing in standings.items():

@@ -41,19 +41,19 @@ _LEAST = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """An interval of time."""
+    """An interval of time in the drawings of a report, with what all ranks did in it."""
 
     begin: float
     end: float
     shares: dict[TimeUse, float]
-    """Of the time of all ranks; they add up to 1."""
+    """The share of all ranks' time that each ledger entry has; the shares add up to 1."""
     sums: dict[int, RankSums]
-    """By rank, of those that wrote something."""
+    """The sums of each rank that was measured in the interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeColumns:
-    """Time as intervals of equal width, one after another; those in which nothing was measured are left out."""
+    """The time of a training as intervals of equal width, in order; those without any measurement are left out."""
 
     width: float
     columns: tuple[Column, ...]
@@ -63,7 +63,10 @@ class TimeColumns:
 
 
 def columns_of(record: RunRecord, *, cells: bool) -> TimeColumns:
-    """Of a training; with ``cells`` so few that each rank can have one in each. The record's bins are widened."""
+    """The columns in which drawings show a training; with ``cells`` so few that each rank can have a cell in each.
+
+    The record's bins are widened.
+    """
     num_columns = max(min(_MOST, _MOST_CELLS // max(len(record.ranks), 1)), _LEAST) if cells else _MOST
     width = max((record.end - record.begin) / num_columns, 1e-9)
     record.spent.widen(width)
@@ -75,7 +78,7 @@ def columns_of(record: RunRecord, *, cells: bool) -> TimeColumns:
 
 
 def middle(values: Sequence[float]) -> float | None:
-    """The median; None of nothing."""
+    """The median of some values; None where there are none."""
     if not values:
         return None
     ordered, half = sorted(values), len(values) // 2
@@ -109,12 +112,12 @@ _TIME_STEPS = (
 )
 _MOST_TICKS = 9
 _LEAST_AMOUNT = 1e-12
-"""Less is drawn as nothing."""
+"""Amounts below this are drawn as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeScale:
-    """Time from left to right."""
+    """The horizontal scale of a drawing: time from left to right."""
 
     begin: float
     end: float
@@ -122,13 +125,13 @@ class TimeScale:
     right: float
 
     def x(self, moment: float) -> float:
-        """Where a moment is; at an edge where it is not within."""
+        """The place of a moment in the drawing; at an edge where the moment is not within the scale."""
         length = self.end - self.begin
         share = (moment - self.begin) / length if length > 0 else 0.0
         return self.left + min(max(share, 0.0), 1.0) * (self.right - self.left)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places, and the time since the beginning in words."""
+        """The places of the marks on the axis, each with the time since the beginning in words."""
         length = max(self.end - self.begin, 1e-6)
         step = next((each for each in _TIME_STEPS if length / each <= _MOST_TICKS), _TIME_STEPS[-1])
         count = min(floor(length / step), 1000)
@@ -137,24 +140,25 @@ class TimeScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AmountScale:
-    """Amounts from the bottom upwards, from 0 on."""
+    """The vertical scale of a drawing: amounts from 0 at the bottom to ``most`` at the top."""
 
     most: float
     bottom: float
     top: float
 
     def y(self, amount: float) -> float:
+        """The place of an amount in the drawing; at an edge where the amount is not within the scale."""
         share = amount / self.most if self.most > 0 else 0.0
         return self.bottom - min(max(share, 0.0), 1.0) * (self.bottom - self.top)
 
     def ticks(self) -> list[float]:
-        """Amounts, three to six of them, the last at the top."""
+        """The amounts that the axis names, from 0 to the top, three to six of them."""
         step = _nice(self.most / 4)
         return [each * step for each in range(floor(self.most / step + 1e-9) + 1)] if step > 0 else [0.0]
 
 
 def nice_top(most: float) -> float:
-    """The next amount from ``most`` on at which an axis may end."""
+    """The least round amount from ``most`` on, at which an axis may end."""
     if most < _LEAST_AMOUNT:
         return 1.0
     step = _nice(most / 4)
@@ -172,12 +176,12 @@ def _nice(amount: float) -> float:
 
 WIDTH = 1120.0
 LEFT, RIGHT = 84.0, 1108.0
-"""The same in all of them, so that a moment is at the same place in each."""
+"""Left and right edge of all drawings over time, so that a moment is at the same place in each."""
 _MOST_VERTICALS = 200
 
 
 def time_axis(scale: TimeScale, y: float, *, top: float) -> str:
-    """The line at ``y`` with its marks, and lines of a grid up to ``top``."""
+    """The axis of time at ``y`` as SVG, with its marks, and with lines of a grid up to ``top``."""
     parts = [tag("line", class_="axis", x1=scale.left, x2=scale.right, y1=y, y2=y)]
     for x, words in scale.ticks():
         parts.append(tag("line", class_="grid", x1=x, x2=x, y1=top, y2=y + 4))
@@ -187,7 +191,7 @@ def time_axis(scale: TimeScale, y: float, *, top: float) -> str:
 
 
 def amount_axis(scale: AmountScale, words: Callable[[float], str], *, left: float, right: float) -> str:
-    """Marks to the left, with lines of a grid."""
+    """The axis of amounts as SVG: marks to the left of ``left``, and lines of a grid up to ``right``."""
     parts = []
     for each in scale.ticks():
         y = scale.y(each)
@@ -197,7 +201,7 @@ def amount_axis(scale: AmountScale, words: Callable[[float], str], *, left: floa
 
 
 def verticals(places: Sequence[float], class_: str, *, top: float, bottom: float) -> str:
-    """Lines from top to bottom at these places, those that lie close together once."""
+    """Vertical lines at some places as SVG, one for those that lie close together."""
     shown: list[float] = []
     least = (RIGHT - LEFT) / _MOST_VERTICALS
     for x in sorted(places):
@@ -239,7 +243,7 @@ _MOST_LENGTH = 300
 
 
 def lanes(record: RunRecord, scale: TimeScale) -> str:
-    """All of them in one drawing."""
+    """The lanes of configs, events and verdicts over time, as one drawing."""
     rows: list[tuple[str, list[str]]] = [("configs", list(_segments(record.periods, scale, _TOP)))]
     groups = [group for group in GROUPS if group != "config"]
     found = {group: [each for each in record.happenings if each.group == group] for group in groups}
@@ -270,7 +274,7 @@ def lanes(record: RunRecord, scale: TimeScale) -> str:
 
 
 def event_key(record: RunRecord) -> str:
-    """What the shapes mean."""
+    """The legend of the marks in the lanes: a shape for each group of events; empty where there are none."""
     there = {each.group for each in record.happenings}
     items = []
     for group in GROUPS:
@@ -306,7 +310,7 @@ def _segments(periods: Sequence[Period], scale: TimeScale, y: float) -> Iterator
 
 
 def _marks(happenings: Sequence[Happening], record: RunRecord, scale: TimeScale, y: float) -> Iterator[str]:
-    """One for each, but for those that would lie on one another."""
+    """The marks of a lane of events, without those that would lie on one another."""
     last = float("-inf")
     for each in happenings:
         x = scale.x(each.time)
@@ -328,7 +332,7 @@ def _spans(remarks: Sequence[Remark], scale: TimeScale, y: float) -> Iterator[st
 
 
 def _shape(group: Group, x: float, y: float) -> str:
-    """Each kind has a shape of its own, besides its colour."""
+    """The mark of an event; each group has a shape of its own, besides its colour."""
     name = f"mark mark-{group}"
     if group == "failure":
         return tag(

@@ -67,11 +67,11 @@ HATCHES = tag(
     class_="definitions",
     aria_hidden="true",
 )
-"""Stands once on a page: the others refer to it."""
+"""The pattern of hatched areas as SVG; it stands once on a page, and drawings refer to it."""
 
 
 def stack_chart(columns: TimeColumns, scale: TimeScale) -> str:
-    """What the ranks' time went into, from moment to moment."""
+    """A stack of areas over time: the share of all ranks' time that each ledger entry had."""
     amounts = AmountScale(most=1.0, bottom=_STACK_BOTTOM, top=_STACK_TOP)
     runs = _runs(columns)
     parts: list[str] = []
@@ -96,7 +96,7 @@ def stack_chart(columns: TimeColumns, scale: TimeScale) -> str:
 
 
 def ledger_bar(ledger: Ledger) -> str:
-    """All of the wall time, from left to right."""
+    """The goodput ledger as one horizontal bar, whose width is the wall time."""
     parts: list[str] = []
     x = 0.0
     for entry in ORDER:
@@ -121,7 +121,7 @@ def ledger_bar(ledger: Ledger) -> str:
 
 
 def legend(seconds: Mapping[TimeUse, float]) -> str:
-    """What the colours mean, of those entries that there are."""
+    """The legend of the ledger's colours, for entries with time in them."""
     items = [
         tag("li", swatch(entry), tag("span", text(LABELS[entry]))) for entry in ORDER if seconds.get(entry, 0.0) > 0
     ]
@@ -129,7 +129,7 @@ def legend(seconds: Mapping[TimeUse, float]) -> str:
 
 
 def swatch(entry: TimeUse) -> str:
-    """A square in an entry's colour."""
+    """A small square in the colour of a ledger entry, as SVG."""
     square = _filled("rect", entry, width=14, height=14)
     return tag("svg", square, class_="swatch", viewBox="0 0 14 14", width=14, height=14, aria_hidden="true")
 
@@ -140,7 +140,7 @@ def _filled(name: str, entry: TimeUse, **attributes: object) -> str:
 
 
 def _runs(columns: TimeColumns) -> list[list[Column]]:
-    """Columns that touch one another."""
+    """The columns in runs of columns that touch one another."""
     runs: list[list[Column]] = []
     for column in columns:
         if runs and column.begin - runs[-1][-1].end < columns.width * 1e-6:
@@ -153,7 +153,7 @@ def _runs(columns: TimeColumns) -> list[list[Column]]:
 def _area(
     run: Sequence[Column], entry: TimeUse, below: Mapping[float, float], scale: TimeScale, amounts: AmountScale
 ) -> str:
-    """The data of an entry's area over columns that touch; parts in which it is nothing are left out."""
+    """The path data of a ledger entry's area over columns that touch, without columns in which it has no time."""
     data = ""
     part: list[Column] = []
     for column in [*run, None]:
@@ -185,16 +185,16 @@ _HEAT_TOP = 8.0
 _MOST_ROWS = 256
 _MOST_LABELS = 16
 _RATIOS = (0.75, 0.85, 0.95, 0.98, 1.02, 1.05, 1.15, 1.3)
-"""Between the colours of what is compared with a middle."""
+"""Bounds between the colours of a rank's busy time, as ratios to the median."""
 _LEAST_RANGE = 0.1
-"""Step times that differ by less are shown alike."""
+"""Share that the colours of step times span at least, so that small differences are shown alike."""
 
 Cells = Mapping[int, Mapping[float, float]]
-"""By rank and beginning of the column."""
+"""The values of a heat map, by rank and by the beginning of the column."""
 
 
 def step_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> str:
-    """How long steps took; empty where nobody took any."""
+    """A heat map of step times by rank and time, with its legend; empty where no step was taken."""
     cells = _cells(columns, ranks, lambda sums: sums.step_seconds / sums.num_steps if sums.num_steps > 0 else None)
     values = sorted(value for row in cells.values() for value in row.values())
     if not values:
@@ -214,7 +214,10 @@ def step_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> st
 
 
 def busy_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> str:
-    """How long ranks were at work for a step, against the rank in the middle; empty where no step was looked at."""
+    """A heat map of each rank's own work for a step against the median rank's at that time, with its legend.
+
+    A single rank is compared with its own median. Empty where no step was timed by phase.
+    """
     cells = _cells(
         columns, ranks, lambda sums: sums.busy_seconds / sums.num_looked_at if sums.num_looked_at > 0 else None
     )
@@ -242,7 +245,7 @@ def busy_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> st
 
 
 def _cells(columns: TimeColumns, ranks: Sequence[int], value_of: Callable[[RankSums], float | None]) -> Cells:
-    """What is known of each rank; of many ranks, the highest of neighbours."""
+    """The values of a heat map; of more than _MOST_ROWS ranks, neighbours share a row that has the highest of them."""
     group = -(-len(ranks) // _MOST_ROWS)
     rows = {rank: ranks[number // group * group] for number, rank in enumerate(ranks)}
     cells: dict[int, dict[float, float]] = {rank: {} for rank in dict.fromkeys(rows.values())}
@@ -290,7 +293,7 @@ def _map(
 def _strips(
     columns: TimeColumns, row: Mapping[float, float], bounds: Sequence[float]
 ) -> list[tuple[int, float, float]]:
-    """Colour, beginning and end of cells side by side that are alike."""
+    """The strips of a row of a heat map: colour, beginning and end of neighbouring cells of one colour."""
     strips: list[tuple[int, float, float]] = []
     for column in columns:
         if column.begin not in row:
@@ -323,7 +326,7 @@ def _row_names(ranks: Sequence[int], height: float) -> str:
 
 
 def _key(palette: str, words: Sequence[str]) -> str:
-    """What the colours mean."""
+    """The legend of a heat map: a square in each colour, with its words."""
     items = []
     for number_of_colour, each in enumerate(words):
         square = tag("rect", class_=f"{palette}-{number_of_colour}", width=14, height=14)
@@ -348,7 +351,7 @@ _MOST_BANDS = 120
 
 
 def speed_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
-    """Samples per second while steps are taken, with the spread of it under each config; empty where none is known."""
+    """A line of samples per second in steps, with the quartiles under each config; empty where none is known."""
     first = record.ranks[0].rank
     points = _points(columns, lambda column: _speed(column.sums.get(first)))
     values = [value for _, _, value in points if value is not None]
@@ -374,7 +377,7 @@ def speed_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> st
 
 
 def token_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
-    """Tokens per second of training; empty where none is known."""
+    """A line of tokens per second, over the time of training; empty where none is known."""
     first = record.ranks[0].rank
     points = _points(columns, lambda column: _tokens(column.sums.get(first)))
     return _rate_chart(
@@ -383,14 +386,14 @@ def token_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> st
 
 
 def arithmetic_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
-    """The part that models did of what their devices could have done at best, in the rank in the middle."""
+    """A line of the median rank's model FLOPs utilisation; empty where none is known."""
     points = _points(columns, lambda column: middle(list(_arithmetic(column))))
     about = "A line of the arithmetic that was done, as a part of what the device does at best"
     return _rate_chart("mfu", "MFU, over time", about, points, percent, record, scale)
 
 
 def memory_chart(columns: TimeColumns, scale: TimeScale, *, of_accelerator: bool) -> str:
-    """What processes hold of memory: the rank with the most, and the one in the middle; empty where none is known."""
+    """Lines of the memory that processes hold: the most of any rank, and the median; empty where none is known."""
     kind = "accelerator" if of_accelerator else "host"
     held = [(column, _held(column, of_accelerator=of_accelerator)) for column in columns]
     most = _points_of(held, lambda values: max(values, default=None))
@@ -490,7 +493,7 @@ def _scale(most: float, bottom: float = _LINE_BOTTOM) -> AmountScale:
 
 
 def _highest(record: RunRecord) -> float:
-    """The upper edge of the highest band."""
+    """The upper edge of the highest band: the largest upper quartile of samples per second under any config."""
     return max((each.samples_per_second.high for each in record.periods if each.samples_per_second), default=0.0)
 
 
@@ -519,7 +522,7 @@ def _bands(record: RunRecord, scale: TimeScale, amounts: AmountScale) -> list[st
 
 
 def _line(points: _Points, class_: str, scale: TimeScale, amounts: AmountScale) -> str:
-    """Through the middles of columns; where one has no value the line is broken."""
+    """A line through the middles of columns, broken where one has no value."""
     data, part = "", list[tuple[float, float]]()
     for begin, end, value in [*points, (0.0, 0.0, None)]:
         if value is not None:

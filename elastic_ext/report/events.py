@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-# --- what ranks and agents told of a training, sorted out ------------------------------------------------------------
+# --- the events of ranks and agents as happenings of a training ------------------------------------------------------
 # What many ranks tell alike counts as one. A *launcher* is an agent of this library's; where none was, nobody tells of
 # failures.
 
@@ -83,7 +83,7 @@ _FAILURES = frozenset(("worker-failed", "failed", "over", "hang"))
 _LAST_WORDS = frozenset(("succeeded", "failed", "ended", "left-out", "refused", "rendezvous-failed"))
 _OF_AGENT = -1
 _TOGETHER_SECONDS = 60.0
-"""What several ranks tell alike within so long is one happening."""
+"""Seconds within which equal events of several ranks count as one happening."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,10 +96,10 @@ class Happening:
     text: str
     step: int | None
     ranks: tuple[int, ...]
-    """Who told of it; none where that was an agent."""
+    """The ranks that told of it; empty where an agent did."""
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """The happening as it is in the JSON of a report."""
         return {
             "time": self.time,
             "kind": self.kind,
@@ -111,7 +111,7 @@ class Happening:
 
 
 def happenings_of(events: Iterable[JobEvent]) -> list[Happening]:
-    """One for each that is not another rank's word of the same, oldest first."""
+    """The happenings that events tell of, oldest first: equal events of several ranks are one happening."""
     found: list[Happening] = []
     latest: dict[tuple[str, int, str], int] = {}
     for event in sorted(events, key=lambda each: each.time):
@@ -128,19 +128,19 @@ def happenings_of(events: Iterable[JobEvent]) -> list[Happening]:
 
 
 def within(events: Iterable[JobEvent], begin: float, end: float) -> list[JobEvent]:
-    """Those of that time."""
+    """The events from ``begin`` up to ``end``."""
     return [each for each in events if begin <= each.time < end]
 
 
 def launches_of(journal: Iterable[JobEvent]) -> list[float]:
-    """When a launcher was started, by its journal."""
+    """The times at which launchers were started, by the journal of their node."""
     return [each.time for each in journal if each.kind == "started"]
 
 
 def happened_of(
     of_ranks: Iterable[JobEvent], journals: Sequence[Sequence[JobEvent]], begin: float, end: float
 ) -> Happened:
-    """What a ledger has to know of these events, of a training from ``begin`` to ``end``."""
+    """The moments that a ledger needs, of a training from ``begin`` to ``end``: begins, failures, and stops."""
     begun = [
         (each.time, each.step)
         for each in of_ranks
@@ -156,13 +156,13 @@ def happened_of(
 
 
 def last_word(journals: Sequence[Sequence[JobEvent]], begin: float, end: float) -> float:
-    """When a launcher last told of a failure or of its end; 0 where it did not."""
+    """The time at which a launcher last told of a failure or of its end; 0 where none did."""
     told = (each for journal in journals for each in journal if each.kind in _LAST_WORDS | _FAILURES)
     return max((each.time for each in told if begin <= each.time < end), default=0.0)
 
 
 def _stopped(journals: Sequence[Sequence[JobEvent]]) -> list[tuple[float, float]]:
-    """From when to when no launcher ran, between the first start of one and the last."""
+    """The spans of time in which no launcher ran, between the first start of one and the last."""
     running = sorted(span for journal in journals for span in _running(journal))
     stopped: list[tuple[float, float]] = []
     until: float | None = None
@@ -174,7 +174,7 @@ def _stopped(journals: Sequence[Sequence[JobEvent]]) -> list[tuple[float, float]
 
 
 def _running(journal: Sequence[JobEvent]) -> list[tuple[float, float]]:
-    """From when to when a node's launchers ran; one that had no last word counts until there is another."""
+    """The spans of time in which a node's launchers ran; one that told of no end ran until the next one started."""
     spans: list[tuple[float, float]] = []
     begin: float | None = None
     for event in sorted(journal, key=lambda each: each.time):
@@ -206,28 +206,28 @@ def _happening(event: JobEvent) -> Happening:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """What one has to know of a rank to tell them; None for what nobody has written."""
+    """What a rank's tokens per second and MFU are computed with; None for what nobody has written."""
 
     num_replicas: int | None = None
     census: StepCensus | None = None
     best: NodeCalibration | None = None
-    """Of the rank's node."""
+    """What the devices of the rank's node can do at best."""
 
     def num_tokens(self, window: StepWindow) -> float:
-        """Of all ranks together."""
+        """Tokens of all ranks together in a window; 0 where they are not known."""
         return num_tokens(window, num_replicas=self.num_replicas)
 
     def tokens_per_second(self, window: StepWindow) -> float | None:
-        """Of all ranks together, over the time of training."""
+        """Tokens per second of all ranks together, over the time of training in a window; None where not known."""
         tokens, seconds = self.num_tokens(window), training_seconds(window)
         return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def mfu(self, window: StepWindow) -> float | None:
-        """The part that the model did of what the device could have done at best, over the time of training."""
+        """The model FLOPs utilisation in a window, over the time of training; None where it is not known."""
         return flops_share(window, self.census, self.best, num_replicas=self.num_replicas)
 
     def ideal_seconds(self, window: StepWindow) -> float:
-        """In which the device, at its best, would have done the model's arithmetic; 0 where that is not known."""
+        """Seconds in which the device, at its best, would have done the model's arithmetic; 0 where not known."""
         return (self.mfu(window) or 0.0) * training_seconds(window)
 
 
@@ -240,7 +240,7 @@ _MOST_WINDOWS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quartiles:
-    """The median of several numbers, and their quartiles."""
+    """The median and the quartiles of several numbers."""
 
     low: float
     middle: float
@@ -248,17 +248,17 @@ class Quartiles:
     count: int
 
     def is_apart(self, other: Quartiles) -> bool:
-        """Whether the middle halves of both lie beside each other."""
+        """Whether the interquartile ranges of both do not overlap."""
         return self.low > other.high or self.high < other.low
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """The quartiles as they are in the JSON of a report."""
         return {"low": self.low, "median": self.middle, "high": self.high, "windows": self.count}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Period:
-    """The time for which one config was in force."""
+    """A span of time for which one config was in force, and how fast training was in it."""
 
     version: int
     revision: int
@@ -266,20 +266,22 @@ class Period:
     end: float
     num_steps: int
     text: str
-    """What came into force; empty where nobody has told."""
+    """What the config changed, as the event of its coming into force says; empty where there is none."""
     samples_per_second: Quartiles | None
-    """In steps, of all ranks together."""
+    """Samples per second of all ranks together, in steps."""
     step_seconds: Quartiles | None
     tokens_per_second: Quartiles | None = None
-    """Over the time of training, as the next."""
+    """Tokens per second of all ranks together, over the time of training."""
     mfu: Quartiles | None = None
+    """The model FLOPs utilisation, over the time of training."""
 
     @property
     def name(self) -> str:
+        """The version of the config, with its revision if it has one, such as ``3.1``."""
         return f"{self.version}.{self.revision}" if self.revision else str(self.version)
 
     def compared_with(self, before: Period | None) -> str:
-        """The effect on speed, in words."""
+        """The effect of the config on speed, against the period before, in words."""
         if before is None:
             return "the first"
         is_by_samples = self.samples_per_second is not None and before.samples_per_second is not None
@@ -292,7 +294,7 @@ class Period:
         return words if mine.is_apart(its) else f"no clear change ({words}, within the spread)"
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """The period as it is in the JSON of a report."""
         return {
             "version": self.version,
             "revision": self.revision,
@@ -308,7 +310,7 @@ class Period:
 
 
 def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent], speeds: Speeds) -> list[Period]:
-    """Which config was in force when, by one rank's time and all ranks' events."""
+    """The spans of time in which each config was in force, by the slices of one rank and the events of all ranks."""
     groups: list[list[Slice]] = []
     for each in slices:
         if each.piece is None or each.piece.window.num_steps == 0:
@@ -321,13 +323,13 @@ def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent], speeds: Spee
 
 
 def in_step_seconds(window: StepWindow) -> float:
-    """How long a window's steps took, without what comes between them."""
+    """Seconds that the steps of a window took, without what comes between them."""
     found = sum(spent for label, spent in window.seconds.items() if label in _LABELS)
     return found if found >= LEAST_SECONDS else 0.0
 
 
 def spread_of(values: Iterable[float | None]) -> Quartiles | None:
-    """Of those that are known; None of nothing."""
+    """The quartiles of the values that are known; None where none are."""
     ordered = sorted(each for each in values if each is not None)
     if not ordered:
         return None

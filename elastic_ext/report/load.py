@@ -1,4 +1,4 @@
-"""A RunRecord read from the files of a run: where they lie, their lines, what is known of each rank, and verdicts."""
+"""A RunRecord read from the files of a run: where the files lie, their lines, the facts of each rank, and verdicts."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ __all__ = [
 
 
 # --- the lines of a run directory's files ----------------------------------------------------------------------------
-# Lines of a run directory's files, read one at a time and as records; what is no record is counted and left out.
+# Lines are read one at a time and as records; a line that is no record is counted and left out.
 #
 # Windows are read here by hand: a long run of many ranks has millions of them, and reading them as other records are
 # read would take minutes.
 
 _MOST_LINE_BYTES = 1 << 16
 _LEAST_TIME, _MOST_TIME = 1e8, 1e11
-"""Seconds since 1970 that a clock may have shown: from 1973 on, for some thousand years."""
+"""Seconds since 1970, from 1973 on for some thousand years, outside of which the time of a record counts as broken."""
 _MOST_COUNT = 1 << 53
 _MOST_LENGTH = 1e10
 _NUM_QUANTILES = 64
@@ -75,7 +75,7 @@ _PARTS = ("processor_seconds", "typical")
 
 
 class Broken:
-    """Lines that are no records, and files that cannot be read."""
+    """The lines of a run's files that are no records, counted, and the files that cannot be read."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -83,7 +83,7 @@ class Broken:
 
 
 def windows_in(path: Path, rank: int, broken: Broken, advance: Callable[[int], None]) -> Iterator[StepWindow]:
-    """The windows of ``rank`` in a file; ``advance`` is told how many bytes were read."""
+    """The step windows of ``rank`` in a profile; ``advance`` is told how many bytes were read."""
     for line in _lines(path, broken, advance):
         try:
             yield _window_of(line, rank)
@@ -92,7 +92,7 @@ def windows_in(path: Path, rank: int, broken: Broken, advance: Callable[[int], N
 
 
 def events_in(path: Path, broken: Broken) -> Iterator[JobEvent]:
-    """The events in a file."""
+    """The job events in a file, without broken ones, which ``broken`` counts."""
     for line in _lines(path, broken, lambda num_bytes: None):
         try:
             event = JobEvent.from_json(line.decode())
@@ -104,7 +104,7 @@ def events_in(path: Path, broken: Broken) -> Iterator[JobEvent]:
 
 
 def _lines(path: Path, broken: Broken, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """The lines that have an end; one without is still being written, or its writer died over it."""
+    """The whole lines of a file; a line without an end is still being written, or its writer died over it."""
     try:
         with open_regular(path) as file:
             is_within = False  # a line that is too long
@@ -121,7 +121,7 @@ def _lines(path: Path, broken: Broken, advance: Callable[[int], None]) -> Iterat
 
 
 def _window_of(line: bytes, rank: int) -> StepWindow:
-    """The window in a line; ValueError, KeyError or TypeError if there is none of this rank."""
+    """The step window in a line; ValueError, KeyError or TypeError if the line has none of ``rank``."""
     found: dict[str, Any] = json.loads(line)
     counts: dict[str, Any] = {name: _count(found[name]) for name in _COUNTS}
     begin, end = _number(found["begin"]), _number(found["end"])
@@ -171,24 +171,26 @@ _MOST_FOLDERS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlaces:
-    """The files of a run."""
+    """Where the files of a run lie: profiles by rank, events of ranks, and journals of agents."""
 
     path: Path
     folders: tuple[Path, ...]
     """The run directories, one for each node."""
     profiles: Mapping[int, Sequence[Path]] = field(default_factory=dict)
-    """By rank; a rank has several where it was on one node after another."""
+    """The profiles of each rank; a rank has several where it was on one node after another."""
     events: tuple[Path, ...] = ()
+    """The files of events that ranks have written."""
     journals: tuple[Path, ...] = ()
+    """The files of events that the agents have written, one for each node with an agent."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all profiles."""
+        """The size of all profiles together."""
         return sum(_size_of(each) for paths in self.profiles.values() for each in paths)
 
 
 def find_places(path: Path) -> RunPlaces:
-    """What lies at ``path``; ValueError where that is nothing of a run, or nothing with a profile."""
+    """The files of the run at ``path``; ValueError where there is no run, or none with a profile."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give the run directory of a job")
     folders = [each for each in _candidates(path) if _has_files(each)]
@@ -217,7 +219,7 @@ def find_places(path: Path) -> RunPlaces:
 
 
 def _size_of(path: Path) -> int:
-    """0 where it cannot be told: what cannot be read is left out, and named, by whoever reads it."""
+    """The size of a file; 0 where it cannot be told, since who reads the file then names it as left out."""
     try:
         return path.stat().st_size
     except OSError:
@@ -225,7 +227,7 @@ def _size_of(path: Path) -> int:
 
 
 def _candidates(path: Path) -> list[Path]:
-    """Folders that may be run directories: this one, those of its nodes, or those that lie in it."""
+    """Folders that may be run directories: ``path`` itself, those of its nodes, or those that lie in it."""
     nodes = path / "nodes"
     below = _folders_in(nodes) if nodes.is_dir() else []
     found = [path, *below]
@@ -247,7 +249,7 @@ _MOST_METRICS_BYTES = 1 << 16
 
 
 def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
-    """A rank, with what else lies in its run directory; None where nobody says on which machine it was."""
+    """The windows of a rank with its metrics, census, calibration and trace; None where its metrics cannot be read."""
     metrics = _metrics_of(folder, rank)
     if metrics is None:
         return None
@@ -262,9 +264,9 @@ def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | N
 
 
 def speeds_of(folder: Path, rank: int) -> Speeds | None:
-    """What has to be known of a rank to tell of tokens and arithmetic; None where nobody says on which machine it was.
+    """What a rank's tokens per second and MFU are computed with; None where the rank's metrics cannot be read.
 
-    Another machine's calibration says nothing of it.
+    A calibration counts only if it is of the rank's own machine.
     """
     metrics = _metrics_of(folder, rank)
     if metrics is None:
@@ -278,7 +280,7 @@ def speeds_of(folder: Path, rank: int) -> Speeds | None:
 
 
 def shown_metrics_of(folder: Path, rank: int) -> dict[str, float]:
-    """The metrics that a report shows, as the rank's last process wrote them; without those that it did not write."""
+    """The metrics of a rank that a report shows, by name, as its last process wrote them; those it wrote alone."""
     metrics = _metrics_of(folder, rank)
     measured = {} if metrics is None else metrics.measures.told()
     found: dict[str, float] = {}
@@ -305,13 +307,13 @@ View = Callable[[int, list[StepWindow]], RankView]
 
 
 class Judging:
-    """Takes the windows of one rank after another."""
+    """Finds what held a training up under each config, from the windows of all ranks, given one rank after another."""
 
     def __init__(self) -> None:
         self._windows: dict[_Config, dict[int, deque[StepWindow]]] = {}
 
     def take(self, rank: int, windows: Iterable[StepWindow]) -> None:
-        """Those of a rank, the oldest first."""
+        """Take the windows of a rank, the oldest first; of each config, the last ones are kept."""
         own: dict[_Config, deque[StepWindow]] = {}
         for window in windows:
             if window.num_steps > 0:
@@ -320,7 +322,7 @@ class Judging:
             self._windows.setdefault(config, {})[rank] = own[config]
 
     def remarks(self, view: View) -> list[Remark]:
-        """A sentence for each config, the oldest first; ``view`` gives what else is known of a rank."""
+        """What held training up under each config, the oldest first; ``view`` adds what else is known of a rank."""
         found = []
         for by_rank in self._windows.values():
             views = [view(rank, list(windows)) for rank, windows in by_rank.items()]
@@ -343,7 +345,10 @@ _MOST_JOB_BYTES = 1 << 20
 
 
 def gather(places: RunPlaces, training: int | None, advance: Callable[[int], None]) -> RunRecord:
-    """The record of a training, the last one for None; ValueError where there is none."""
+    """The record of a training in the files of a run, by its number from 1 on, or of the last one for None.
+
+    ValueError where there is no such training. ``advance`` is told how many bytes of profiles were read.
+    """
     gathering = _Gathering(places, advance)
     gathering.choose(training)
     for rank in places.profiles:
@@ -353,7 +358,7 @@ def gather(places: RunPlaces, training: int | None, advance: Callable[[int], Non
 
 @dataclass(slots=True)
 class _Chosen:
-    """One training: which it is, and what is known of it before the ranks are read."""
+    """The training that a report is about: which one it is, and what is known of it before ranks are read."""
 
     number: int
     num_trainings: int
@@ -368,14 +373,17 @@ class _Chosen:
 
 @dataclass(slots=True)
 class _Gathering:
+    """The reading of a run's files into one record: ``choose``, then ``take`` for each rank, then ``record``."""
+
     places: RunPlaces
     advance: Callable[[int], None]
     broken: Broken = field(default_factory=Broken)
     spent: Bins = field(default_factory=lambda: Bins(len(ENTRIES), MOST_BINS))
+    """Seconds of all ranks by ledger entry, in intervals of time."""
     ranks: list[RankRecord] = field(default_factory=list)
     judging: Judging = field(default_factory=Judging)
     witness: list[Slice] = field(default_factory=list)
-    """The time of the first rank that there is, by which the job's steps and samples are counted."""
+    """The slices of the first rank's time, by which the job's steps and samples are counted."""
     witness_speeds: Speeds = field(default_factory=Speeds)
     num_restarts: int = 0
     num_failures: int = 0
@@ -384,7 +392,7 @@ class _Gathering:
     _num_shifted: int = 0
 
     def choose(self, training: int | None) -> None:
-        """Find out which trainings there are, by the first rank, and settle on one."""
+        """Find the trainings in the run by its first rank, and choose one, the last for None."""
         first = next(iter(self.places.profiles))
         lives = self._lives(first)
         journals = [self._journal(path) for path in self.places.journals]
@@ -413,7 +421,7 @@ class _Gathering:
         self._lives_of_first = lives
 
     def take(self, rank: int) -> None:
-        """Read one rank."""
+        """Read the profile of a rank, and add up what it has of the chosen training."""
         assert self.chosen is not None
         lives = self._lives_of_first if self._lives_of_first is not None else self._lives(rank)
         is_first, self._lives_of_first = self._lives_of_first is not None, None
@@ -434,7 +442,7 @@ class _Gathering:
             self.num_failures = len(self.chosen.happened.failures) or max(each.restart for each in lives)
 
     def record(self) -> RunRecord:
-        """All of it."""
+        """The record of the chosen training, once all ranks are read."""
         chosen = self.chosen
         assert chosen is not None
         begin, end = min(each.begin for each in self.ranks), max(each.end for each in self.ranks)
@@ -481,7 +489,7 @@ class _Gathering:
         return Speeds()
 
     def _metrics(self, rank: int) -> Mapping[str, float]:
-        """The metrics that the rank's last process has written; none for a training before the last."""
+        """The metrics that a rank's last process has written; empty for a training before the last."""
         assert self.chosen is not None
         if self.chosen.number < self.chosen.num_trainings:
             return {}
@@ -500,7 +508,7 @@ class _Gathering:
         return list(deque(events_in(path, self.broken), maxlen=_MOST_EVENTS))
 
     def _job(self) -> str:
-        """What the job is called; empty where nothing says so."""
+        """The name of the job, from the files of its agents or ranks; empty where none has it."""
         for folder in self.places.folders:
             for file in (folder / "agent.json", *sorted(folder.glob("metrics-*.json"))[:1]):
                 try:

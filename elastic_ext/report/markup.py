@@ -30,17 +30,20 @@ __all__ = [
 # --- elements of HTML and SVG as text: the one place that escapes ----------------------------------------------------
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML may not hold; and surrogates, which no encoding has."""
+"""Characters that XML may not hold, and surrogates, which no encoding has."""
 _EMPTY = frozenset(("br", "col", "meta", "rect", "line", "path", "circle", "polygon", "use"))
 
 
 def text(value: object) -> str:
-    """What a reader sees of ``value``, whatever is in it."""
+    """``value`` as escaped text for HTML and SVG, whatever is in it."""
     return html.escape(_FORBIDDEN.sub("\ufffd", str(value)), quote=True)
 
 
 def tag(element: str, /, *inside: str, **attributes: object) -> str:
-    """An element with markup inside it. ``class_`` is class, ``aria_x`` aria-x; what is None or False is left out."""
+    """An HTML or SVG element with markup inside it.
+
+    The attribute ``class_`` becomes class, and ``aria_x`` aria-x; attributes that are None or False are left out.
+    """
     parts = [f"<{element}"]
     for key, value in attributes.items():
         if value is None or value is False:
@@ -53,7 +56,7 @@ def tag(element: str, /, *inside: str, **attributes: object) -> str:
 
 
 def svg(name: str, title: str, description: str, *inside: str, width: float, height: float, class_: str = "") -> str:
-    """A drawing, with what is said to those who cannot see it; ``name`` is of this one alone on its page."""
+    """An SVG drawing, with a title and a description for those who cannot see it; ``name`` is unique on its page."""
     return tag(
         "svg",
         tag("title", text(title), id=f"{name}-title"),
@@ -69,12 +72,12 @@ def svg(name: str, title: str, description: str, *inside: str, width: float, hei
 
 
 def number(value: float) -> str:
-    """With one digit after the point at most, which is enough for a place in a drawing."""
+    """A place or a length in a drawing as text, with one digit after the point at most."""
     return f"{value:.1f}".removesuffix(".0") if abs(value) >= 0.05 else "0"
 
 
 def path_of(points: Iterable[tuple[float, float]], *, is_closed: bool = False) -> str:
-    """The data of a path through these points."""
+    """The data of an SVG path through ``points``."""
     data = "L".join(f"{number(x)} {number(y)}" for x, y in points)
     return f"M{data}{'Z' if is_closed else ''}" if data else ""
 
@@ -94,14 +97,14 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def elapsed_in_words(seconds: float) -> str:
-    """As a mark on an axis: ``0``, ``30 s``, ``1 h 30 min``."""
+    """The time since the beginning as a mark on an axis, such as ``0``, ``30 s`` and ``1 h 30 min``."""
     if seconds <= 0:
         return "0"
     return seconds_in_words(seconds) if seconds < 1 else _in_units(round(seconds))
 
 
 def amount(value: float) -> str:
-    """Three digits, or all of those before the point, such as ``0.0123``, ``12.3`` and ``12,345``."""
+    """A number with three digits, or all those before the point, such as ``0.0123``, ``12.3`` and ``12,345``."""
     if value == 0:
         return "0"
     if abs(value) >= 99.95:
@@ -110,14 +113,14 @@ def amount(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Such as ``41.6%``; what is there, however little, is not 0."""
+    """A share as a percentage, such as ``41.6%``; a share above 0, however small, is not shown as 0."""
     if 0 < share < 0.0005:
         return "<0.1%"
     return f"{share:.1%}"
 
 
 def moment(seconds: float) -> str:
-    """Seconds since 1970 as a date and time, which are Greenwich's."""
+    """Seconds since 1970 as a date and time in UTC."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):  # which no clock has shown
@@ -180,4 +183,4 @@ MEANINGS: Mapping[TimeUse, str] = {
     TimeUse.STOPPED: "no process, and no launcher about to start one",
 }
 HATCHED = frozenset((TimeUse.AGAIN, TimeUse.RESTART, TimeUse.UNSEEN, TimeUse.STOPPED))
-"""Told apart by lines as well, for those to whom colours are alike."""
+"""Ledger entries that are drawn hatched as well, for those to whom colours look alike."""

@@ -1,4 +1,4 @@
-"""The report as one HTML document that needs nothing else: its opening, its tables, and the whole page."""
+"""The report of a training as one HTML document without other files: its tiles, its tables, and the whole page."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ _LEAST_SHARE = 0.005
 
 
 def tiles(record: RunRecord) -> str:
+    """The numbers that a page begins with, each in a tile: goodput, wall time, steps, speed, MFU, restarts."""
     steps = record.last_step - record.first_step
     again = f"{record.num_steps_again:,} taken again" if record.num_steps_again else "none taken again"
     speed, step = record.samples_per_second, record.step_seconds
@@ -104,7 +105,7 @@ def _of_arithmetic(record: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 
 def summary(record: RunRecord) -> str:
-    """Where the time went, in a sentence."""
+    """Where the wall time of a training went, in a sentence or two."""
     ledger = record.ledger
     if ledger.wall_seconds <= 0:
         return "No time is known of."
@@ -128,6 +129,7 @@ def _listed(names: list[str]) -> str:
 
 
 def notes(record: RunRecord) -> str:
+    """What the report left out or had to assume, as a list; empty where nothing."""
     if not record.notes:
         return ""
     return tag("ul", *(tag("li", text(each)) for each in record.notes), class_="plain soft", aria_label="notes")
@@ -141,7 +143,7 @@ _MOST_RANKS = 64
 
 
 def ledger_table(record: RunRecord) -> str:
-    """Every entry that there is, with the sums of those that are useful and of the others."""
+    """The goodput ledger as a table: each entry with time in it, the sum of the useful ones, and the wall time."""
     ledger = record.ledger
     rows = [_ledger_row(entry, record) for entry in ORDER if entry in USEFUL and ledger.seconds[entry] > 0]
     rows.append(_sum_row("useful", ledger.useful_seconds, record))
@@ -152,7 +154,7 @@ def ledger_table(record: RunRecord) -> str:
 
 
 def config_table(record: RunRecord) -> str:
-    """Which config was in force when, and what it has brought; empty where only one was."""
+    """The configs as a table: when each was in force, what changed, and its effect on speed."""
     rows = []
     before = None
     has_tokens = any(each.tokens_per_second for each in record.periods)
@@ -182,7 +184,7 @@ def config_table(record: RunRecord) -> str:
 
 
 def event_table(record: RunRecord) -> str:
-    """What happened; empty where nothing did."""
+    """The events of a training as a table; empty where there were none."""
     rows = [
         _row(
             elapsed_in_words(each.time - record.begin),
@@ -199,7 +201,7 @@ def event_table(record: RunRecord) -> str:
 
 
 def rank_table(record: RunRecord) -> str:
-    """Each rank, those that are the busiest first."""
+    """The ranks as a table, the busiest first."""
     ordered = sorted(
         record.ranks, key=lambda each: each.busy_seconds.middle if each.busy_seconds else 0.0, reverse=True
     )
@@ -289,7 +291,7 @@ def _ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _shortened(rows: list[str], num_columns: int) -> list[str]:
-    """The first and the last of too many."""
+    """The rows of a table; of too many, the first and the last ones, with a row between them that counts the others."""
     if len(rows) <= _MOST_ROWS:
         return rows
     half = _MOST_ROWS // 2
@@ -316,12 +318,12 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[str], *, class_: st
 # --- one HTML document that needs nothing else -----------------------------------------------------------------------
 
 MARK = "<!-- elastic-ext report -->"
-"""Stands near the beginning of every report, so that one can be told from other files."""
+"""A comment near the beginning of every report, by which a file is known to be one and may be written over."""
 _MOST_REMARKS = 200
 
 
 def page(record: RunRecord, *, made_at: float, version: str) -> str:
-    """All of it. The record's bins are widened."""
+    """The whole report as an HTML document. The record's bins are widened to the columns of the drawings."""
     columns = columns_of(record, cells=False)
     scale = TimeScale(begin=record.begin, end=record.end, left=LEFT, right=RIGHT)
     parts = [

@@ -1,4 +1,4 @@
-"""RunRecord: all that a report shows of one training, summed up in equal intervals. Pure."""
+"""RunRecord: all that a report shows of one training, summed up in equal intervals of time. Pure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ __all__ = [
 # --- sums over equal intervals, which grow longer as the time does, so that they are never too many ------------------
 
 _SHORTEST = 2.0**-5
-"""Seconds; intervals are this times a power of two, and begin at its multiples, so that two can be made one."""
+"""Seconds of the shortest interval; each is this times a power of two and begins at a multiple of its length, so that
+two neighbours can be made one."""
 
 
 class Bins:
-    """Rows of sums, each row of an interval; ``most`` of them at most lie between the first and the last."""
+    """Sums over equal intervals of time, that grow longer so that never more than ``most`` lie side by side.
+
+    A row has ``num_values`` sums for one interval.
+    """
 
     def __init__(self, num_values: int, most: int) -> None:
         self.width = _SHORTEST
@@ -46,7 +50,7 @@ class Bins:
         self._first = self._last = 0
 
     def add(self, begin: float, end: float, values: Sequence[float]) -> None:
-        """Spread ``values`` evenly from ``begin`` to ``end``."""
+        """Add ``values`` to the sums, spread evenly from ``begin`` to ``end``."""
         first, last = floor(begin / self.width), max(floor(begin / self.width), -floor(-end / self.width) - 1)
         first, last = self._make_room(first, last, begin, end)
         length = end - begin
@@ -62,7 +66,7 @@ class Bins:
                     row[place] += value * share
 
     def widen(self, width: float) -> None:
-        """Make the intervals at least this long."""
+        """Make the intervals at least ``width`` seconds long."""
         while self.width < width:
             self._double()
 
@@ -72,7 +76,7 @@ class Bins:
             yield index * self.width, self._rows[index]
 
     def __len__(self) -> int:
-        """How many intervals lie between the first and the last."""
+        """The number of intervals from the first with something in it to the last."""
         return self._last - self._first + 1 if self._rows else 0
 
     def _make_room(self, first: int, last: int, begin: float, end: float) -> tuple[int, int]:
@@ -111,30 +115,32 @@ ON_PAGE: Mapping[str, Sequence[str]] = {
 
 
 class RankSums(NamedTuple):
-    """What is summed up of a rank in each interval of its bins, in this order."""
+    """The sums of a rank's windows in one interval of its bins, in the order of a row."""
 
     num_steps: float
     num_samples: float
-    """Of all ranks together."""
+    """Samples of all ranks together."""
     step_seconds: float
-    """That these steps took,"""
+    """Seconds that the steps took, without what comes between them."""
     num_looked_at: float
+    """Steps of windows in which some steps were timed by phase."""
     busy_seconds: float
-    """... and, of those that were looked at closely, what they would have taken without waiting for other ranks."""
+    """Seconds that those steps would have taken without waiting for other ranks."""
     num_tokens: float
-    """Of all ranks together, as far as this one tells,"""
+    """Tokens of all ranks together, as far as this rank tells."""
     training_seconds: float
-    """... in so long, checkpoints and changes included;"""
+    """Seconds of training, with checkpoints and changes."""
     ideal_seconds: float
-    """... in which its device, at its best, would have done the arithmetic; 0 where that is not known."""
+    """Seconds in which the rank's device, at its best, would have done the arithmetic; 0 where that is not known."""
     known_seconds: float
+    """Seconds that the windows cover; the next three are bytes times these seconds, for means over time."""
     host_byte_seconds: float
     accelerator_byte_seconds: float
     peak_byte_seconds: float
 
 
 class Remark(NamedTuple):
-    """A sentence about a part of a training, such as what has held it up."""
+    """A sentence about some time of a training, such as a verdict on what held it up."""
 
     begin: float
     end: float
@@ -144,7 +150,7 @@ class Remark(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """One rank."""
+    """What a report shows of one rank in a training."""
 
     rank: int
     begin: float
@@ -153,29 +159,29 @@ class RankRecord:
     num_processes: int
     num_steps: int
     step_seconds: Quartiles | None
-    """Of its windows."""
+    """The mean step times of its windows."""
     busy_seconds: Quartiles | None
-    """A step without waiting for other ranks."""
+    """The times of a step without waiting for other ranks, of its windows."""
     mfu: Quartiles | None
-    """The part that the model did of what its device could have done at best; of its windows."""
+    """The model FLOPs utilisation of its windows: the share that the model did of what its device could do at best."""
     most_host_bytes: int | None
     most_accelerator_bytes: int | None
     metrics: Mapping[str, float]
-    """The metrics that the page shows, as the rank's last process has written them; without those that it has not."""
+    """The metrics that the page shows, by name, as the rank's last process wrote them; those it wrote alone."""
     bins: Bins
-    """Of ``RankSums``."""
+    """Sums over time, with ``RankSums`` as rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """A training, as far as its files tell."""
+    """What a report shows of one training, as far as the files of its run tell."""
 
     path: str
     job: str
     number: int
-    """Which training in this run directory, from 1 on,"""
+    """The number of this training in its run directory, from 1 on."""
     num_trainings: int
-    """... of how many."""
+    """Trainings in the run directory."""
     begin: float
     end: float
     ledger: Ledger
@@ -183,26 +189,28 @@ class RunRecord:
     first_step: int
     last_step: int
     num_steps_again: int
-    """Steps that came to nothing and were taken again."""
+    """Steps that were lost and taken again, since training went on from an earlier one."""
     num_samples: int
-    """Of steps that did not."""
+    """Samples of the steps that were not lost."""
     samples_per_second: Quartiles | None
+    """Samples per second of all ranks together, in steps."""
     tokens_per_second: Quartiles | None
-    """Of all ranks together, over the time of training; None where samples are no rows of tokens."""
+    """Tokens per second of all ranks together, over the time of training; None where samples are no rows of tokens."""
     step_seconds: Quartiles | None
+    """The mean step times of the first rank's windows."""
     num_restarts: int
     num_failures: int
     spent: Bins
-    """Seconds of all ranks by ledger entry."""
+    """Seconds of all ranks by ledger entry, in intervals of time."""
     periods: tuple[Period, ...]
     happenings: tuple[Happening, ...]
     notes: tuple[str, ...]
-    """What could not be read, or was made sense of."""
+    """What the report left out or had to assume, a sentence each."""
     remarks: Sequence[Remark] = ()
 
     @property
     def mfu(self) -> Quartiles | None:
-        """That of the rank in the middle."""
+        """The model FLOPs utilisation of the rank with the median one; None where no rank's is known."""
         known = sorted((each.mfu for each in self.ranks if each.mfu is not None), key=lambda each: each.middle)
         return known[(len(known) - 1) // 2] if known else None
 
@@ -216,7 +224,7 @@ class RunRecord:
         return found
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """The record as the JSON of ``elastic-ext report --json``."""
         return {
             "path": self.path,
             "job": self.job,
@@ -281,7 +289,7 @@ _BUSY = frozenset(
 
 
 def busy_seconds(window: StepWindow) -> float | None:
-    """What a step would have taken if the rank had waited for no other; None where none was looked at."""
+    """Seconds of a step without waiting for other ranks; None where no step of the window was timed by phase."""
     found = sum(spent for label, spent in window.typical.items() if label in _BUSY)
     return found if found > 0 else None
 
@@ -293,7 +301,7 @@ def rank_record(
     speeds: Speeds,
     metrics: Mapping[str, float],
 ) -> RankRecord:
-    """What is shown of a rank, whose time ``slices`` are, and whose last process told these metrics."""
+    """The record of a rank, from the slices of its time and the metrics that its last process wrote."""
     windows = [each.piece.window for each in slices if each.piece is not None]
     bins = Bins(len(RankSums._fields), MOST_BINS)
     steps: list[float] = []

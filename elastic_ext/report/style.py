@@ -14,7 +14,7 @@ __all__ = ["script", "style"]
 
 
 # --- how a report looks: light and dark, on a screen and on paper ----------------------------------------------------
-# Colours are told apart by those who see few of them.
+# The colours can be told apart by people with colour blindness.
 
 _LIGHT: Mapping[str, str] = {
     "page": "#ffffff", "card": "#f6f7f9", "ink": "#1b1f24", "soft": "#5b6470", "rule": "#d9dde3", "grid": "#e7eaee",
@@ -38,7 +38,7 @@ _ENTRIES: Mapping[str, tuple[str, str]] = {
     "unseen": ("#6b2b3f", "#fff"), "outside": ("#bfd8c9", "#13261b"), "stopped": ("#c3c7cd", "#20242a"),
 }  # fmt: skip
 _HEAT = ("#00224e", "#1b3a6b", "#3f4d6d", "#5c616e", "#7a7876", "#9a9073", "#bbab67", "#dcc84e", "#fee838")
-"""Cividis: as good for those who do not see red and green apart."""
+"""Colours of heat maps, from Cividis, which can be read by those who do not see red and green apart."""
 _APART = ("#1f5fa8", "#5a94cc", "#8db6dd", "#c3d7ea", "#dfe3e8", "#f6dcb9", "#f0b469", "#dd7a1e", "#a44703")
 _APART_DARK = ("#8cc4ff", "#5a94cc", "#3c6b9c", "#334a63", "#3d444d", "#5c4a33", "#96652b", "#dd7a1e", "#ffb067")
 
@@ -127,7 +127,7 @@ td,tbody th{white-space:normal}#tip{display:none!important}}
 
 
 def style() -> str:
-    """The style sheet."""
+    """The style sheet of a report."""
     fills = "".join(
         f".fill-{name}{{fill:{colour}}}.on-{name} text{{fill:{ink};font-weight:600}}"
         for name, (colour, ink) in _ENTRIES.items()
@@ -176,7 +176,7 @@ function hide(){tip.style.display="none";lines.forEach(function(each){each.style
 
 
 def script(record: RunRecord, columns: TimeColumns) -> str:
-    """The script with what it shows, in elements of a page."""
+    """The script of a report with its data, as HTML elements: shows the interval under the pointer in numbers."""
     length = max(record.end - record.begin, 1e-9)
     found = [
         [
@@ -192,7 +192,7 @@ def script(record: RunRecord, columns: TimeColumns) -> str:
 
 
 def _words(record: RunRecord, column: Column) -> str:
-    """What is known of an interval, on several lines."""
+    """The numbers of an interval in words, on several lines."""
     lines = [f"after {elapsed_in_words(column.begin - record.begin)}"]
     ordered = sorted(
         (entry for entry in ORDER if column.shares.get(entry, 0.0) > 0), key=lambda each: -column.shares[each]

@@ -1,4 +1,4 @@
-"""How many samples a step may have, how much a sample teaches then, and whether another size would teach more. Pure."""
+"""The global batch sizes that a job may have, how much a sample teaches at each, and which would teach faster. Pure."""
 
 from __future__ import annotations
 
@@ -34,40 +34,43 @@ __all__ = [
 
 
 # --- how many samples a step may have, what a sample teaches then, and what becomes of learning rates ----------------
-# Words: the *first batch* is the size that the user's learning rate was chosen for. The *noise scale* is the size at
-# which a step's gradient has as much noise as gradient. The *efficiency* of a size is how much a sample teaches in
-# steps of it, beside steps of the first batch: (noise scale + first batch) / (noise scale + size), since larger steps
-# know better where to go, and there are fewer of them. The *progress* of a size is that of all samples of a step.
+# Words: a *size* is a global batch size, the samples of a step over all ranks. The *first batch* is the size that the
+# user's learning rate was chosen for. The *noise scale* is the size at which a step's gradient has as much noise as
+# gradient. The *efficiency* of a size is how much a sample teaches in steps of it, beside steps of the first batch:
+# (noise scale + first batch) / (noise scale + size), since larger steps know better where to go, and there are fewer of
+# them. The *progress* of a size is that of all samples of a step.
 
 SIZE_KEY = "global_batch_size"
 RATE_KEY = "optimizer.learning_rate"
 _MICRO_BATCH_KEY = "dataloader.batch_size"
 _RULES = ("linear", "sqrt", "adascale")
 _GROWTHS = (1.5, 2.0)
-"""How many times as large a step is tried: rates follow, and what is learned should not jump."""
+"""How many times as large as now a step may be tried: learning rates follow, and learning should not jump."""
 _MOST_TIMES = 2
+"""Listed sizes are tried up to so many times the present one; where there is none, the next larger one is tried."""
 _MORE_NOISE = 1.25
-"""By so much noise may grow until sizes are looked at again: a rate that follows it is within its bounds then too."""
+"""How many times the noise scale may grow until sizes are looked at again: the rate must then be within bounds too."""
 _CLOSE = 1e-9
-"""Numbers that differ by this share are the same."""
+"""Share by which a learning rate may exceed a bound, for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What a step of one job may have, its user's bounds being as they are."""
+    """The global batch sizes that one job may have within its user's bounds, and what a sample teaches at each."""
 
     learning: LearningFacts
     present: int
+    """The global batch size now."""
     least: int
     most: int
     listed: tuple[int, ...] | None
-    """The only ones, where a person or the job says so."""
+    """The only sizes that are allowed, where a person or the job lists them; else None."""
     quantum: int
-    """Sizes are whole numbers of these."""
+    """Sizes are multiples of this."""
     rate: float | None
-    """The user's, for the first batch,"""
+    """The user's learning rate, for the first batch; None where the job tells of none."""
     rates: tuple[float, float] | None
-    """... and the bounds of what the rule makes of it."""
+    """The bounds of the learning rate that the rule gives; None where the user gives none."""
 
     @property
     def first_batch(self) -> int:
@@ -82,7 +85,7 @@ class Sizes:
         return size * self.efficiency(size, noise)
 
     def rate_factor(self, size: int, noise: float) -> float:
-        """What the user's learning rate is multiplied with by the rule, in steps of ``size``."""
+        """The factor on the user's learning rate, by the job's rule, in steps of ``size``."""
         first = self.first_batch
         if self.learning.rule == "linear":
             return rate_factor("linear", first, size)
@@ -91,7 +94,7 @@ class Sizes:
         return self.progress(size, noise) / first  # which is AdaScale's gain
 
     def may_be(self, size: int, noise: float) -> bool:
-        """Whether ``size`` keeps to all bounds, and will until sizes are looked at again."""
+        """Whether ``size`` keeps to all bounds, and still does if noise grows until sizes are looked at again."""
         return self.may_stay(size, noise) and self.may_stay(size, _MORE_NOISE * noise)
 
     def may_stay(self, size: int, noise: float) -> bool:
@@ -107,7 +110,7 @@ class Sizes:
         return low * (1 - _CLOSE) <= found <= high * (1 + _CLOSE)
 
     def larger(self) -> list[int]:
-        """The next ones that may be tried."""
+        """The next larger sizes that may be tried, in ascending order."""
         if self.listed is not None:
             found = sorted(size for size in self.listed if size > self.present and size % self.quantum == 0)
             return [size for size in found if size <= _MOST_TIMES * self.present] or found[:1]
@@ -116,7 +119,7 @@ class Sizes:
         return sorted(size for size in wanted if self.present < size <= self.most)
 
     def smaller(self) -> list[int]:
-        """All that may be gone back to, the largest first."""
+        """The smaller sizes that may be gone back to, the largest first."""
         if self.listed is not None:
             found = {size for size in self.listed if size % self.quantum == 0}
         else:
@@ -138,12 +141,12 @@ class Sizes:
 
 
 def is_asked_for(tuning: TuningSection) -> bool:
-    """Whether a person lets steps grow."""
+    """Whether a person lets the tuner change the global batch size."""
     return SIZE_KEY in (tuning.knobs or {})
 
 
 def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
-    """Why steps do not grow in this job, where that is asked for: a sentence; empty where they may."""
+    """Why the global batch size is not tuned in this job, as a sentence; empty where it may be."""
     learning = facts.learning
     if learning is None or learning.rule not in _RULES:
         return (
@@ -158,7 +161,7 @@ def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
 
 
 def sizes_of(facts: JobFacts, tuning: TuningSection) -> Sizes | None:
-    """Those of this job; None where steps are not to grow."""
+    """The global batch sizes that a job may have; None where they are not to be tuned."""
     if not is_asked_for(tuning) or why_not_resized(facts, tuning) or facts.learning is None:
         return None
     knobs, first = dict(tuning.knobs or {}), facts.learning.first_batch
@@ -180,14 +183,14 @@ def sizes_of(facts: JobFacts, tuning: TuningSection) -> Sizes | None:
 
 
 def facts_at(facts: JobFacts, size: int) -> JobFacts:
-    """What is known of the same job, were its steps of ``size`` samples."""
+    """The facts of the same job, if its global batch size were ``size``."""
     is_even = facts.share == -(-facts.global_batch // facts.num_replicas)
     share = -(-size // facts.num_replicas) if is_even else -(-facts.share * size // facts.global_batch)
     return replace(facts, global_batch=size, share=share, values={**facts.values, SIZE_KEY: size})
 
 
 def _quantum(facts: JobFacts) -> int:
-    """Every replica has as many samples; and whole micro-batches, where these cannot be of another size."""
+    """What sizes are multiples of: replicas have equally many samples, in whole micro-batches if those are fixed."""
     micro_batch = facts.values.get(_MICRO_BATCH_KEY)
     if _MICRO_BATCH_KEY in facts.choices or not isinstance(micro_batch, int):
         return facts.num_replicas
@@ -203,50 +206,52 @@ def _number(value: object) -> float | None:
 # size are worth a try where that is expected to be well above what it is now, and stay where it measures above it.
 
 _LEAST_KEPT = 0.01
-"""What a size has to measure better by, to stay."""
+"""The least measured gain, as a share, for which a size that was tried is kept."""
 _OTHER_NOISE = 1.25
-"""Sizes are looked at again where the noise scale is so many times what it was, or its inverse,"""
+"""Sizes are looked at again where the noise scale has grown, or shrunk, by more than this factor."""
 _NUM_WINDOWS = 200
-"""... or after so many windows."""
+"""Windows of steps after which sizes are looked at again in any case."""
 _MOST_NOISE = 2.0**60
 _ALIKE = 0.05
-"""Advice whose gain differs by less is no news."""
+"""Share by which the gain of an advice has to differ from that of the last one to be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """A size that is worth a try."""
+    """Another global batch size that is worth a try, with what is expected of it."""
 
     first: int
-    """What steps have now."""
+    """The global batch size now."""
     size: int
+    """The global batch size that is to be tried."""
     point: Point
-    """The way to train at it,"""
+    """The point to train at with that size."""
     seconds: float
-    """... what a step is expected to take,"""
+    """The expected time of a step of that size."""
     most_seconds: float
-    """... and at most, as far as can be told;"""
+    """A high estimate of the time of a step of that size."""
     even_seconds: float
-    """... and what a step would take that teaches as fast as now;"""
+    """The time of a step of that size at which training would learn exactly as fast as now."""
     now_seconds: float
-    """... and what one takes now."""
+    """The measured time of a step now."""
     is_needed: bool
-    """Whether the present size leaves its bounds, so that the other one is not a matter of what it brings."""
+    """Whether the present size is out of its bounds, so that the other one is needed whatever it gains."""
     reason: str
+    """Why the size is wished for, as a sentence for a person."""
 
     @property
     def most_seconds_alike(self) -> float:
-        """At most, for what a step teaches now."""
+        """A high estimate of the seconds at that size in which training learns as much as in one step now."""
         return self.most_seconds * self.now_seconds / self.even_seconds
 
     @property
     def gain(self) -> float:
-        """How many times as fast it is expected to teach."""
+        """How many times as fast as now training is expected to learn at that size."""
         return self.even_seconds / self.seconds
 
 
 class SizeVerdict(NamedTuple):
-    """What was measured of one global batch size."""
+    """Whether a global batch size that was tried is kept, and why."""
 
     is_kept: bool
     reason: str
@@ -260,10 +265,10 @@ class _SizeTimes(NamedTuple):
 
 
 class Growth:
-    """Of one job, over all sizes that its steps have had."""
+    """Which other global batch size is worth a try in one job, by what steps of each size have taken and by noise."""
 
     def __init__(self, decisions: Sequence[Decision] = ()) -> None:
-        """``decisions`` are those from before a restart, by which sizes are known."""
+        """``decisions`` are those from before a restart of the master; they tell how long steps of other sizes took."""
         self._known: dict[int, _SizeTimes] = {}
         self._refused: set[int] = set()
         self._unwanted: set[int] = set()
@@ -276,38 +281,38 @@ class Growth:
     # ---- what is told ----
 
     def begin(self, wish: Wish, best: StepTimes) -> None:
-        """Another size is tried; ``best`` is what steps of the present one take."""
+        """Note that another size is tried; ``best`` has the step times of the present one."""
         self._known[wish.first] = _SizeTimes(best.point, best.seconds)
 
     def refuse(self, size: int) -> None:
-        """Steps of ``size`` are not to be tried again."""
+        """Leave ``size`` out from now on, since it was refused."""
         self._refused.add(size)
         self._looked = None
 
     def take_back(self, decision: Decision) -> None:
-        """A person has taken a decision back, and does not want the size that it gave steps, if it did."""
+        """Leave out the size that ``decision`` has set, if it has set one, since a person took the decision back."""
         size = decision.changes.get(SIZE_KEY)
         if isinstance(size, int):
             self._unwanted.add(size)
 
     def allow(self) -> None:
-        """A person has changed the config: what was refused before may be possible now."""
+        """Allow sizes that were refused: a person has changed the config, and they may be possible now."""
         self._refused.clear()
 
     def forget(self) -> None:
-        """Steps take something else from now on, whatever their size."""
+        """Forget how long steps of each size take, since the pace of the job has changed."""
         self._known.clear()
         self._looked = None
 
     # ---- what is asked ----
 
     def waits(self, facts: JobFacts, tuning: TuningSection) -> bool:
-        """Whether steps may grow, and it is not known yet how noisy they are."""
+        """Whether the global batch size may be tuned once the noise scale is known, which it is not yet."""
         sizes = sizes_of(facts, tuning)
         return sizes is not None and sizes.learning.noise_scale is None
 
     def is_due(self, facts: JobFacts, tuning: TuningSection) -> bool:
-        """Whether sizes are to be looked at; asked in each window of steps at the best point."""
+        """Whether it is time to look for another size; called once for each window of steps at the best point."""
         noise = _noise(sizes_of(facts, tuning)) if is_asked_for(tuning) else None
         if noise is None:
             return False
@@ -320,7 +325,7 @@ class Growth:
         return not before / _OTHER_NOISE <= noise <= before * _OTHER_NOISE
 
     def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> Wish | None:
-        """The size that is worth a try, by what ``search`` has learnt of steps of the present one, if any is."""
+        """The size that is worth a try, by what ``search`` has learnt of steps of the present one; None if none is."""
         sizes, best = sizes_of(facts, tuning), search.best_measured
         noise = _noise(sizes)
         if sizes is None or noise is None or best is None:
@@ -334,7 +339,7 @@ class Growth:
         return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
 
     def judge(self, wish: Wish, measured: StepTimes, facts: JobFacts, tuning: TuningSection) -> SizeVerdict:
-        """Whether steps of the size that was wished for stay, by what is known of noise now."""
+        """Whether the size that was tried is kept, by its measured step times and by what is known of noise now."""
         before = wish.now_seconds
         self._known[wish.size] = _SizeTimes(measured.point, measured.seconds)
         self._looked = None
@@ -349,7 +354,7 @@ class Growth:
         return SizeVerdict(wish.is_needed or times >= 1 + _LEAST_KEPT, reason)
 
     def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
-        """How many times as much as before a step teaches."""
+        """How many times as much a step teaches with the global batch size of ``now`` as with that of ``before``."""
         sizes = sizes_of(now, tuning)
         noise = _noise(sizes) if _noise(sizes) is not None else _noise(sizes_of(before, tuning))
         if sizes is None or noise is None:
@@ -357,7 +362,7 @@ class Growth:
         return _progress_ratio(sizes, before.global_batch, now.global_batch, noise)
 
     def is_news(self, wish: Wish) -> bool:
-        """Whether people were not told of it yet; then they are."""
+        """Whether people have not been told of this wish yet; where it is news, it is kept as told."""
         told = self._told
         if told is not None and told[0] == wish.size and abs(wish.gain / told[1] - 1) < _ALIKE:
             return False
@@ -396,9 +401,10 @@ class Growth:
         return replace(wish, reason=_why(wish, asked))
 
     def _on_line(self, size: int, asked: _SizesToTry) -> float | None:
-        """What a step of ``size`` takes by what steps of two others do: part of it is for each sample, the rest is not.
+        """The time of a step of ``size``, on a line through the step times of the present size and of the nearest one.
 
-        None where only one size is known."""
+        None where only the present size is known.
+        """
         present, seconds = asked.facts.global_batch, asked.best.seconds
         others = sorted(each for each in self._known if each != present)
         if not others:
@@ -409,7 +415,7 @@ class Growth:
         return seconds + of_sample * (size - present)
 
     def _remember(self, decision: Decision) -> None:
-        """What a decision from before a restart says of sizes."""
+        """Take from a decision from before a restart what it says of step times and refusals of sizes."""
         if decision.kind == "reopen":
             self.forget()
         size, first = decision.changes.get(SIZE_KEY), decision.instead.get(SIZE_KEY)
@@ -424,7 +430,7 @@ class Growth:
 
 
 class _SizesToTry(NamedTuple):
-    """The global batch sizes that are to be tried, and what for."""
+    """What a wish for another global batch size is made from: sizes, noise scale, facts, search and best steps."""
 
     sizes: Sizes
     noise: float

@@ -1,4 +1,4 @@
-"""Another size of steps tried in a job: which one, and how the trial goes. Pure."""
+"""Trials of another global batch size in a job: which one is tried, and how the trial goes. Pure."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["Resizing", "SizeTries", "Stage"]
 # It begins at the best point of one size and ends in a search at another, or where it began.
 
 Stage = Literal["asked", "measuring", "kept", "back", "over"]
-"""The size is to be put in force; its steps are measured; it stays; the one before is to be put in force again; nothing
-has come of it."""
+"""Where a try of another global batch size is: "asked", it is to be put in force; "measuring", its steps are measured;
+"kept", it stays; "back", the size before is to be put in force again; "over", it was refused or never written."""
 
 _TIMES_AS_MANY = 2
-"""Steps are measured of another size as of another point: more hangs on it."""
+"""How many times as many steps are measured of another size as of another point, since more depends on it."""
 _PATIENCE = 50
-"""Windows in which facts of the size that was asked for are waited for."""
+"""Reports of steps during which the facts of the size that was asked for are waited for."""
 
 
 class Resizing:
-    """One try of another size, or what takes one back."""
+    """One try of another global batch size, or the change that takes such a try back."""
 
     def __init__(self, book: Book, growth: Growth, tuning: TuningSection) -> None:
         self._book = book
@@ -45,7 +45,7 @@ class Resizing:
         self._tuning = tuning
         self.stage: Stage = "asked"
         self.search: Search | None = None
-        """At the size that is tried."""
+        """The search at the size that is tried."""
         self._wish: Wish | None = None
         self._made: Decision | None = None
         self._version = self._newest = -1  # of the config that is tried, and of the newest that was written
@@ -55,29 +55,29 @@ class Resizing:
 
     @property
     def size(self) -> int:
-        """What steps are asked to have."""
+        """The global batch size that the newest decision of this try sets."""
         assert self._made is not None
         return int(self._made.changes[SIZE_KEY])
 
     @property
     def probe_steps(self) -> int:
-        """That are measured."""
+        """Steps that are measured of the size."""
         return _TIMES_AS_MANY * (self._tuning.probe_steps or PROBE_STEPS)
 
     @property
     def is_written(self) -> bool:
-        """Whether there is a config of it."""
+        """Whether a config was written for this try."""
         return self._newest >= 0
 
     def is_back(self, facts: JobFacts) -> bool:
-        """Whether what is known of the job is of the config that was written to have a size in force again."""
+        """Whether ``facts`` are of the config that was written to put the size before in force again."""
         is_written = self._made is not None and self._newest > self._made.base
         return self.stage == "back" and is_written and facts.config_version >= self._newest
 
     # ---- how it begins ----
 
     def begin(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
-        """Try a size, from where ``course`` has come to rest."""
+        """Decide to try the size that is wished for, from the point at which ``course`` has come to rest."""
         best = course.search.best_measured
         assert best is not None
         self._wish = wish
@@ -87,16 +87,16 @@ class Resizing:
         return [self._made]
 
     def advise(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
-        """What would be tried, were that allowed."""
+        """Advise the size that would be tried if configs might be written."""
         return [self._wished("advise", now, wish, facts, course.search.resized(facts_at(facts, wish.size)))]
 
     def begin_back(self, now: float, facts: JobFacts, changes: Mapping[str, Any], why: str) -> list[Decision]:
-        """Have a size in force again that steps had before they were measured."""
+        """Decide to put a size in force again that steps had before, with the values of ``changes``."""
         values = {**facts.values, SIZE_KEY: facts.global_batch}
         return self._write_back(now, facts.config_version, changes, {key: values.get(key) for key in changes}, why)
 
     def go_back(self, now: float, why: str, more: Mapping[str, Any] | None = None) -> list[Decision]:
-        """Have the size before in force again, with what was there then; ``more`` is to be set beside it."""
+        """Decide to put the size before in force again, with the values from then; ``more`` is set beside them."""
         made = self._made
         assert made is not None
         before = made.changes if self.stage == "back" else made.instead
@@ -113,7 +113,7 @@ class Resizing:
         why: str,
         rate: float | None = None,
     ) -> list[Decision]:
-        """``rate`` is what steps had with what is put in force."""
+        """Decide on an undo; ``rate`` is the one that steps had under the values that are put in force."""
         self.stage, self._trial = "back", None
         self._made = self._book.add(
             time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead, predicted=rate
@@ -137,13 +137,13 @@ class Resizing:
     # ---- what happens ----
 
     def written(self, number: int, version: int) -> None:
-        """The config of a decision has this version."""
+        """Note that the config of decision ``number`` was written as ``version``."""
         if self._made is not None and self._made.number == number:
             self._newest = version
             self._version = version if self.stage == "asked" else self._version
 
     def take_facts(self, facts: JobFacts) -> bool:
-        """Whether what is known of the job is of steps of the size that is tried; they are measured from then on."""
+        """Whether ``facts`` are of the size that is tried, whose steps are measured from then on."""
         if self.stage not in ("asked", "measuring") or facts.global_batch != self.size or self.search is None:
             return False
         if self.stage == "asked":
@@ -154,7 +154,7 @@ class Resizing:
         return True
 
     def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
-        """Steps that can be trusted."""
+        """Take a report of steps that can be trusted."""
         if self.stage == "back":
             return []
         if seen.version == self._version and seen.revision > 0:
@@ -167,7 +167,7 @@ class Resizing:
         return self._look(now, self._trial)
 
     def refused(self, number: int, why: str) -> list[Decision]:
-        """The config of a decision is not put in force, and that size is not tried again."""
+        """Note that the config of decision ``number`` is not put in force; its size is not tried again."""
         if self._made is None or self._made.number != number:
             return []
         self._growth.refuse(self.size)
@@ -175,7 +175,7 @@ class Resizing:
         return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
 
     def leave(self, now: float, why: str) -> list[Decision]:
-        """The size that is being tried is not left in force."""
+        """Give up the size that is being tried, and go back to the one before where it was written."""
         if self.stage not in ("asked", "measuring") or self._made is None:
             return []
         closed = _some(self._book.close(self._made.number, "undone"))
@@ -205,14 +205,14 @@ class Resizing:
         return [*closed, *self._take_back(now, f"{_rates(made, measured, wish)}; {verdict.reason}")]
 
     def _measure_anew(self, now: float, why: str) -> list[Decision]:
-        """Steps that say nothing; the size is taken back where they say nothing again."""
+        """Measure again where steps tell nothing; give up the size where they do so again."""
         assert self._facts is not None
         self._num_scattered += 1
         self._trial = self._new_trial(self._facts)
         return [] if self._num_scattered == 1 else self.leave(now, f"what was tried cannot be measured: {why}")
 
     def _changed_inside(self, now: float, seen: MeasuredSteps) -> list[Decision]:
-        """As where memory did not suffice: the size is taken for the reason."""
+        """Give up the size where the job itself has changed the config, as when memory runs out."""
         assert self._made is not None
         self._growth.refuse(self.size)
         why = f"the job itself put revision {seen.revision} of version {seen.version} in force instead"
@@ -229,10 +229,10 @@ class Resizing:
 
 
 def _changes(wish: Wish, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is to be set for a wish, and what takes that back.
+    """The values to set for a wish, by key, and those that take them back.
 
-    Micro-batches are said as well, since they might grow with a share; and all that can be, where the job itself has
-    changed what the config says.
+    The micro-batch is set as well, since it might grow with a rank's share; and all that can be set, where the job
+    itself has changed the config.
     """
     here = point_of(facts.values)
     there = {KEYS[name]: value for name, value in wish.point._asdict().items()}
@@ -256,7 +256,7 @@ def _some(decision: Decision | None) -> list[Decision]:
 
 
 class SizeTries:
-    """Of one job."""
+    """The tries of other global batch sizes in one job, one at a time, and when one is due."""
 
     def __init__(self, book: Book, decisions: Sequence[Decision]) -> None:
         self._book = book
@@ -267,38 +267,41 @@ class SizeTries:
 
     @property
     def is_trying(self) -> bool:
-        """Whether steps have another size for a while, or are to have the one before again."""
+        """Whether another size is being tried, or the one before is being put in force again."""
         return self._now is not None
 
     @property
     def is_going_back(self) -> bool:
-        """Whether they are to have the one before again."""
+        """Whether the size before is being put in force again."""
         return self._now is not None and self._now.stage == "back"
 
     def is_back(self, facts: JobFacts) -> bool:
-        """Whether steps have the one before again, be it that they never had another."""
+        """Whether by ``facts`` the size before is in force again, even if steps never had another."""
         return self._now is not None and self._now.is_back(facts)
 
     def waits_for_noise(self, facts: JobFacts | None, tuning: TuningSection) -> bool:
-        """Whether steps may grow, and it is not known yet how noisy they are."""
+        """Whether the global batch size may be tuned once the noise scale is known, which it is not yet."""
         return facts is not None and self._growth.waits(facts, tuning)
 
     # ---- what is told ----
 
     def take_config(self) -> None:
-        """A person, or a node's file, has changed the config: what was refused may be possible now."""
+        """Allow sizes that were refused: the config was changed from outside, and they may be possible now."""
         self._growth.allow()
 
     def forget(self) -> None:
-        """Steps take something else from now on, whatever their size."""
+        """Forget how long steps of each size take, since the pace of the job has changed."""
         self._growth.forget()
 
     def drop(self) -> None:
-        """Nothing is tried any more, whatever is in force."""
+        """Drop the try that is under way, without a decision, whatever is in force."""
         self._now = None
 
     def take_size(self, before: JobFacts, facts: JobFacts, tuning: TuningSection, budget: Budget) -> bool:
-        """Whether steps have another size because that was asked for here, and nothing else is another job's."""
+        """Whether the size that ``facts`` have was asked for here, and nothing else about the job has changed.
+
+        Where it is so, the budget is told how much longer a step may take.
+        """
         if self._now is None or before.global_batch == facts.global_batch or facts.global_batch != self._now.size:
             return False
         alike = replace(before, global_batch=facts.global_batch, share=facts.share)
@@ -308,16 +311,16 @@ class SizeTries:
         return True
 
     def take_facts(self, facts: JobFacts) -> bool:
-        """Whether what is known of the job is of the size that is tried."""
+        """Whether ``facts`` are of the size that is being tried."""
         return self._now is not None and self._now.take_facts(facts)
 
     def written(self, number: int, version: int) -> None:
-        """The config of a decision has this version."""
+        """Note that the config of decision ``number`` was written as ``version``."""
         if self._now is not None:
             self._now.written(number, version)
 
     def see(self, now: float, seen: MeasuredSteps) -> tuple[list[Decision], Search | None]:
-        """Steps that can be trusted; with the search that goes on where the size that was tried stays."""
+        """Take a report of steps that can be trusted; gives decisions, and the search at a size that is kept."""
         assert self._now is not None
         trying = self._now
         told = trying.see(now, seen)
@@ -327,7 +330,7 @@ class SizeTries:
         return told, trying.search
 
     def refused(self, number: int, why: str) -> list[Decision]:
-        """The config of a decision is not put in force."""
+        """Note that the config of decision ``number`` is not put in force, and why."""
         return self._ended(lambda trying: trying.refused(number, why))
 
     # ---- what is decided ----
@@ -335,7 +338,7 @@ class SizeTries:
     def look(
         self, now: float, course: Course, facts: JobFacts, tuning: TuningSection, *, writes: bool
     ) -> list[Decision]:
-        """Whether a step of another size would teach more in the same time, where nothing else is to be tried."""
+        """Look for a size at which training would learn faster, once ``course`` is at rest, and begin to try it."""
         if not course.is_at_rest or not self._growth.is_due(facts, tuning):
             return []
         wish = self._growth.propose(facts, tuning, course.search)
@@ -350,20 +353,20 @@ class SizeTries:
         return trying.begin(now, wish, facts, course)
 
     def leave(self, now: float, why: str) -> list[Decision]:
-        """What is tried is not left in force."""
+        """Give up the size that is being tried, if any."""
         return self._ended(lambda trying: trying.leave(now, why))
 
     def go_back(
         self, now: float, facts: JobFacts, tuning: TuningSection, changes: Mapping[str, Any], why: str
     ) -> list[Decision]:
-        """Have a size in force again that steps had before, with what else is to be set."""
+        """Decide to put a size in force again that steps had before, with all values of ``changes``."""
         self._now = Resizing(self._book, self._growth, tuning)
         return self._now.begin_back(now, facts, changes, why)
 
     def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
-        """Take ``last`` back, which was kept, by setting ``back``, and with it what is tried, since a person asks.
+        """Take ``last`` back at a person's request by setting ``back``, and with it the size that is being tried.
 
-        None where nothing is tried, so that it is up to others.
+        None where no size is being tried: the caller then takes ``last`` back by itself.
         """
         self._growth.take_back(last)
         trying, self._now = self._now, None
@@ -373,7 +376,7 @@ class SizeTries:
         return trying.go_back(now, why, back)
 
     def _ended(self, ask: Callable[[Resizing], list[Decision]]) -> list[Decision]:
-        """What comes of a try that may be over by that."""
+        """The decisions that ``ask`` draws from the try under way, which is dropped if that ends it."""
         if self._now is None:
             return []
         told = ask(self._now)

@@ -1,4 +1,4 @@
-"""The tuner as its surroundings see it: it is told what happens, and says what to do. Pure."""
+"""The tuner as a master uses it: it is told of facts, configs and steps, and gives decisions. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_REASONS = 3
 
 
 def limits_in_words(facts: JobFacts, tuning: TuningSection) -> list[str]:
-    """Each reason in a sentence of its own."""
+    """What people ask a tuner to tune and it leaves alone in this job, with the reason: a sentence for each."""
     found = [_why_learned_stays(facts, tuning)]
     if not space_of(facts, tuning).is_open:
         reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
@@ -57,22 +57,26 @@ Author = Literal["person", "generated", "node"]
 
 _SILENT_SECONDS = 60.0
 _SILENT_TIMES = 30
-"""As long as the last report was of."""
+"""A job is silent that tells of no steps for so many times the length of its last report, and for _SILENT_SECONDS."""
 _CALM = 8
-"""Reports in a row that can be trusted, after which a reason why not is told anew."""
+"""Trusted reports in a row after which people are told again why a report cannot be trusted."""
 _PATIENCE = 5
-"""Reports under an older config, until it is clear that a newer one is not put in force."""
+"""Reports of steps under an older config after which a newer one is taken not to come into force."""
 _MOST_DISTRUSTED = 20
-"""Reports that tell nothing while something is tried: then it is taken back."""
+"""Untrusted reports in a row after which what is being tried is taken back."""
 _NO_EDIT = ("tuning", "checkpoint")
-"""Sections that a person may change beside the tuner: they are not what it chooses."""
+"""Sections of a config that a person may change without pausing the tuner, since it chooses nothing in them."""
 
 
 class Controller:
-    """Of one job."""
+    """The tuner of one job: it is told of facts, configs and steps, and each call gives the decisions that follow.
+
+    Calls come from one thread at a time. The caller writes a config for each decision with changes, and tells of that
+    by ``written`` or ``refused``.
+    """
 
     def __init__(self, *, mode: Mode, decisions: Sequence[Decision] = ()) -> None:
-        """``mode`` counts where the config says nothing of it; ``decisions`` are those from before a restart."""
+        """``mode`` counts where the config says none; ``decisions`` are those from before a restart of the master."""
         self._usual_mode = mode
         self._book = Book(decisions)
         self._is_paused = self._book.is_paused
@@ -92,7 +96,7 @@ class Controller:
     # ---- what is told ----
 
     def take_facts(self, now: float, facts: JobFacts) -> list[Decision]:
-        """Rank 0 has written what is known of the job."""
+        """Take the facts of the job that rank 0 has written, and begin a search anew where they have changed."""
         before, self._facts = self._facts, facts
         other = changed_facts(before, facts) if before is not None else ""
         course, sizes = self._course, self._sizes
@@ -112,7 +116,7 @@ class Controller:
         return []
 
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
-        """A newer config is in place, whoever wrote it."""
+        """Take a newer config that was put in place; a person's edit of what the tuner chooses pauses the tuner."""
         before, mode_before = self._config, self._mode
         self._config = config
         if author == "generated":
@@ -136,7 +140,7 @@ class Controller:
         return [*left, *self._begin(now)]
 
     def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
-        """Some steps of all ranks."""
+        """Take a report of steps over all ranks."""
         if self._mode == "off" or self._is_paused or self._facts is None:
             return []
         if self._must_begin or self._course is None:
@@ -158,7 +162,7 @@ class Controller:
         return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
 
     def tick(self, now: float) -> list[Decision]:
-        """Time passes."""
+        """Take the time, to find out that the job has fallen silent."""
         if self._heard is None or self._mode == "off" or self._is_paused:
             return []
         silent = now - self._heard[0]
@@ -170,14 +174,14 @@ class Controller:
         return [*held, *(self._leave(now, f"what was tried cannot be measured: {why}") if self._writes else [])]
 
     def written(self, now: float, number: int, version: int) -> None:
-        """The config of a decision was written, as this version."""
+        """Note that the config of decision ``number`` was written as ``version``."""
         self._book.written(number, version)
         self._sizes.written(number, version)
         if self._course is not None:
             self._course.written(number, version)
 
     def refused(self, now: float, number: int, why: str) -> list[Decision]:
-        """The config of a decision is not put in force."""
+        """Note that the config of decision ``number`` is not put in force, and why."""
         if self._course is None or self._must_begin:
             return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
         if self._sizes.is_trying:
@@ -190,14 +194,14 @@ class Controller:
     # ---- what people ask ----
 
     def pause(self, now: float, why: str) -> list[Decision]:
-        """Nothing is decided until ``resume``; what is being tried is taken back."""
+        """Pause the tuner until ``resume``, and take back what is being tried."""
         if self._is_paused:
             return []
         left = self._leave(now, f"what was tried is taken back: {why}")
         return [*left, *self._pause(now, why)]
 
     def resume(self, now: float) -> list[Decision]:
-        """It goes on, by what is in force by now."""
+        """Let a paused tuner go on, from the config that is in force by now."""
         if not self._is_paused:
             return []
         self._is_paused = False
@@ -205,7 +209,7 @@ class Controller:
         return [self._say(now, "resume", "a person lets the tuner go on"), *self._begin(now)]
 
     def undo(self, now: float) -> list[Decision]:
-        """The last change that was kept is taken back, and nothing else is tried until ``resume``."""
+        """Take back the last change that was kept, and pause the tuner until ``resume``."""
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             left = self._leave(now, why := "a person takes back what is being tried")
@@ -229,7 +233,7 @@ class Controller:
 
     @property
     def standing(self) -> TuningStanding:
-        """Where it stands, for people."""
+        """The state of the tuner, in a word and in a sentence, for people."""
         course = self._course
         best = course.best if course else None
         rate = course.rate(best.seconds) if course and best else None
@@ -246,7 +250,7 @@ class Controller:
 
     @property
     def _version(self) -> int:
-        """The newest that is known."""
+        """The newest version of the config that is known."""
         found = self._facts.config_version if self._facts is not None else 0
         return found if self._config is None else self._config.version
 
@@ -278,7 +282,7 @@ class Controller:
         return "probing", "the tuner tries what may be faster"
 
     def _begin(self, now: float, reason: str = "", *, is_back: bool = False) -> list[Decision]:
-        """Begin a search, where enough is known to do so; ``is_back`` where steps have the size again that they had."""
+        """Begin a search where enough is known; ``is_back`` says that the global batch size is again what it was."""
         facts, config, earlier = self._facts, self._config, self._course
         self._must_begin = True
         if facts is None or self._is_paused:
@@ -311,7 +315,7 @@ class Controller:
         return Course(facts, self._tuning, self._book, search, self._budget)
 
     def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:
-        """What was being tried as the search ended, or the master, is in force and was not measured."""
+        """Take back what was being tried, and not measured to its end, when a search ended or the master restarted."""
         open_ = self._book.open
         if open_ is None:
             return []
@@ -330,8 +334,8 @@ class Controller:
     def _go_back(
         self, now: float, facts: JobFacts, here: Point, target: Point, why: str, sized: Mapping[str, Any]
     ) -> list[Decision]:
-        """Have a point in force again, be it with a search or without one; ``sized`` is all that is to be set where the
-        size of steps is among that."""
+        """Put ``target`` in force again, with a search or without one; ``sized`` is all that is to be set where the
+        global batch size is part of it."""
         base, _ = self._there(facts)
         if sized:
             return self._sizes.go_back(now, replace(facts, config_version=base), self._tuning, sized, why)
@@ -343,14 +347,14 @@ class Controller:
         return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
 
     def _there(self, facts: JobFacts) -> tuple[int, dict[str, Any]]:
-        """The version that is to be changed, and what it makes of the job, by key."""
+        """The version of the config that is to be changed, and the values that the job has under it, by key."""
         course, config = self._course, self._config
         if course is not None and not self._must_begin:
             return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
         return self._version, {**facts.values, **({} if config is None else config.values())}
 
     def _wait(self, now: float, seen: MeasuredSteps, facts: JobFacts) -> list[Decision]:
-        """Steps before a search has begun: facts may never come of a config that ranks have refused."""
+        """Take steps before a search has begun, and begin it without the facts of a config that ranks have refused."""
         if (seen.version, seen.revision) != (facts.config_version, facts.config_revision):
             return []
         if self._config is not None and seen.step < (self._config.apply_at_step or 0):
@@ -359,18 +363,18 @@ class Controller:
         return self._begin(now) if self._num_waited >= _PATIENCE else []
 
     def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
-        """What is not tuned, each reason once."""
+        """Tell people what is not tuned in this job, and why, each reason once."""
         news = [why for why in limits_in_words(facts, self._tuning) if why not in self._told]
         self._told.update(news)
         return [each for why in news for each in self._hold(now, why)]
 
     def _abandon(self) -> list[Decision]:
-        """What is being tried is no longer in force."""
+        """Give up what is being tried, which is no longer in force."""
         self._sizes.drop()
         return self._close_open()
 
     def _close_open(self) -> list[Decision]:
-        """Nobody waits any more for what comes of what was decided last."""
+        """Close the decision that is open, if any, without a measurement."""
         open_ = self._book.open
         if open_ is None:
             return []
@@ -378,7 +382,7 @@ class Controller:
         return _some(self._book.close(open_.number, "kept" if is_kept else "undone"))
 
     def _take_back(self, now: float, version: int, config: ElasticConfig) -> list[Decision]:
-        """What ``config`` still has of what was tried up to ``version``, and is slow, or not known to be better."""
+        """Take out of ``config`` what is left of probes up to ``version`` that were not kept, if anything is."""
         made = self._book.take_back(now, version, config)
         self._must_begin = self._must_begin or made is not None
         return _some(made)
@@ -388,7 +392,7 @@ class Controller:
         return [self._say(now, "pause", why)]
 
     def _distrust(self, now: float, why: str) -> list[Decision]:
-        """Reports that tell nothing; something that is being tried is taken back after many of them."""
+        """Take a report that cannot be trusted; what is being tried is taken back after many of them."""
         assert self._course is not None
         self._num_calm, was_calm = 0, self._num_calm >= _CALM
         self._num_distrusted += 1
@@ -398,7 +402,7 @@ class Controller:
         return held
 
     def _see_tried(self, now: float, seen: MeasuredSteps, facts: JobFacts) -> list[Decision]:
-        """Steps while another size is tried, at which a course begins where it stays."""
+        """Take steps while another global batch size is tried; where it is kept, a new course begins at it."""
         self._budget.see(seen)
         told, search = self._sizes.see(now, seen)
         if search is not None:
@@ -406,7 +410,7 @@ class Controller:
         return told
 
     def _leave(self, now: float, why: str) -> list[Decision]:
-        """What is being tried is not left in force."""
+        """Take back what is being tried, if anything is."""
         open_, config = self._book.open, self._config
         if self._must_begin and config is not None:  # nobody knows yet what is in force
             is_tried = open_ is not None and open_.kind == "probe"

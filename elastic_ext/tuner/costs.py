@@ -13,12 +13,13 @@ __all__ = ["Advice", "Budget"]
 # take. By nine tenths of the latter they have to be paid for. Steps at a better point save up for probes to come.
 
 _LEAST_PACE = 0.9
-"""Of the pace of the user's own config, since the tuner began, where nobody says otherwise."""
+"""The least pace of training since the tuner began, as a share of the user's own config's; tuning.probe_budget changes
+it."""
 _SOME_PACE = 0.01
 
 
 class Budget:
-    """Since the tuner began."""
+    """The seconds that slow probes may cost, earned by steps that are faster than the least pace of training."""
 
     def __init__(self, share: float | None = None) -> None:
         self.allow(share)
@@ -28,28 +29,28 @@ class Budget:
         self._before_known: list[MeasuredSteps] = []
 
     def allow(self, share: float | None) -> None:
-        """``share`` of the time is what slow probes may cost from now on, where a person says so."""
+        """Let slow probes cost ``share`` of the time from now on; None is the usual share."""
         self._least_pace = _LEAST_PACE if share is None else max(1 - share, _SOME_PACE)
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known what a step takes by the user's own config."""
+        """Whether the step time of the user's own config is known."""
         return self._own_seconds is not None
 
     def take_own(self, seconds: float) -> None:
-        """What a step takes by the user's own config."""
+        """Take the step time of the user's own config; steps that were seen before count from then on."""
         self._own_seconds = seconds
         earlier, self._before_known = self._before_known, []
         for seen in earlier:
             self.see(seen)
 
     def change_pace(self, ratio: float) -> None:
-        """Steps take so many times as long as before, by whatever config."""
+        """Take a change of pace: steps take ``ratio`` times as long as before, under any config."""
         if self._own_seconds is not None:
             self._own_seconds *= ratio
 
     def see(self, seen: MeasuredSteps) -> None:
-        """Steps were taken, by whatever config."""
+        """Take a report of steps that were taken, under any config."""
         if self._own_seconds is None:
             self._before_known.append(seen)
             return
@@ -64,34 +65,34 @@ class Budget:
 
     @property
     def own_seconds(self) -> float | None:
-        """What a step takes by the user's own config, None as long as that is not known."""
+        """The step time of the user's own config; None as long as it is not known."""
         return self._own_seconds
 
     @property
     def least_pace(self) -> float:
-        """By that of the user's own config."""
+        """The least pace of training, as a share of the pace of the user's own config."""
         return self._least_pace
 
     @property
     def report_seconds(self) -> float:
-        """How long the steps took together that were told of last; 0 where each is told of."""
+        """Seconds that the steps of the last report took together; 0 where each step has a report of its own."""
         return self._report_seconds
 
 
 # --- what people were told last, so that they are told anew only where it is something else --------------------------
 
 _ANEW = 0.05
-"""By this share what is predicted has to differ."""
+"""Share by which a predicted rate has to differ from the last one told, so that people are told again."""
 
 
 class Advice:
-    """Of one search."""
+    """The advice that one search gave people last, so that they are told again only of something else."""
 
     def __init__(self) -> None:
         self._told: tuple[Point, float] | None = None
 
     def is_news(self, point: Point, rate: float) -> bool:
-        """Whether people have not been told of this; then they are."""
+        """Whether people have not been told of this point and rate yet; where it is news, it is kept as told."""
         if self._told is not None and self._told[0] == point and abs(rate / self._told[1] - 1) < _ANEW:
             return False
         self._told = point, rate

@@ -32,36 +32,36 @@ Outcome = Literal["", "kept", "undone", "refused"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision(JsonRecord):
-    """One of them. Rates are samples per second, of all ranks together."""
+    """One decision of a tuner, with its reason and its result. Rates are samples per second of all ranks together."""
 
     number: int
-    """From 1 on."""
+    """Decisions of a job are counted from 1 on."""
     time: float
     kind: Kind
     reason: str
-    """A sentence for a person."""
+    """Why it was decided, as a sentence for a person."""
     base: int
-    """The version of the config that it is about, and that ``changes`` are to be made to."""
+    """The version of the config that the decision is about, and that ``changes`` are made to."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """By key, what is to be set; None for what is to be left out, as at the start. Empty where nothing is written."""
+    """The values to set, by key; None for a key to leave out, as at the start. Empty where no config is written."""
     instead: Mapping[str, Any] = field(default_factory=dict)
-    """By key of ``changes``, what was set before; None for what was left out: what takes the change back."""
+    """The values that take ``changes`` back, by key: those from before; None for a key that was left out."""
     version: int | None = None
-    """Of the config that was written for it; None until then, and where nothing is."""
+    """The version of the config that was written for the decision; None until one is, and where none is to be."""
     before: float | None = None
-    """The rate when it was decided,"""
+    """The rate of the best steps when it was decided."""
     predicted: float | None = None
-    """... the one that was expected of it,"""
+    """The rate that was predicted for the decision."""
     measured: float | None = None
-    """... and the one that it brought; None until it was measured."""
+    """The rate that was measured under the decision; None until then."""
     predicted_bytes: int | None = None
-    """The peak of memory that was expected; None where memory is no concern, or nothing is known of it."""
+    """The predicted peak of memory; None where memory has no limit, or nothing is known of it."""
     outcome: Outcome = ""
-    """What became of it; empty as long as that is open."""
+    """Whether the change was kept, undone or refused; empty as long as that is open."""
 
     @property
     def newest(self) -> int:
-        """The version that was written for it, and until then the one that it is about."""
+        """The version of the config that was written for the decision, and until then the one that it is about."""
         return self.base if self.version is None else self.version
 
     def check_read(self) -> None:
@@ -74,13 +74,13 @@ class Decision(JsonRecord):
 
 
 class Tried(NamedTuple):
-    """Of one try or several, by key, what they have set, and what was there before the first of them."""
+    """What one probe or several have set, by key, and what was set before the first of them."""
 
     changes: Mapping[str, Any]
     instead: Mapping[str, Any]
 
     def left_in(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What is to be set where ``values`` still have what was tried."""
+        """The values to set, by key, so that ``values`` have nothing left of what was tried."""
         return {key: old for key, old in self.instead.items() if values.get(key) == self.changes.get(key)}
 
 
@@ -93,33 +93,32 @@ class Book:
 
     @property
     def open(self) -> Decision | None:
-        """The newest one that something is written for, while it is not known what comes of it."""
+        """The newest decision with changes whose outcome is not known yet; None where there is none."""
         waiting = [each for each in self._decisions.values() if each.changes and _is_open(each)]
         return waiting[-1] if waiting else None
 
     @property
     def last_kept(self) -> Decision | None:
-        """The newest one whose changes are in force, or were when others were added to them.
-
-        What has put in force again what was there before is none: taken back, it would bring what was found worse.
-        """
+        """The newest decision whose changes were kept, undos left out: taking one back would bring what was worse."""
         kept = [each for each in self._decisions.values() if each.changes and each.outcome == "kept"]
         return next((each for each in reversed(kept) if each.kind != "undo"), None)
 
     def way_back(self, decision: Decision) -> dict[str, Any]:
-        """By key, what takes ``decision`` back, and with it what was tried before it and not kept: one try follows
-        another, and what was found slow may be in force when the next one is made."""
+        """The values, by key, that take ``decision`` back, and with it the probes before it that were not kept.
+
+        One probe follows another: what was found slow may be in force when the next decision is made.
+        """
         return {**decision.instead, **self.not_kept(decision.base).instead}
 
     def tried(self, decision: Decision) -> Tried:
-        """What the config of ``decision`` has of tries that were not kept, its own among them where it is one."""
+        """What the config of ``decision`` has of probes that were not kept, and of ``decision`` if it is a probe."""
         earlier = self.not_kept(decision.base)
         if decision.kind != "probe":
             return earlier
         return Tried({**earlier.changes, **decision.changes}, {**decision.instead, **earlier.instead})
 
     def not_kept(self, version: int) -> Tried:
-        """What the config of ``version`` has of tries that were not kept, or are not measured yet."""
+        """What the config of ``version`` has of probes that were not kept, or are not measured yet."""
         changes: dict[str, Any] = {}
         instead: dict[str, Any] = {}
         made = self.made_for(version)
@@ -130,8 +129,10 @@ class Book:
         return Tried(changes, instead)
 
     def take_back(self, now: float, version: int, config: ElasticConfig) -> Decision | None:
-        """What has out of ``config`` what it still has of tries up to ``version`` that were not kept; None where it
-        has nothing of them."""
+        """A new decision that takes out of ``config`` what is left of probes up to ``version`` that were not kept.
+
+        None where nothing is left of any.
+        """
         tried = self.not_kept(version)
         left = tried.left_in(config.values())
         if not left:
@@ -141,28 +142,28 @@ class Book:
         return self.add(time=now, kind="undo", reason=why, base=config.version, changes=left, instead=instead)
 
     def is_dropped(self, version: int) -> bool:
-        """Whether the config of ``version`` was written for a try of which nobody wanted to know any more by then."""
+        """Whether the config of ``version`` was written for a probe that had been undone by then."""
         made = self.made_for(version)
         return made is not None and made.kind == "probe" and made.outcome == "undone" and self.open is None
 
     def made_for(self, version: int) -> Decision | None:
-        """The one that the config of ``version`` was written for, if any."""
+        """The decision that the config of ``version`` was written for, if any."""
         return next((each for each in reversed(self._decisions.values()) if each.version == version), None)
 
     @property
     def last(self) -> Decision | None:
-        """The newest of all."""
+        """The newest decision of all, if any."""
         return self._decisions[max(self._decisions)] if self._decisions else None
 
     @property
     def _left(self) -> Decision | None:
-        """The newest one whose config was written and is not in force."""
+        """The newest decision whose config was written and was refused by ranks, if any."""
         refused = [each for each in self._decisions.values() if each.version is not None and each.outcome == "refused"]
         return refused[-1] if refused else None
 
     @property
     def is_paused(self) -> bool:
-        """Whether the last word on that was a pause."""
+        """Whether the newest of all pauses and resumes is a pause."""
         words = [each.kind for each in self._decisions.values() if each.kind in ("pause", "resume")]
         return words[-1:] == ["pause"]
 
@@ -179,10 +180,10 @@ class Book:
         predicted: float | None = None,
         predicted_bytes: int | None = None,
     ) -> Decision:
-        """A new decision.
+        """Add a new decision and give it.
 
-        Where ranks have refused the newest version, it is made from that all the same, since nothing is written from
-        an older one: what was refused is taken out of it.
+        Where ranks have refused the newest version, the decision is based on that version all the same, since no config
+        is made from an older one; its changes take out what was refused.
         """
         changes, instead = changes or {}, instead or {}
         left = self._left
@@ -205,11 +206,11 @@ class Book:
         return made
 
     def written(self, number: int, version: int) -> Decision | None:
-        """A config was written for a decision; None where there is no such decision."""
+        """Note the version that was written for a decision; None where no decision has ``number``."""
         return self._change(number, version=version)
 
     def close(self, number: int, outcome: Outcome, measured: float | None = None, reason: str = "") -> Decision | None:
-        """It is known what comes of a decision; a reason is added to the one that it was made for."""
+        """Note the outcome of a decision, and add ``reason`` to its own; None where no decision has ``number``."""
         found = self._decisions.get(number)
         if found is None:
             return None
@@ -231,12 +232,13 @@ def _is_open(decision: Decision) -> bool:
 # --- where a tuner stands, for people --------------------------------------------------------------------------------
 
 Stand = Literal["off", "waiting", "watching", "probing", "settled", "paused"]
-"""Told to do nothing; without what it has to know; looking on, and advising; trying; done for now; stopped."""
+"""What a tuner does: "off", nothing, as it was told; "waiting", it lacks facts of the job; "watching", it only advises;
+"probing", it tries points; "settled", it is done for now; "paused", a person or an edit has stopped it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningStanding(JsonRecord):
-    """The state of a tuning, in a word and in a sentence."""
+    """The state of a job's tuner, in a word and in a sentence, for people."""
 
     stand: Stand
     sentence: str

@@ -1,4 +1,4 @@
-"""Telling: decisions as sentences for people, with numbers. Pure."""
+"""Decisions of the tuner as sentences for people, with numbers. Pure."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ __all__ = [
 ]
 
 _WORTH_TELLING = 0.1
-"""Of a step."""
+"""Share of a step from which on people are told of a wait."""
 
 
 def change_in_words(new: Point, old: Point) -> str:
-    """What of ``new`` is other than in ``old``, such as "micro-batch 8 instead of 1, 4 workers instead of 0"."""
+    """The knobs that ``new`` changes from ``old``, such as "micro-batch 8 instead of 1, 4 workers instead of 0"."""
     pairs = zip(Point._fields, new, old, strict=True)
     return ", ".join(_one_in_words(name, after, before) for name, after, before in pairs if after != before)
 
 
 def size_change_in_words(new: int, old: int) -> str:
-    """Such as "128 samples a step instead of 64"."""
+    """A change of the global batch size in words, such as "128 samples a step instead of 64"."""
     return f"{new:,} samples a step instead of {old:,}"
 
 
 def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
-    """Both together, for the way from ``here`` to ``target``."""
+    """A change of the global batch size and of knobs in words, from ``size_here`` and ``here`` to ``size`` and
+    ``target``."""
     words = [size_change_in_words(size, size_here)] if size != size_here else []
     return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
 
@@ -59,12 +60,12 @@ def _value(name: str, value: Value) -> str:
 
 
 def number_in_words(amount: float) -> str:
-    """Three digits or more, such as "1,240"."""
+    """A number of about three digits or more, such as "1,240"."""
     return f"{amount:,.{0 if amount >= 100 else 1 if amount >= 10 else 2}f}"
 
 
 def rate_in_words(samples_per_second: float) -> str:
-    """The same with its unit, such as "1,240 samples/s"."""
+    """A rate with its unit, such as "1,240 samples/s"."""
     return f"{number_in_words(samples_per_second)} samples/s"
 
 
@@ -85,7 +86,7 @@ def cost_in_words(measured: StepTimes | None) -> str:
 
 
 def why_try(proposal: PointProposal, best: StepTimes, here: Point, num_samples: int) -> str:
-    """Why a point is tried from ``here``, where a step has so many samples."""
+    """Why a proposed point is tried, as a sentence: what changes from ``here``, and rates by ``num_samples`` a step."""
     rate, now = num_samples / proposal.seconds, num_samples / best.seconds
     words = f"{change_in_words(proposal.point, here)}: {rate_in_words(rate)} predicted"
     if rate < now:
@@ -96,7 +97,8 @@ def why_try(proposal: PointProposal, best: StepTimes, here: Point, num_samples: 
 
 
 def why_edited(author: str, version: int, edited: Sequence[str]) -> str:
-    """Why nothing more is decided, where keys were ``edited`` in a version by a person or else by a node's file."""
+    """Why the tuner decides nothing more after an edit of the config by a person, or else by a node's file, as a
+    sentence."""
     who = "a person" if author == "person" else "a config of the node"
     if not edited:
         return f"{who} set version {version} as it was; say resume to let the tuner go on from there"

@@ -31,58 +31,61 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSteps:
-    """Consecutive steps that were measured under one version and revision of the config on all ranks."""
+    """A report of consecutive steps that were measured under one version and revision of the config, over all ranks."""
 
     time: float
-    """When the last of them ended, in seconds since 1970."""
+    """When the last of the steps ended, in seconds since 1970."""
     version: int
     revision: int = 0
     step: int
-    """Steps that had committed since training began, at their end."""
+    """Steps that had committed since training began, at the end of the last of these."""
     num_steps: int
     num_ranks: int
-    """That told of them,"""
+    """Ranks that told of these steps."""
     world_size: int
-    """... of so many that there are,"""
+    """Ranks that the job has."""
     num_asked: int | None = None
-    """... and of so many that are looked at, which is fewer in a very large job; None where all are."""
+    """Ranks whose steps are looked at, fewer than all in a very large job; None where all are looked at."""
     step_seconds: float
-    """What a step took, the mean of them, on the rank where that is the most: bursts count as they are."""
+    """The mean step time, on the rank where it is the largest: bursts count as they are."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Of that, by phase as profile/phases.py names them, usual among ranks; empty where steps were not looked at."""
+    """The seconds of a step by phase, as profile/phases.py names phases: ``step_seconds`` times the median over ranks
+    of the phase's share; empty where steps of some rank were not timed by phase."""
     held_up_seconds: float = 0.0
-    """In which training waited for checkpoints or changes, or was rolled back: beside the steps."""
+    """Seconds beside the steps in which training waited for checkpoints or changes, or was rolled back."""
     processor_share: float | None = None
-    """What the training thread had of a processor while it computed,"""
+    """Share of a processor that the training thread had while it computed."""
     loading_processor_share: float | None = None
-    """... and while it waited for samples: without workers it loads them itself, and little of one says that they are
-    waited for and not worked out. None where it did not wait."""
+    """Share of a processor that the training thread had while it waited for samples; None where it did not wait.
+
+    Without workers the thread loads samples itself: a small share says that it waits for them more than it computes.
+    """
     peak_bytes: int | None = None
     """The most that an accelerator of any rank held at once, in these steps or before."""
     slow_rank: str = ""
-    """Who keeps the others waiting, as profile/stragglers.py has it: a sentence; empty where nobody does."""
+    """Which rank keeps the others waiting, as a sentence of profile/stragglers.py; empty where none does."""
     trouble: str = ""
-    """Why nothing is to be decided by this: a sentence, such as that a rank is silent; empty where there is nothing."""
+    """Why nothing is to be decided by these steps, such as a rank that is silent, as a sentence; else empty."""
 
 
 # --- what steps at one point take, out of what is seen of them, and why it is not to be trusted ----------------------
 # The first steps after a change are not counted: workers start, caches fill, memory is laid out anew.
 
 PROBE_STEPS = 3
-"""That are measured at a point, where nobody says otherwise: in as many reports, since what steps have in common that
-follow each other within a second tells nothing of the next ones."""
+"""Steps that are measured at a point, where tuning.probe_steps says nothing, in at least as many reports: steps that
+follow each other within a second have much in common that tells nothing of later ones."""
 _MUCH_LONGER = 1.5
-"""Times as long as at the best point so far: such steps are not looked at any longer than they have to be."""
+"""A trial ends early where its steps take more than so many times as long as those of the best point."""
 _TIMES_AS_MANY = 4
-"""Steps are measured at most, where they differ."""
+"""How many times the steps that are wanted are measured at most, where step times differ."""
 _SCATTERED = 0.35
-"""A quarter of the steps each lies this far above and below the middle, as a logarithm: they say nothing."""
+"""Spread of step times, as ``_spread`` gives it, above which they tell nothing."""
 _UNLIKE = 0.06
-"""The same of steps of which a few more are measured."""
+"""Spread of step times, as ``_spread`` gives it, above which more steps are measured."""
 _MOST_OF_A_STEP = 1.5
-"""Phases are of the rank in the middle, steps of the slowest one: together phases take no more than so many steps."""
+"""How many step times all phases may take together: phases are those of the median rank, steps of the slowest one."""
 _OF_A_MEDIAN = 1.25 * 1.4826
-"""How far medians of some differ, by how far a quarter of them lies on each side of the middle, and their number."""
+"""The standard error of a median is this times half the interquartile range, by the root of the number of values."""
 _LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
 
 
@@ -92,31 +95,33 @@ class StepTimes:
 
     point: Point
     seconds: float
-    """The one in the middle."""
+    """The median over the reports of their mean step times."""
     spread: float
-    """How far from it a quarter of them lies on each side, as a logarithm."""
+    """Half the interquartile range of the step times, as a logarithm."""
     num_steps: int
     num_reports: int
-    """Of them."""
+    """Reports that the steps were told of in."""
     unsure: float = 0.0
-    """How far the one in the middle of very many lies from it, as a logarithm, by how much these differ."""
+    """The standard error of ``seconds``, as a logarithm."""
     phases: Mapping[str, float] = field(default_factory=dict)
+    """The seconds of a step by phase; empty where no step was timed by phase."""
     loading_share: float | None = None
-    """What the training thread had of a processor while it loaded samples by itself; None where workers did."""
+    """Share of a processor that the training thread had while it loaded samples itself; None where workers did."""
     peak_bytes: int | None = None
+    """The most that an accelerator of any rank has held at once; None where nobody told."""
     held_up_seconds: float = 0.0
-    """In which training waited, as the point came into force."""
+    """Seconds that training waited beside the steps, above all for the change to this point."""
     is_brief: bool = False
-    """Whether it was ended early, since it was clear that they take long."""
+    """Whether the trial ended early, since its steps clearly took long."""
 
     @property
     def waited_share(self) -> float:
-        """Which part of a step was waited for samples."""
+        """Share of a step that was waited for samples."""
         return min(self.phases.get("data", 0.0) / self.seconds, 1.0)
 
 
 class Trial:
-    """Steps at one point, as they come."""
+    """The measuring of steps at one point, report by report, until enough are known."""
 
     def __init__(self, point: Point, *, version: int, revision: int, probe_steps: int) -> None:
         self.point = point
@@ -128,7 +133,7 @@ class Trial:
         self._held_up = 0.0
 
     def add(self, seen: MeasuredSteps) -> None:
-        """More steps at the point; the first ones are passed over."""
+        """Take a report of steps at the point; the first report is passed over."""
         self._held_up += seen.held_up_seconds
         if not self._num_passed_over:
             self._num_passed_over = seen.num_steps
@@ -136,7 +141,7 @@ class Trial:
             self._seen.append(seen)
 
     def is_done(self, best_seconds: float | None) -> bool:
-        """Whether enough has been seen, where the best point so far takes so long."""
+        """Whether enough steps are known, where steps of the best point so far take ``best_seconds``."""
         if not self._seen:
             return False
         if self._is_clear(best_seconds):
@@ -147,7 +152,7 @@ class Trial:
 
     @property
     def why_nothing(self) -> str:
-        """Why what was seen tells nothing; empty where it does."""
+        """Why the steps tell nothing of their point, as a sentence; empty where they do."""
         spread = _spread(self._lengths)
         if spread <= _SCATTERED:
             return ""
@@ -162,7 +167,7 @@ class Trial:
         return sum(each.num_steps for each in self._seen)
 
     def measured(self, best_seconds: float | None) -> StepTimes:
-        """What was seen so far, which is something."""
+        """The step times so far; called only after a report beyond the first."""
         peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
         names = dict.fromkeys(name for each in self._seen for name in each.phases)
         working = [each.loading_processor_share for each in self._seen if each.loading_processor_share is not None]
@@ -182,7 +187,7 @@ class Trial:
         )
 
     def _has(self, times: int) -> bool:
-        """Whether so many times as many steps have been seen as are wanted, in reports enough."""
+        """Whether ``times`` times as many steps as are wanted are known, in ``times`` times as many reports."""
         num_reports = min(self._wanted, PROBE_STEPS)
         return self.num_steps >= times * self._wanted and len(self._seen) >= times * num_reports
 
@@ -191,14 +196,14 @@ class Trial:
         return [each.step_seconds for each in self._seen]
 
     def _is_clear(self, best_seconds: float | None) -> bool:
-        """Whether all steps took much longer; one alone may have been held up."""
+        """Whether all reports are of steps much longer than ``best_seconds``; a single report may have been held up."""
         if best_seconds is None or len(self._seen) < min(2, self._wanted):
             return False
         return min(self._lengths) > _MUCH_LONGER * best_seconds
 
 
 def together(one: StepTimes, other: StepTimes) -> StepTimes:
-    """What was measured at a point at two times."""
+    """The step times of one point out of two trials of it."""
     parts = one.num_steps + other.num_steps
     logs = one.num_steps * math.log(one.seconds) + other.num_steps * math.log(other.seconds)
     return replace(
@@ -213,7 +218,7 @@ def together(one: StepTimes, other: StepTimes) -> StepTimes:
 
 
 def why_untrusted(seen: MeasuredSteps, facts: JobFacts) -> str:
-    """Why nothing is to be decided by ``seen``: a sentence; empty where something may be."""
+    """Why nothing is to be decided by the steps ``seen``, as a sentence; empty where they can be trusted."""
     if seen.trouble:
         return seen.trouble
     num_asked = seen.world_size if seen.num_asked is None else seen.num_asked
@@ -237,7 +242,7 @@ def why_untrusted(seen: MeasuredSteps, facts: JobFacts) -> str:
 
 
 def _spread(lengths: Sequence[float]) -> float:
-    """Half of the way between the quarters of the lengths that are shortest and longest, as a logarithm."""
+    """Half the interquartile range of step times, as a logarithm."""
     if len(lengths) < 2:
         return 0.0
     low, _, high = statistics.quantiles((math.log(each) for each in lengths), n=4, method="inclusive")
@@ -249,27 +254,27 @@ def _milliseconds(seconds: float) -> str:
 
 
 # --- steps that take much longer than was expected -------------------------------------------------------------------
-# Doubt: steps that take much longer than was expected: is it the point that was tried, or has the job's pace changed?
-# Pure.
+# Is it the point that was tried, or has the job's pace changed?
 #
 # At a point that was measured before that is plain. What was measured at another one is set aside until the best point
 # has been measured again: only if steps there take as long as before it was the point.
 
 _OTHER_PACE = 0.2
-"""How much longer or shorter steps take at the same point, as a logarithm, where it is the pace."""
+"""A step time differs from an earlier one of the same point by more than this, as a logarithm, if the pace changed."""
 _DOUBTFUL_LONGER = 0.4
 _DEVIATIONS = 2.0
-"""Steps are doubted that take longer than expected by so much, as a logarithm, and by so many deviations."""
+"""Step times are doubted that are longer than expected by so many standard deviations, and at least by
+_DOUBTFUL_LONGER, as a logarithm."""
 
 
 class Doubt:
-    """Of one search."""
+    """A measurement of one search that is set aside, while it is doubtful whether the point is slow or the job is."""
 
     def __init__(self) -> None:
         self._aside: StepTimes | None = None
 
     def is_doubtful(self, measured: StepTimes, expected_seconds: float | None, unsure: float) -> bool:
-        """Whether the best point is to be measured again before ``measured`` is learnt, which is kept until then."""
+        """Whether the best point is to be measured again before ``measured`` is learnt, which is set aside if so."""
         if expected_seconds is None:
             return False
         if math.log(measured.seconds / expected_seconds) < max(_DOUBTFUL_LONGER, _DEVIATIONS * unsure):
@@ -278,14 +283,14 @@ class Doubt:
         return True
 
     def other_pace(self, measured: StepTimes, before: StepTimes | None) -> float | None:
-        """How many times as long steps take as ``before`` at the same point; None where that is much the same."""
+        """How many times as long steps take as ``before`` at the same point; None where the times are much alike."""
         if before is None or before.is_brief:
             return None
         ratio = measured.seconds / before.seconds
         return ratio if abs(math.log(ratio)) > _OTHER_PACE else None
 
     def taken(self) -> StepTimes | None:
-        """What was set aside, which is no longer."""
+        """The measurement that was set aside, if any, which is forgotten here."""
         aside, self._aside = self._aside, None
         return aside
 
@@ -294,13 +299,13 @@ class Doubt:
 # Two things are compared: steps with those before them, and facts of a job with those that a search was made for.
 
 LEAST_GAIN = 0.05
-"""What a change has to bring where a search has ended before: less is not worth beginning again."""
+"""The least gain, as a share, that is worth advice, another step size, or another search after one that has ended."""
 _NUM_NAMED = 240
-"""Windows for which somebody who was slow is remembered: a pace is told after the rank that caused it."""
+"""Windows of steps for which a slow rank is remembered: a change of pace is found some time after a rank causes it."""
 
 
 class PaceWatch:
-    """Steps at the point that was settled on, window by window."""
+    """A watch for changes of pace in the steps at the point that was settled on."""
 
     def __init__(self) -> None:
         self._detector = ChangeDetector(least_seconds=0.0)  # a window has many steps where they are short
@@ -308,21 +313,21 @@ class PaceWatch:
         self._num_since = 0
 
     def see(self, seen: MeasuredSteps) -> PaceChange | None:
-        """Gives a change of pace at the window that shows it."""
+        """Take a window of steps; gives a change of pace at the window that shows it, else None."""
         self._num_since += 1
         if seen.slow_rank:
             self._slow_rank, self._num_since = seen.slow_rank, 0
         return self._detector.see(seen.step, seen.step_seconds, (seen.version, seen.revision))
 
     def why(self, change: PaceChange) -> str:
-        """What people are told of a change: who keeps the others waiting comes first."""
+        """A change of pace as a sentence, that begins with the rank that keeps the others waiting, if any."""
         if self._slow_rank and self._num_since <= _NUM_NAMED and change.ratio > 1:
             return f"{self._slow_rank}: {change.text}"
         return change.text
 
 
 def changed_facts(before: JobFacts, now: JobFacts) -> str:
-    """What makes another job of it, for which there has to be another search: a sentence; empty where nothing does."""
+    """What has changed about a job so that its search has to begin again, as a sentence; empty where nothing has."""
     if now.world_size != before.world_size:
         return f"{now.world_size} ranks train instead of {before.world_size}"
     if now.restart != before.restart:

@@ -22,35 +22,35 @@ from .space import Point, Shape, knobs_of_cost, point_of, shape_of
 __all__ = ["HEADROOM", "JobMemory", "Peak", "usable_bytes"]
 
 HEADROOM = 0.06
-"""Share of memory that is left free, where nobody says otherwise."""
+"""Share of a device's memory that is left free, where tuning.headroom says nothing."""
 _UNSEEN = 1.1
-"""What a prediction that no step has confirmed is multiplied with."""
+"""Factor on a predicted peak as long as no step has confirmed a prediction."""
 _MOST_GROWTH = 4.0
-"""Passes that take so many times what any have taken are not tried where memory is short, or where it is measured."""
+"""Where memory is short or was measured, no passes are tried that take more than so many times the largest so far."""
 _UNSURE = 0.015
-"""Of passes that are twice as large as any have been, what they may take beside what is expected."""
+"""Share that passes twice as large as any so far may take beyond the prediction."""
 _PLENTY = 0.7
-"""Of what may be used: below it memory is not short."""
+"""Share of the usable memory up to which memory is not short."""
 _KEPT_OF_BLOCKS = 0.5
-"""What blocks that are computed again are taken to hold still, of what they held, where that was never seen."""
+"""Share of a block's activations that is taken to stay in memory where the block is computed again, if never seen."""
 _plan = knobs_of_cost("move", "wrap")
-"""The knobs that say how a model lies on its ranks."""
+"""Gives the values of those knobs of a point that say how a model is spread over its ranks."""
 _ALIKE = 0.97
-"""Predictions that differ by less than this tell nothing of which of two plans takes more."""
+"""Ratio of two predicted peaks above which they do not tell which of two plans takes more memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a device would hold at once."""
+    """The predicted peak of memory on a rank's device at one point."""
 
     num_bytes: int
     passes_bytes: int
-    """Of them, in passes."""
+    """The most that forward and backward passes take beside state."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What passes take by when it is the most, as the record of that says it."""
+    """Bytes that passes take beside state, at most: in the forward pass, at the loss, and in the backward pass."""
 
     forward: float
     loss: float
@@ -72,8 +72,8 @@ class JobMemory:
         *,
         limit_bytes: int | None = None,
     ) -> None:
-        """``before`` is what was known of the same job, before there were these facts; ``limit_bytes`` what a rank may
-        take of its device at most, where a person says so."""
+        """``before`` is the prediction by earlier facts of the same job, whose observations are kept; ``limit_bytes``
+        is the most that a rank may take of its device, where a person gives a limit."""
         self._facts = facts
         self._present = point_of(facts.values)
         capacity = None if facts.memory is None else facts.memory.capacity_bytes
@@ -90,7 +90,7 @@ class JobMemory:
             self._go_on_from(before)
 
     def _go_on_from(self, before: JobMemory) -> None:
-        """What was seen counts for steps of as many samples, and what follows from it for any."""
+        """Take over the peaks that ``before`` has seen where a rank's share is the same, else only what they taught."""
         if before._facts.share == self._facts.share:
             for point, peak_bytes in before._seen.items():
                 self.see(point, peak_bytes)
@@ -99,7 +99,7 @@ class JobMemory:
         self._most_passes, self._highest = before._most_passes, before._highest
 
     def see(self, point: Point, peak_bytes: int | None) -> None:
-        """Steps were taken at ``point``, and no rank's device has ever held more."""
+        """Take a measured peak: steps were taken at ``point``, and ``peak_bytes`` is the most on any rank so far."""
         self._seen.setdefault(point, peak_bytes)
         peak = self.peak(point)
         if peak is None:
@@ -115,19 +115,19 @@ class JobMemory:
         self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
 
     def peak(self, point: Point) -> Peak | None:
-        """The most that is expected; None where nothing is known of it."""
+        """The predicted peak at ``point``; None where nothing is known of the job's memory."""
         shape = shape_of(point, self._facts)
         if shape not in self._peaks:
             self._peaks[shape] = self._peak_of(shape)
         return self._peaks[shape]
 
     def expected_bytes(self, point: Point) -> int | None:
-        """The same with what steps have taken beyond it; None where memory is no concern either."""
+        """The predicted peak at ``point``, corrected by measured peaks; None where it is unknown or has no limit."""
         peak = self.peak(point)
         return None if peak is None or self._usable is None else int(peak.num_bytes * (self._factor or 1.0))
 
     def why_not(self, point: Point) -> str:
-        """Why ``point`` may not be tried, since memory might not suffice: a sentence; empty where it may be."""
+        """Why memory might not suffice for ``point``, as a sentence; empty where ``point`` may be tried."""
         for refused in [*self._refused, *self._bound_points()]:
             if self._takes_no_less(point, refused):
                 return f"memory did not suffice for {_words(refused)}, and {_words(point)} takes no less"
@@ -147,14 +147,14 @@ class JobMemory:
         return ""
 
     def _unsure_bytes(self, peak: Peak) -> float:
-        """What passes may take beside what is expected of them, since none have been so large yet."""
+        """Bytes that passes may take beyond the prediction, since none have been so large yet."""
         if not self._most_passes or peak.passes_bytes <= self._most_passes:
             return 0.0
         return _UNSURE * peak.passes_bytes * min(math.log2(peak.passes_bytes / self._most_passes), 2.0)
 
     def _why_not_unlimited(self, point: Point) -> str:
-        """Without a limit that is known everything may be tried, where there is none; where there may be one, no more
-        than is taken now."""
+        """Why ``point`` may not be tried where no memory limit is known: empty on a CPU, which has none; on another
+        device nothing may be tried that could take more than the present point."""
         if self._facts.device == "cpu":
             return ""
         if _same_plan(point, self._present) and self._micro_batch(point) <= self._micro_batch(self._present):
@@ -164,11 +164,13 @@ class JobMemory:
     # ---- what did not suffice ----
 
     def _bound_points(self) -> list[Point]:
+        """The present point at the micro-batch for which the job says that memory did not suffice, if it says so."""
         bound = self._facts.bound
         return [] if bound is None else [self._present._replace(batch_size=bound)]
 
     def _takes_no_less(self, point: Point, refused: Point) -> bool:
-        """Whether ``point`` takes as much as what did not fit, by the same plan or by prediction."""
+        """Whether ``point`` takes at least as much memory as ``refused``, which did not fit, by the same plan or by
+        prediction."""
         if not _same_plan(point, refused):
             ours, theirs = self.peak(point), self.peak(refused)
             if ours is not None and theirs is not None:
@@ -185,7 +187,7 @@ class JobMemory:
     # ---- prediction ----
 
     def _update_bytes(self, memory: MemoryFacts) -> float:
-        """What the optimizer's step takes for itself, of a whole model."""
+        """Bytes that an optimizer's step takes for a moment beside state, for a whole model."""
         return memory.update_bytes or self._optimizer_takes * memory.parameter_bytes
 
     def _peak_of(self, shape: Shape) -> Peak | None:
@@ -212,7 +214,8 @@ class JobMemory:
 
 
 def usable_bytes(capacity_bytes: int | None, allowed_bytes: int | None, headroom: float) -> float | None:
-    """What may be taken of what there is for a process and of what a person allows, None where neither is known."""
+    """The memory that a rank may use: the lesser of capacity and allowance, less the headroom; None where neither is
+    known."""
     known = [each for each in (capacity_bytes, allowed_bytes) if each is not None]
     return min(known) * (1 - headroom) if known else None
 
@@ -222,7 +225,7 @@ def _same_plan(one: Point, other: Point) -> bool:
 
 
 def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
-    """Whole parameters beside the parts of them that are there between steps."""
+    """Bytes of gathered parameters at once, beside the shards that stay between steps."""
     if not shape.is_sharded:
         return 0.0
     if not STRATEGIES[shape.strategy].gathers_again:
@@ -255,7 +258,7 @@ def _gradient_bytes(memory: MemoryFacts, shape: Shape, world_size: int) -> _Grad
 
 
 def _passes_at(passes: Sequence[PassesMemory], shape: Shape, num_blocks: int) -> _Parts | None:
-    """What passes take; None where nothing is known of any."""
+    """What passes of ``shape`` take, by lines through the ``passes`` that are known; None where none are known."""
     by_ratio: dict[float, list[PassesMemory]] = {}
     for each in passes:
         by_ratio.setdefault(each.activation_checkpoint, []).append(each)
@@ -281,7 +284,7 @@ def _on_lines(found: Sequence[PassesMemory], micro_batch: int) -> _Parts:
 
 
 def _on_line(known: Sequence[tuple[int, float]], size: int) -> float:
-    """At ``size``, between two that are known or on from them; no less than a smaller one takes."""
+    """Bytes at ``size``, interpolated or extrapolated from the ``known`` sizes; no less than a smaller size takes."""
     first, last = known[0], known[-1]
     if size <= first[0]:
         return first[1]
@@ -296,7 +299,10 @@ def _on_line(known: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def _with_none_recomputed(parts: _Parts, ratio: float, num_blocks: int) -> _Parts:
-    """No less than passes take then, as nobody knows: each block has been there whole, as it was computed again."""
+    """An upper bound of what passes take with no block computed again, from ``parts`` at the share ``ratio`` of them.
+
+    Each block has been in memory whole while it was computed again.
+    """
     times = max(num_blocks, 1) + 1.0
     if ratio < 1:
         times = min(times, 1 / (1 - ratio))
@@ -305,7 +311,10 @@ def _with_none_recomputed(parts: _Parts, ratio: float, num_blocks: int) -> _Part
 
 
 def _with_all_recomputed(parts: _Parts, ratio: float) -> _Parts:
-    """Rather more than passes take then, as nobody knows: logits are there as before."""
+    """A high estimate of what passes take with all blocks computed again, from ``parts`` at the share ``ratio``.
+
+    Logits take as much as before.
+    """
     less = (1 - _KEPT_OF_BLOCKS) * (1 - ratio) * parts.forward
     return _Parts(parts.forward - less, max(parts.loss - less, 0.0), max(parts.backward - less, 0.0))
 

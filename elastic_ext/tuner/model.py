@@ -21,6 +21,7 @@ __all__ = ["NAMES", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "
 # --- many points at once, as arrays of numbers: what a model of steps computes with ----------------------------------
 
 Floats: TypeAlias = NDArray[np.float64]
+"""An array of floats of double precision."""
 
 _STRATEGIES = tuple(STRATEGIES)
 _GATHERS_AGAIN = np.array([strategy.gathers_again for strategy in STRATEGIES.values()], dtype=np.float64)
@@ -29,51 +30,52 @@ _BYTES_OF_A_PARAMETER = 4
 
 @dataclass(frozen=True, slots=True)
 class PointColumns:
-    """Points of a search space as columns: one number of each point in each column."""
+    """Points of a search space as columns of numbers, with a number for each point in each column."""
 
     micro_batch: Floats
     num_micro_steps: Floats
     num_workers: Floats
     num_processors: Floats
-    """That there are for a rank and its workers."""
+    """Processors that there are for a rank and its data workers."""
     prefetch_factor: Floats
     is_pinned: Floats
     is_sharded: Floats
     shard_degree: Floats
     recomputed: Floats
-    """Share of blocks,"""
+    """Share of blocks whose activations are computed again in the backward pass."""
     gathers_again: Floats
-    """Whether parameters are gathered for the backward pass too."""
+    """1 where parameters are gathered for the backward pass too, else 0."""
     gather_near: Floats
-    """Bytes of parameters that a rank gets for one pass of a micro-step from ranks on its own machine,"""
+    """Bytes of parameters that a rank gathers for one pass of a micro-step from ranks on its own machine."""
     gather_far: Floats
-    """... and from others,"""
+    """Bytes of parameters that a rank gathers for one pass of a micro-step from ranks on other machines."""
     num_units: Floats
-    """... in so many parts; 0 where nothing is gathered;"""
+    """Units that parameters are gathered in, one after another; 0 where nothing is gathered."""
     units_ahead: Floats
-    """... so many of which are on their way before they are needed."""
+    """Units that are prefetched: on their way before they are needed."""
     share_near: Floats
-    """Bytes of gradients that a rank sends in a step to ranks on its own machine,"""
+    """Bytes of gradients that a rank sends in a step to ranks on its own machine."""
     share_far: Floats
-    """... and to others,"""
+    """Bytes of gradients that a rank sends in a step to ranks on other machines."""
     num_parts: Floats
-    """... in so many parts, the last of which has nothing beside which it could be sent."""
+    """Messages that the gradients of a step are sent in; beside the last one there is nothing left to compute."""
     part_near: Floats
+    """Bytes of gradients in one such message, where it goes to ranks on the same machine, else 0."""
     part_far: Floats
-    """Bytes of such a part."""
+    """Bytes of gradients in one such message, where it goes to ranks on other machines, else 0."""
     same: NDArray[np.intp]
-    """A number that points share that come to the same."""
+    """A number that those points have in common whose steps have the same ``Shape``."""
     features: Floats
-    """(points, features): how near two points are to each other."""
+    """(points, features): coordinates in which points that are near are expected to behave alike."""
 
     def at(self, index: Sequence[int] | NDArray[np.intp]) -> PointColumns:
-        """Of some of the points."""
+        """The columns of some of the points."""
         chosen = np.asarray(index, dtype=np.intp)
         return PointColumns(*(getattr(self, each.name)[chosen] for each in fields(self)))
 
 
 def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
-    """All of ``points``, in their order."""
+    """The columns of ``points`` in a job, in the order of ``points``."""
     shapes = [shape_of(point, facts) for point in points]
     known: dict[Shape, int] = {}
     same = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.intp)
@@ -135,13 +137,13 @@ def _numbers(shape: Shape) -> tuple[float, ...]:
 
 
 def _places(values: Sequence[Value]) -> Floats:
-    """How far along its values each of a knob is, from 0 to 1."""
+    """The values of a knob as numbers from 0 to 1, in the order in which each occurs first."""
     known = {value: at for at, value in enumerate(dict.fromkeys(values))}
     return np.array([known[value] for value in values]) / max(len(known) - 1, 1)
 
 
 class _Traffic:
-    """What a rank sends in a step, by rings.
+    """The bytes and messages that a rank sends and gathers in a step, with ring collectives.
 
     Parameters are gathered in every micro-step, for each pass or once for both. Gradients are added up on each rank,
     and shared out at the end of a step.
@@ -170,58 +172,59 @@ class _Traffic:
 
 
 def _by_link(size: Floats, is_far: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """What goes to ranks on the same machine, and what goes to others."""
+    """The bytes that go to ranks on the same machine, and those that go to other machines."""
     return np.where(is_far, 0.0, size), np.where(is_far, size, 0.0)
 
 
 # --- what a step takes at any point, by a few numbers of the job that are learnt from the steps it takes -------------
 # A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
 # computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
-# accelerator; and waiting for samples, which workers load meanwhile. What they need of a processor for that the step
-# has to do without, where there are none to spare. It leaves much out, on purpose: search.py learns what it is wrong
-# by.
+# accelerator; and waiting for samples, which workers load meanwhile. The processors that workers need for that are
+# taken from the step where there are none to spare. The model leaves much out, on purpose: search.py learns the error
+# of the model.
 #
-# The numbers are those that are most likely by what was measured, phase by phase, and by what is usual. With them comes
-# how sure they are.
+# The numbers are the most likely ones, given the phases that were measured and what is usual in such jobs. They come
+# with a covariance.
 
 NAMES = (
-    "micro_step",  # seconds of a micro-step, whatever its size,
-    "sample",  # ... and of a sample in it,
-    "least_micro_step",  # ... and at least, since operations have to be started
-    "recomputing",  # share of that, where all blocks are computed again
-    "sharded_passes",  # times as long, where parameters are gathered,
-    "unit",  # ... and seconds of the host in each micro-step for each unit of them
-    "gather",  # bytes that a parameter is gathered with, of those that it has
-    "near",  # seconds of a byte to a rank of the same machine,
-    "far",  # ... to another machine,
-    "message",  # ... and of a message
-    "beside",  # share of computing beside which something can be sent, one unit ahead of its use, as log odds
-    "loading",  # seconds of a sample in one loader,
-    "working",  # ... of which so much takes a processor, as odds,
-    "collating",  # ... and seconds of a batch in it
+    "micro_step",  # seconds that a micro-step takes whatever its size
+    "sample",  # seconds that a sample adds to its micro-step
+    "least_micro_step",  # seconds that a micro-step takes at least, since operations have to be started
+    "recomputing",  # share that passes take longer where all blocks are computed again
+    "sharded_passes",  # factor on passes where parameters are gathered
+    "unit",  # seconds of the host in each micro-step for each unit that is gathered
+    "gather",  # share of a parameter's bytes that is sent where it is gathered
+    "near",  # seconds that a byte takes to a rank on the same machine
+    "far",  # seconds that a byte takes to another machine
+    "message",  # seconds that a message takes whatever its size
+    "beside",  # share of computing beside which something can be sent, one unit ahead of its use, as odds
+    "loading",  # seconds that one loader takes for a sample
+    "working",  # share of loading that takes a processor, as odds
+    "collating",  # seconds that one loader takes for a batch, whatever its size
     "handing",  # seconds of a processor for each batch that a worker hands over, on either side
-    "loaders",  # that make progress side by side,
-    "hindering",  # ... share by which each further one slows down the others,
-    "unevenness",  # ... and share by which the time of a batch differs from others
-    "optimizer",  # seconds of a step with the whole model
-    "copying",  # seconds of a sample to the accelerator, from pageable memory,
-    "pinned",  # ... times that, from pinned memory
+    "loaders",  # loaders that make progress side by side
+    "hindering",  # share by which each further loader slows down the others
+    "unevenness",  # share by which loading times of batches differ
+    "optimizer",  # seconds of an optimizer's step with the whole model
+    "copying",  # seconds that a sample takes to the accelerator from pageable memory
+    "pinned",  # factor on that from pinned memory
     "other",  # seconds of a step besides
 )
-"""Of the numbers, whose logarithms are learnt."""
+"""Names of the model's numbers, in their order; it is their logarithms that are learnt."""
 _FORWARD = 1 / 3
-"""Of both passes."""
+"""Share of the forward pass in the time of both passes."""
 _SOFT = 0.05
-"""Corners are rounded off by this share."""
+"""Share of a time by which the corner is rounded off where the time falls to 0."""
 _TOO_MANY = 0.25
-"""Power by which more loaders than make progress hold each other up."""
+"""Power of the ratio of workers to loaders that make progress, by which loading slows down above a ratio of 1."""
 
 
 _NUM_DRAWN = 12
+"""Draws of the model's numbers beside the likeliest ones."""
 
 
 class Prior(NamedTuple):
-    """What the numbers are usually, and how far they lie from that."""
+    """What the model's numbers usually are, as logarithms, and their standard deviations."""
 
     mean: Floats
     deviation: Floats
@@ -229,13 +232,13 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The most likely numbers, and how sure they are."""
+    """The most likely numbers of the model, as logarithms, and their covariance."""
 
     numbers: Floats
     covariance: Floats
 
     def log_seconds(self, columns: PointColumns, share: int) -> Floats:
-        """(draws, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
+        """(draws, points): logarithms of step times by several draws of the numbers, the likeliest numbers first."""
         roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
         drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
         moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
@@ -243,7 +246,7 @@ class Fitted:
 
 
 def phases_of(numbers: Floats, columns: PointColumns, share: int) -> dict[str, Floats]:
-    """What steps take by phase: passes, communication, optimizer, transfer, data, other."""
+    """Seconds of a step at each point by phase: passes, communication, optimizer, transfer, data, other."""
     value = dict(zip(NAMES, np.exp(numbers), strict=True))
     steps, is_sharded = columns.num_micro_steps, columns.is_sharded > 0
     plain = _longer(value["micro_step"] + value["sample"] * share / steps, value["least_micro_step"])
@@ -280,12 +283,12 @@ def phases_of(numbers: Floats, columns: PointColumns, share: int) -> dict[str, F
 
 
 def _loading(value: Mapping[str, float], columns: PointColumns, share: int) -> Floats:
-    """Of all samples of a step, by one loader."""
+    """Seconds that one loader takes for all samples of a step."""
     return share * value["loading"] + columns.num_micro_steps * value["collating"]
 
 
 def _crowded(value: Mapping[str, float], columns: PointColumns, share: int, busy: Floats) -> Floats:
-    """What takes ``busy`` with a processor of its own, where workers want processors too."""
+    """Seconds of what takes ``busy`` with a processor of its own, where workers want processors too."""
     working = value["working"] / (1 + value["working"]) * _loading(value, columns, share)
     handing = columns.num_micro_steps * value["handing"]
     besides = (working + handing) / columns.num_processors
@@ -294,11 +297,12 @@ def _crowded(value: Mapping[str, float], columns: PointColumns, share: int, busy
 
 
 def _left(sending: Floats, beside: Floats) -> Floats:
-    """What is still to be sent when all is computed beside which it could be."""
+    """Seconds of ``sending`` that are left after ``beside`` seconds of computing, beside which it is sent."""
     return _above(sending - beside, _SOFT * sending)
 
 
 def _waiting(value: Mapping[str, float], columns: PointColumns, share: int, busy: Floats) -> Floats:
+    """Seconds that a step waits for samples, where it does other things for ``busy`` seconds."""
     alone = _loading(value, columns, share)
     workers = np.maximum(columns.num_workers, 1.0)
     most = value["loaders"]
@@ -313,10 +317,12 @@ def _waiting(value: Mapping[str, float], columns: PointColumns, share: int, busy
 
 
 def _longer(one: Floats, other: float, power: float = 6.0) -> Floats:
+    """The larger of two numbers, with its corner rounded off."""
     return np.asarray((one**power + other**power) ** (1 / power))
 
 
 def _above(value: Floats, soft: Floats) -> Floats:
+    """``value``, or 0 where it is negative, with the corner rounded off by ``soft``."""
     return 0.5 * (value + np.sqrt(value * value + soft * soft))
 
 
@@ -329,7 +335,7 @@ def _log_steps(numbers: Floats, columns: PointColumns, share: int) -> Floats:
 
 
 def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
-    """Before anything is learnt but what steps take at the ``first`` point, which ``columns`` is of."""
+    """The prior of a job's model, made from the step times of the ``first`` measured point, which ``columns`` is of."""
     share, steps = facts.share, float(columns.num_micro_steps[0])
     seen = _seen_phases(first)
     passes = max(seen.get("passes", first.seconds), 0.02 * first.seconds)
@@ -372,7 +378,7 @@ def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
 
 
 def _within(share: float | None, least: float) -> float:
-    """A share that is neither next to nothing nor all; all where it is not known."""
+    """``share`` kept between ``least`` and almost 1; 1 where it is not known."""
     return 1.0 if share is None else min(max(share, least), 0.98)
 
 
@@ -381,7 +387,7 @@ def _odds(share: float) -> float:
 
 
 def _seen_phases(measured: StepTimes) -> dict[str, float]:
-    """What was measured of the phases of this model; empty where steps were not looked at."""
+    """Measured seconds by the phases of this model; empty where no step was timed by phase."""
     phases = measured.phases
     if not phases:
         return {}
@@ -394,15 +400,16 @@ def _seen_phases(measured: StepTimes) -> dict[str, float]:
 # ---- learning ----
 
 _OF_A_STEP = 0.08
-"""How far steps lie from what the best numbers say, as a logarithm."""
+"""Standard deviation of step times from what the best numbers say, as a logarithm."""
 _OF_A_PHASE = 0.10
+"""Standard deviation of times of phases from what the best numbers say, as a logarithm."""
 _FLOOR = 0.02
-"""Share of a step below which a phase is not told from nothing."""
+"""Share of a step below which the time of a phase is not told from 0."""
 _MOST_ROUNDS = 25
 
 
 def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, share: int) -> Fitted:
-    """The most likely numbers by all that was ``measured`` at the points that ``columns`` is of, in their order."""
+    """The most likely numbers of the model, given ``prior`` and the ``measured`` points, which ``columns`` is of."""
     wanted = _Wanted(measured, columns, share)
     numbers = np.array(prior.mean, dtype=np.float64)
     damping, residuals = 1e-2, _all(numbers, prior, wanted)
@@ -426,7 +433,7 @@ def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, shar
 
 
 class _Wanted:
-    """What the numbers are to say of what was measured."""
+    """The measured step times and phases that the model's numbers are fitted to."""
 
     def __init__(self, measured: Sequence[StepTimes], columns: PointColumns, share: int) -> None:
         self.columns, self.share = columns, share
@@ -438,6 +445,7 @@ class _Wanted:
         self.phases = {name: np.array([each.get(name, 0.0) for each in phases]) for name in names}
 
     def residuals(self, numbers: Floats) -> Floats:
+        """The deviations of the model from measured steps and phases, in standard deviations of each."""
         said = phases_of(numbers, self.columns, self.share)
         steps = sum(said.values(), np.zeros(len(self.seconds)))
         found = [np.log(steps / self.seconds) / _OF_A_STEP]

@@ -26,19 +26,20 @@ __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 # --- how long training stands still for a change from one point to another, and what a probe costs with that ---------
 # How long it stands still is guessed by what has to be moved, and corrected by how long it did.
 
+# Each gives the knobs of a point that take a restart of workers, a move of the model's state, or a new wrapping.
 _loaded, _laid_out, _wrapped = knobs_of_cost("workers"), knobs_of_cost("move"), knobs_of_cost("wrap")
 _in_memory = knobs_of_cost("nothing", "move", "wrap")
-"""The knobs that say how much of a device's memory a point takes."""
+"""Gives the knobs of a point that say how much of a device's memory it takes."""
 _SECONDS_TO_MOVE = 1.0
 _BYTES_PER_SECOND = 2e9
 _SECONDS_TO_WRAP = 0.1
 _SECONDS_TO_START = 0.4
 _BYTES_OF_A_PARAMETER = 12
-"""With its optimizer's state, where that is not known."""
+"""Bytes of a parameter with its optimizer's state, where they are not known."""
 
 
 class Switching:
-    """Of one job."""
+    """How long training stands still for a change from one point to another, learnt from the changes of one job."""
 
     def __init__(self, facts: JobFacts) -> None:
         memory = facts.memory
@@ -49,14 +50,14 @@ class Switching:
         self._to_start = _SECONDS_TO_START
 
     def see(self, old: Point, new: Point, seconds: float) -> None:
-        """A change was waited for so long."""
+        """Take the seconds that training stood still for a change from ``old`` to ``new``."""
         if _laid_out(old) != _laid_out(new):
             self._to_move = (self._to_move + seconds) / 2
         elif _loaded(old) != _loaded(new) and _wrapped(old) == _wrapped(new):
             self._to_start = (self._to_start + seconds) / 2
 
     def seconds(self, here: Point, points: Sequence[Point]) -> Floats:
-        """For a change from ``here`` to each of ``points``."""
+        """Seconds that training is expected to stand still for a change from ``here`` to each of ``points``."""
         laid_out, wrapped, loaded = _laid_out(here), _wrapped(here), _loaded(here)
         found = [
             (self._to_move if _laid_out(point) != laid_out else _SECONDS_TO_WRAP if _wrapped(point) != wrapped else 0.0)
@@ -67,10 +68,11 @@ class Switching:
 
 
 def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_steps: int, usual: float) -> Floats:
-    """What has to be saved for probes whose steps take so long, and the changes to them ``switching``.
+    """The seconds that a budget must have saved for each of some probes.
 
-    A probe is as many steps as are measured and one more, or as long as it takes that as many are told of: short steps
-    are told of by the second. ``usual`` is a step's length where that of the user's own config is not known.
+    ``seconds`` are the step times of the probes, and ``switching`` is how long training stands still for each. A probe
+    is ``probe_steps`` steps and one more, and long enough for as many reports: short steps are reported by the second.
+    ``usual`` stands for the step time of the user's own config where that is not known.
     """
     own = usual if budget.own_seconds is None else budget.own_seconds
     num_reports = min(probe_steps, PROBE_STEPS) + 1
@@ -79,44 +81,46 @@ def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_ste
 
 
 # --- which point is to be tried next, and which is the best so far ---------------------------------------------------
-# What a step takes at a point is what the model says, times what the model is wrong by; the logarithm of the latter is
-# taken for a Gaussian process, in which points that are alike are wrong alike. Of the points that fit into memory the
-# one is tried whose expected improvement is largest, once what it costs to change to it is taken off; where that is
-# less than one percent, the search is over.
+# A step time at a point is the model's prediction times the model's error; the logarithm of the error is taken for a
+# Gaussian process, in which points that are alike have errors that are alike. Of the points that fit into memory the
+# one is tried whose expected improvement is largest, less the cost of the change to it; where that is less than one
+# percent, the search is over.
 
 _LEAST_IMPROVEMENT = 0.01
+"""Expected gain, as a share of a step, below which a search is over."""
 _AMPLITUDES = (0.02, 0.03, 0.045, 0.065, 0.09)
-"""How far the model may be wrong, as a logarithm: the most likely of these by what it was wrong by,"""
+"""Standard deviations that the model's error may have, as logarithms; the most likely one is used."""
 _USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
-"""... and by what is usual, and how far, as a logarithm, it lies from that,"""
+"""The usual standard deviation of the model's error, and how far others lie from that, as a logarithm."""
 _DISTANCE = 0.6
-"""... and how far points lie from each other that are wrong in ways of their own."""
+"""The length scale of the Gaussian process: points that lie much farther apart have unrelated errors."""
 _ALMOST = 0.5
-"""Of the largest gain: points with so much of it are worth saving up for as well."""
+"""Share of the largest gain from which on a point is worth saving up for as well."""
 _NOT_WORTH_GOING_BACK = 0.007
-"""A point that is in force is the best where another one is better by less than this share."""
+"""Share by which another point has to be faster than the one in force, to be the best point."""
 _MOST_TIMES = 4.0
-"""A probe's steps are expected to take at most so many times as long as those at the best point."""
+"""No probe is made whose steps may take more than so many times as long as those at the best point."""
 _WAITED = 0.1
-"""Of a step: where more of it is waited for samples, points with other workers are tried that nothing speaks for,"""
+"""Share of a step that is waited for samples, from which on a worker more or less is tried without an expected gain."""
 _TIMES_OF_A_NEIGHBOUR = 1.5
-"""... unless they are expected to take so many times as long."""
+"""A worker more or less is not tried where steps may take more than so many times as long as at the best point."""
 _MAY_HAVE_CHANGED = 0.5
-"""How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
+"""Standard deviation that is added to the model's numbers, as logarithms, where a search begins again."""
 _NOISE = 0.025
-"""Of one measured point, and no less however often it is measured,"""
+"""Standard deviation of a measured step time, as a logarithm, for PROBE_STEPS reports of it."""
 _LEAST_NOISE = 0.01
+"""Least standard deviation of a measured step time, as a logarithm, for any number of reports of it."""
 _BRIEF_NOISE = 0.06
-"""... and of one that was left early."""
+"""Standard deviation of a step time, as a logarithm, where the trial of the point ended early."""
 _SURELY, _CLOSE = 3.0, 0.1
-"""So many deviations of what was measured, and at least so far as a logarithm, is what noise may make of it."""
+"""Noise may shift a measured step time by so many standard deviations, or by so much as a logarithm if that is more."""
 _HORIZON_SECONDS = 600.0
 _HORIZON_STEPS = 1000
-"""Within these, a change has to pay for itself."""
+"""A change has to pay for itself within so many steps, or within _HORIZON_SECONDS where that is longer."""
 _MOST_POINTS = 40
-"""Measured points that are learnt from, the newest and the best of them."""
+"""Measured points that are learnt from: those whose first measurement is the newest."""
 _SURE = 0.5
-"""Deviations by which a probe may be slower than expected, when it is asked whether it can be paid for."""
+"""Standard deviations by which a probe may be slower than expected, when it is asked whether it can be paid for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +129,25 @@ class PointProposal:
 
     point: Point
     seconds: float
-    """What a step is expected to take,"""
+    """The expected step time."""
     least_seconds: float
-    """... what it takes if all goes well,"""
+    """The step time if all goes well: a standard deviation below the expected one."""
     most_seconds: float
-    """... and at most, as far as can be told."""
+    """A high estimate of the step time, by which it is asked what a probe costs."""
     cost: float = 0.0
-    """What has to be saved before it can be tried, in seconds,"""
+    """Seconds that the budget must have saved before the point can be tried."""
     is_affordable: bool = True
-    """... and whether that has been."""
+    """Whether the budget has saved as much."""
 
 
 class Search:
-    """One search over the points of one job."""
+    """One search for the fastest point of a job: what was measured, what is expected, and which point is next."""
 
     def __init__(
         self, facts: JobFacts, tuning: TuningSection, *, before: Search | None = None, is_again: bool = False
     ) -> None:
-        """``before`` has learnt what steps of the same job take; ``is_again``: little gains are not worth another."""
+        """``before`` is an earlier search of the same job, from which this one learns; with ``is_again`` the search
+        begins only for a gain of LEAST_GAIN."""
         self._tuning = tuning
         self._prior: Prior | None = before.learnt if before is not None else None
         self._switching: Switching = before._switching if before is not None else Switching(facts)
@@ -183,18 +188,18 @@ class Search:
 
     @property
     def best_measured(self) -> StepTimes | None:
-        """The same point, with what its steps took."""
+        """The best point, with its step times as they were measured."""
         best = self.best
         return None if best is None else self._measured[best.point]
 
     def _log_seconds(self, expected: _Expected, measured: StepTimes) -> float:
-        """Of a measured point: what is expected of it, no further from what was measured than noise can be."""
+        """The expected step time of a measured point, as a logarithm, as far from the measured one as noise may be."""
         far, seen = max(_SURELY * _noise(measured), _CLOSE), math.log(measured.seconds)
         return min(max(float(expected.log_seconds[self._places[measured.point]]), seen - far), seen + far)
 
     @property
     def learnt(self) -> Prior | None:
-        """What another search of this job may begin with."""
+        """The prior with which another search of this job may begin."""
         if not self._measured:
             return self._prior
         fitted = self._expectation().fitted
@@ -202,7 +207,7 @@ class Search:
         return Prior(mean=fitted.numbers, deviation=np.minimum(unsure, 1.5))
 
     def tell(self, measured: StepTimes) -> None:
-        """What steps at a point take."""
+        """Take the measured step times of a point."""
         point = measured.point
         if point not in self._places:
             self._space = replace(self._space, points=(*self._space.points, point))
@@ -216,7 +221,7 @@ class Search:
         self._expected = self._best = None
 
     def take_facts(self, facts: JobFacts) -> bool:
-        """More is known of the same job; gives whether other points may be tried for it."""
+        """Take newer facts of the same job; gives whether other points may be tried because of them."""
         is_bound = facts.bound != self._facts.bound
         is_other = _known(facts) != _known(self._facts)
         self._facts = facts
@@ -228,7 +233,7 @@ class Search:
         return is_other or is_bound
 
     def refuse(self, point: Point, why: str) -> None:
-        """``point`` was not put in force; where the reason names a key, nothing else is tried with its value."""
+        """Leave out ``point``, which was not put in force, and points with its value of a key that ``why`` names."""
         self._refused[point] = None
         self._best = None
         before = self._last
@@ -238,44 +243,43 @@ class Search:
                 self._refused.update((each, None) for each in self._space.points if getattr(each, name) == value)
 
     def begun_again(self) -> Search:
-        """Another search of the same job, which is not what it was, with what this one has learnt."""
+        """A new search of the same job after its pace has changed, with what this one has learnt."""
         found = Search(self._facts, self._tuning, before=self, is_again=True)
         found.refuse_as(self)
         return found
 
     def resized(self, facts: JobFacts) -> Search:
-        """Another search of the same job, whose steps have as many samples as ``facts`` say, with what this one has
-        learnt."""
+        """A new search of the same job with the global batch size of ``facts``, with what this one has learnt."""
         found = Search(facts, self._tuning, before=self, is_again=True)
         found.refuse_as(self)
         return found
 
     def refuse_as(self, other: Search) -> None:
-        """What was refused there is not tried here."""
+        """Leave out the points that were refused in another search."""
         self._refused.update(other._refused)
 
     # ---- what is expected ----
 
     def seconds_at(self, point: Point) -> float | None:
-        """What a step is expected to take; None where nothing was measured, or there is no such point."""
+        """The expected step time of ``point``; None where nothing was measured, or there is no such point."""
         if not self._measured or point not in self._places:
             return None
         return math.exp(self._expectation().log_seconds[self._places[point]])
 
     def unsure_at(self, point: Point) -> float:
-        """How far steps may lie from that, as a logarithm."""
+        """The standard deviation of the expected step time of ``point``, as a logarithm."""
         return float(self._expectation().deviations[self._places[point]]) if point in self._places else math.inf
 
     def measured_at(self, point: Point) -> StepTimes | None:
-        """What was measured there, None where nothing was."""
+        """The measured step times of ``point``; None where none were measured."""
         return self._measured.get(point)
 
     def bytes_at(self, point: Point) -> int | None:
-        """The peak of memory that is expected; None where nothing is known of it, or it is no concern."""
+        """The predicted peak of memory at ``point``; None where it is unknown or has no limit."""
         return self._memory.expected_bytes(point)
 
     def propose(self, here: Point, budget: Budget, probe_steps: int) -> PointProposal | None:
-        """The point to be tried next, one that can be paid for if there is any; None where none is worth it."""
+        """The point to be tried next, one that the budget can pay for if there is any; None where none is worth it."""
         best = self.best
         if best is None or not self._space.is_open:
             return None
@@ -303,7 +307,7 @@ class Search:
         )
 
     def advise(self, here: Point) -> PointProposal | None:
-        """The point that is expected to be the fastest, where that is worth telling."""
+        """The point that is expected to be the fastest, its change from ``here`` included; None if not worth advice."""
         best = self.best
         if best is None:
             return None
@@ -318,8 +322,10 @@ class Search:
         return PointProposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds)
 
     def expect_at(self, facts: JobFacts) -> PointProposal | None:
-        """Where steps of the same job have as many samples as ``facts`` say: the point that is expected to be the
-        fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
+        """The micro-batch that is expected to be the fastest with the global batch size of ``facts``, as a point.
+
+        The other knobs are those of the best point here. None where no such point fits into memory.
+        """
         best = self.best_measured
         if best is None:
             return None
@@ -343,26 +349,28 @@ class Search:
         )
 
     def cost(self, seconds: float, budget: Budget, probe_steps: int) -> float:
-        """What has to be saved for steps that take so long, as many as are measured."""
+        """The seconds that a budget must have saved for ``probe_steps`` steps that take ``seconds`` each."""
         usual = self.best.seconds if self.best else seconds
         return float(cost_of_probes(budget, np.array([seconds]), np.zeros(1), probe_steps, usual)[0])
 
     def fits_at(self, facts: JobFacts, point: Point) -> bool:
-        """Whether ``point`` fits into memory where steps have as many samples as ``facts`` say."""
+        """Whether ``point`` fits into memory with the global batch size of ``facts``."""
         return not self._memory_at(facts).why_not(self._at_most(point, facts))
 
     def _memory_at(self, facts: JobFacts) -> JobMemory:
         return JobMemory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
 
     def _at_most(self, point: Point, facts: JobFacts) -> Point:
-        """What ``point`` takes most as: where nobody can choose it, a micro-batch that is a whole share may grow with
-        that."""
+        """``point`` with the largest micro-batch that it may have under ``facts``.
+
+        Where the micro-batch is no choice and is a rank's whole share, it grows with the share.
+        """
         size = point.batch_size
         is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < self._facts.share)
         return point if is_chosen else point._replace(batch_size=facts.share)
 
     def _gains(self, expected: _Expected, best: StepTimes, switching: Floats) -> Floats:
-        """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
+        """The expected improvement at each point, as a share of a step, less the cost of the change; else 0."""
         measured = self._columns.same[[self._places[point] for point in self._measured]]
         possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
         deviations = expected.own_deviations[possible]
@@ -374,8 +382,10 @@ class Search:
         return gains
 
     def _neighbours(self, best: StepTimes, most: Floats) -> Floats:
-        """Next to nothing for one worker less, or more, than where samples are waited for: how many there should be
-        is what a model knows least of."""
+        """Tiny gains for a worker less and for a worker more, where the best point waits for samples; else 0.
+
+        The right number of workers is what a model knows least of.
+        """
         gains = np.zeros(len(self._space.points))
         if best.waited_share < _WAITED or self._least_gain > _LEAST_IMPROVEMENT:  # unless it searches at all
             return gains
@@ -397,7 +407,7 @@ class Search:
         return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """Which points fit into memory, and were not refused."""
+        """Which points of the space fit into memory and were not refused."""
         known: dict[tuple[object, ...], bool] = {}
         found = np.empty(len(self._space.points), dtype=np.bool_)
         for at, point in enumerate(self._space.points):
@@ -432,21 +442,22 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Of all points, what steps take, as logarithms."""
+    """The expected step times of all points of a search, as logarithms."""
 
     fitted: Fitted
     drawn: Floats
-    """(draws, points): by numbers of the model that may all be so;"""
+    """(draws, points): step times by several draws of the model's numbers."""
     own_deviations: Floats
-    """... beside which each point has something of its own."""
+    """Standard deviation at each point under any one draw, from the model's error there."""
 
     log_seconds: Floats
+    """The mean over the draws."""
     deviations: Floats
-    """Of all draws together, and with that."""
+    """Standard deviation at each point, of the draws and of the model's error together."""
 
 
 def _known(facts: JobFacts) -> tuple[object, ...]:
-    """What of the facts says which points there are to be tried, but for what steps tell by themselves."""
+    """The facts that say which points may be tried, without those that steps tell by themselves."""
     memory = facts.memory
     if memory is None:
         return (facts.num_blocks,)
@@ -454,15 +465,17 @@ def _known(facts: JobFacts) -> tuple[object, ...]:
 
 
 def _noise(measured: StepTimes) -> float:
-    """Of a measured point, as a logarithm."""
+    """The standard deviation of a measured step time, as a logarithm."""
     if measured.is_brief:
         return _BRIEF_NOISE
     return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_reports), _LEAST_NOISE, measured.unsure)
 
 
 def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """At all points what each draw of the model is wrong by, by what it was wrong by at some; and the deviations of
-    that, which are those of any draw."""
+    """The model's error at all points for each draw of it, by its errors ``wrong`` at measured points.
+
+    With it come the standard deviations of the error, which are those of any draw.
+    """
     known = features[places]
     alike = _alike(known, known)
     amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong[0], noise))
@@ -473,7 +486,7 @@ def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: F
 
 
 def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -> float:
-    """Of an amplitude, by what the model was wrong by and by what is usual; a logarithm."""
+    """The logarithm of an amplitude's likelihood, by the model's errors and by what is usual."""
     among = amplitude**2 * alike + np.diag(noise**2)
     _, volume = np.linalg.slogdet(among)
     fits = float(wrong @ np.linalg.solve(among, wrong))
@@ -481,6 +494,7 @@ def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -
 
 
 def _alike(these: Floats, those: Floats) -> Floats:
+    """(these, those): the correlation of the model's errors at points of such features."""
     squares = (these**2).sum(axis=1)[:, None] + (those**2).sum(axis=1)[None, :] - 2 * these @ those.T
     return np.asarray(np.exp(-np.maximum(squares, 0.0) / (2 * _DISTANCE**2)))
 

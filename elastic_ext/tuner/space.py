@@ -38,24 +38,24 @@ __all__ = [
 # batches ahead without workers, units of a model that is not sharded.
 
 Value: TypeAlias = int | float | str | bool | None
-"""Of a knob; None is torch's or the library's own way."""
+"""The value of a knob; None leaves the knob to torch or to the library."""
 Choices: TypeAlias = Mapping[str, Sequence[Value]]
-
+"""The values that each knob may have, by field of a point."""
 MOST_POINTS = 20_000
-
+"""Points that a search space has at most; choices are left out where there would be more."""
 
 KEYS: Mapping[str, str] = {path.rpartition(".")[2]: path for path, key in ALL_KEYS.items() if key.knob is not None}
-"""What each field of a point is called in a config."""
+"""The config key of each field of a point."""
 KNOBS: Mapping[str, Knob] = {
     path.rpartition(".")[2]: key.knob for path, key in ALL_KEYS.items() if key.knob is not None
 }
-"""What the table of keys says of each field of a point."""
+"""The knob of each field of a point, from the table of config keys."""
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     class Point(tuple[Value, ...]):
-        """One way to train: what each knob is, in the order of the table of keys; None where nothing is said."""
+        """One way to train: the value of each knob, in the order of the table of keys; None where a config has none."""
 
         _fields: ClassVar[tuple[str, ...]]
 
@@ -69,7 +69,7 @@ else:
 
 
 def knobs_of_cost(*costs: Cost) -> Callable[[Point], tuple[Value, ...]]:
-    """Takes from a point those knobs whose change waits for such."""
+    """A function that gives the values of those knobs of a point that cost one of ``costs`` to change."""
     return itemgetter(*(at for at, knob in enumerate(KNOBS.values()) if knob.cost in costs))
 
 
@@ -79,14 +79,14 @@ _BUCKET_MB = 25.0
 _PREFETCH_FACTOR = 2
 _GATHERED_AHEAD = 1
 _LEAST_BLOCKS = 3
-"""With fewer there is next to nothing to be gathered ahead."""
+"""In a model of fewer blocks there is next to nothing to prefetch, and ``prefetch`` has one choice."""
 _BY_ITSELF: Mapping[str, Value] = {
     "prefetch_factor": _PREFETCH_FACTOR,
     "unit": 1,
     "prefetch": _GATHERED_AHEAD,
     "bucket_cap_mb": _BUCKET_MB,
 }
-"""What these are where nothing says what they are."""
+"""The value that torch or the library uses for a knob that a config leaves out, by field of a point."""
 _WORTH: Mapping[str, float] = {
     "batch_size": 4,
     "strategy": 4,
@@ -95,26 +95,26 @@ _WORTH: Mapping[str, float] = {
     "activation_checkpoint": 2,
     "prefetch": 0.2,
 }
-"""How many choices of these are worth one of the others, where there are too many."""
+"""How many choices of these knobs are worth one choice of another knob, where a search space has too many points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The points, each once, in an order that the same facts give again; the present one is among them."""
+    """The points that a job may train at, each once, the present one among them; equal facts give an equal order."""
 
     present: Point
     points: tuple[Point, ...]
     choices: Mapping[str, tuple[Value, ...]]
-    """By field of a point, all that it is in any of them, the least first."""
+    """The values that each field of a point has in any of the points, numbers in ascending order."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether there is more than one point to choose from."""
         return len(self.points) > 1
 
 
 def space_of(facts: JobFacts, tuning: TuningSection) -> Space:
-    """What there is to choose in this job, within what ``tuning`` allows."""
+    """The search space of a job, within what ``tuning`` allows."""
     present = point_of(facts.values)
     bounds = dict(tuning.knobs or {})
     choices = {name: _choices(name, getattr(present, name), facts, bounds.get(key)) for name, key in KEYS.items()}
@@ -127,18 +127,18 @@ def space_of(facts: JobFacts, tuning: TuningSection) -> Space:
 
 
 def micro_batches_of(facts: JobFacts, tuning: TuningSection) -> tuple[Value, ...]:
-    """What micro-batches may be, the present size among them."""
+    """The micro-batch sizes that a job may have, the present size among them."""
     name = "batch_size"
     return _choices(name, point_of(facts.values).batch_size, facts, dict(tuning.knobs or {}).get(KEYS[name]))
 
 
 def point_of(values: Mapping[str, Any]) -> Point:
-    """The point that these values of keys are."""
+    """The point that ``values``, by config key, amount to."""
     return Point(*(values.get(key) for key in KEYS.values()))
 
 
 def values_of(point: Point, before: Point) -> dict[str, Value]:
-    """By key, what has to be set to come from ``before`` to ``point``; None for what is to be left out."""
+    """The values to set, by config key, to come from ``before`` to ``point``; None for a key that is to be left out."""
     return {KEYS[name]: new for name, new, old in zip(Point._fields, point, before, strict=True) if new != old}
 
 
@@ -159,7 +159,7 @@ def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | No
 
 
 def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
-    """What a knob is worth trying at, where the job itself sets no limit."""
+    """The values at which a knob is worth trying, where the job itself lists none."""
     choices = KNOBS[name].choices
     match name:
         case "batch_size":
@@ -187,7 +187,7 @@ def _round_numbers(most: int) -> list[int]:
 
 
 def _within(bounds: KnobBounds, possible: Sequence[Value]) -> tuple[Value, ...]:
-    """What a person leaves of it: two numbers are a range, anything else the choices themselves."""
+    """The values of a knob that a person's bounds allow: two numbers are a range, anything else is a list of values."""
     if not _is_range(bounds):
         return tuple(each for each in bounds if not isinstance(each, tuple))
     low, high = (each for each in bounds if _is_number(each))
@@ -204,7 +204,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _in_order(values: Iterable[Value]) -> list[Value]:
-    """Numbers by size, and before them what is none, as it came."""
+    """The values in order: first those that are no numbers, as they came, then numbers in ascending order."""
     found = list(values)
     numbers = sorted((each for each in found if _is_number(each)), key=float)
     return [each for each in found if not _is_number(each)] + numbers
@@ -219,12 +219,12 @@ def _points(choices: Choices, present: Point) -> Iterator[Point]:
 
 
 def _num_points(choices: Choices, present: Point) -> int:
-    """At most: some may be there twice."""
+    """The number of points that the choices make, at most: points that occur twice are counted twice."""
     return sum(math.prod(map(len, regime.values())) for regime in _regimes(choices, present))
 
 
 def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Value]]]:
-    """Choices that go together, knobs that make no difference beside the others being as they are at present."""
+    """The choices by strategy, with workers and without: knobs that make no difference there keep the present value."""
     for strategy, has_workers in itertools.product(choices["strategy"], (False, True)):
         workers = [each for each in choices["num_workers"] if bool(each) is has_workers]
         if not workers:
@@ -242,7 +242,7 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
 
 
 def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
-    """Leave every other choice out of the knob that has most for its worth, but not its ends, nor the present one."""
+    """Leave out every other choice of the knob that has most for its worth; its ends and the present value stay."""
     several = [each for each in choices if len(choices[each]) > 1]
     name = max(several, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
     values = choices[name]
@@ -255,7 +255,7 @@ def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
 # What a point leaves to torch or to the library is here what these do by themselves.
 
 _UNSAID = "no_shard"
-"""The strategy where a point says none."""
+"""The strategy of a point that says none."""
 _WITH_A_TERM = frozenset(
     {
         "batch_size",
@@ -270,40 +270,41 @@ _WITH_A_TERM = frozenset(
         "bucket_cap_mb",
     }
 )
-"""Knobs that a shape has in terms of its own."""
+"""Knobs that have a field of their own in a ``Shape``, or that make one."""
 _OTHERS = tuple(at for at, name in enumerate(KEYS) if name not in _WITH_A_TERM)
 
 
 class Shape(NamedTuple):
-    """Of a step on the rank that has most samples."""
+    """What a point makes of a step, on the rank that has most samples: micro-steps, workers, sharding, prefetching."""
 
     micro_batch: int
     num_micro_steps: int
     num_workers: int
     prefetch_factor: int
-    """Batches that a worker loads ahead; 0 without workers."""
+    """Batches that each worker loads ahead; 0 without workers."""
     is_pinned: bool
     strategy: str
     shard_degree: int
-    """Ranks that share a copy of the model; 1 where each has a whole one."""
+    """Ranks that one copy of the model is sharded over; 1 where each rank has a whole copy."""
     unit: int
-    """Blocks that are gathered at once; 0 where nothing is."""
+    """Blocks whose parameters are gathered at once; 0 where the model is not sharded."""
     activation_checkpoint: float
+    """Share of blocks whose activations are computed again in the backward pass."""
     ahead: int
-    """Units that are gathered ahead."""
+    """Units that are prefetched: gathered before they are needed; 0 where the model is not sharded."""
     bucket_bytes: int
-    """Of DDP; 0 where the model is sharded."""
+    """Size of DDP's gradient buckets; 0 where the model is sharded."""
     others: tuple[Value, ...]
-    """Knobs that no term above has; what they make of a step is learnt from steps alone."""
+    """Values of all knobs that no other field has; their effect on a step is learnt from measured steps alone."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are gathered before they are used, be it from one rank."""
+        """Whether the strategy gathers parameters before they are used, even where there is one rank alone."""
         return self.unit > 0
 
 
 def shape_of(point: Point, facts: JobFacts) -> Shape:
-    """What ``point`` is in this job."""
+    """What ``point`` makes of a step in this job."""
     micro_batch = min(max(_count(point.batch_size, facts.share), 1), facts.share)
     unit = _unit(point.unit, facts.num_blocks)
     num_workers = _count(point.num_workers, 0)
@@ -325,7 +326,7 @@ def shape_of(point: Point, facts: JobFacts) -> Shape:
 
 
 def _sharding(strategy: Value) -> Sharding:
-    """The row of a strategy."""
+    """What a strategy does with the state of a model."""
     return STRATEGIES[str(strategy or _UNSAID)]
 
 
@@ -343,7 +344,7 @@ def _unit(unit: Value, num_blocks: int) -> int:
 
 
 def _ahead(prefetch: Value, unit: int, num_blocks: int) -> int:
-    """No more than there are other units."""
+    """Units to prefetch, no more than the model has units."""
     return min(_count(prefetch, _GATHERED_AHEAD), max(math.ceil(num_blocks / max(unit, 1)), _GATHERED_AHEAD))
 
 

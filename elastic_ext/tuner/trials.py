@@ -1,4 +1,4 @@
-"""Course: one search as it goes on in a job: points are put in force, measured, kept or taken back. Pure.
+"""Course: one search carried out in a job: points are put in force, measured, kept or taken back. Pure.
 
 Words: *here* is the point in force, or the one that was asked for; the *best* is the one that measured best so far.
 """
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["Course", "Stage"]
 
 Stage = Literal["probing", "saving", "settled"]
-"""Measuring; at the best point until probes can be paid for; at the best point, with nothing more to be tried."""
+"""Where a course is: "probing", points are measured; "saving", at the best point until probes can be paid for;
+"settled", at the best point, with nothing more to be tried."""
 
 _PATIENCE = 50
-"""Windows under an older version that are waited for."""
+"""Reports of steps under an older version, after which people are told that the newer one is not in force."""
 
 
 class _Base(NamedTuple):
-    """A config, and what it makes of the job."""
+    """A version and revision of the config, and the point that it amounts to."""
 
     point: Point
     version: int
@@ -39,7 +40,10 @@ class _Base(NamedTuple):
 
 
 class Course:
-    """For one job as it is; another one begins where the job becomes another."""
+    """One search carried out in one job; another course begins where the facts of the job change.
+
+    Each call gives the decisions that follow from it, in order.
+    """
 
     def __init__(self, facts: JobFacts, tuning: TuningSection, book: Book, search: Search, budget: Budget) -> None:
         self._facts = facts
@@ -64,65 +68,68 @@ class Course:
 
     @property
     def here(self) -> Point:
+        """The point in force, or the one that was asked for."""
         return self._asked[1] if self._asked else self._base.point
 
     @property
     def in_force(self) -> Point:
+        """The point in force, or written to be put in force, whatever else was asked for since."""
         return self._base.point
 
     @property
     def version(self) -> int:
-        """Of the config that is in force, or was written for that."""
+        """The version of the config that is in force, or was written to be put in force."""
         return self._base.version
 
     @property
     def best(self) -> StepTimes | None:
+        """The point that measured best so far, with its expected step times; None where none was measured."""
         return self.search.best
 
     @property
     def num_samples(self) -> int:
-        """Of a step."""
+        """Samples of a step over all ranks."""
         return self._facts.global_batch
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether it is at the best point, of which facts are known, nothing else is to be tried, and more is asked."""
+        """Whether the best point is in force and known by facts, nothing is left to try, and the goal is missed."""
         base, facts, best = self._base, self._facts, self.search.best
         is_known = (base.version, base.revision) == (facts.config_version, facts.config_revision)
         is_here = self.stage == "settled" and self._asked is None and self._trial is None
         return is_here and is_known and best is not None and best.point == base.point and not self._is_enough(best)
 
     def can_pay_for(self, seconds: float, probe_steps: int) -> bool:
-        """Whether a try of so many steps may take so long for each."""
+        """Whether the budget can pay for a try of ``probe_steps`` steps that take ``seconds`` each."""
         return self.search.cost(seconds, self._budget, probe_steps) <= self._budget.saved
 
     def is_of(self, facts: JobFacts) -> bool:
-        """Whether what was found is of the job as ``facts`` say it is."""
+        """Whether what the search has found holds for the job as ``facts`` describe it."""
         return not changed_facts(self._facts, facts)
 
     def begun_again(self, facts: JobFacts) -> Course:
-        """Another one that goes on with what was found, once the same is in force again."""
+        """A new course that goes on with the same search, for when its global batch size is in force again."""
         self.search.take_facts(facts)
         return Course(facts, self._tuning, self._book, self.search, self._budget)
 
     @property
     def is_changed_inside(self) -> bool:
-        """Whether the job itself has put something else in force, of which facts are to come."""
+        """Whether the job itself has put another config in force, whose facts have not come yet."""
         return self._num_elsewhere < 0
 
     def rate(self, seconds: float) -> float:
-        """Samples per second of all ranks."""
+        """Samples per second of all ranks together, where a step takes ``seconds``."""
         return self._facts.global_batch / seconds
 
     def take_facts(self, facts: JobFacts) -> None:
-        """More is known of the same job."""
+        """Take newer facts of the same job."""
         self._facts = facts
         self._must_look = self.search.take_facts(facts) or self._must_look
 
     # ---- what happens ----
 
     def see(self, now: float, seen: MeasuredSteps, *, writes: bool) -> list[Decision]:
-        """Steps that can be trusted; ``writes`` where configs may be written."""
+        """Take a report of steps that can be trusted; ``writes`` says whether configs may be written."""
         self._budget.see(seen)
         if (seen.version, seen.revision) != (self._base.version, self._base.revision) or self._asked:
             return self._see_elsewhere(now, seen)
@@ -139,13 +146,13 @@ class Course:
         return []
 
     def written(self, number: int, version: int) -> None:
-        """The config of a decision has this version."""
+        """Note that the config of decision ``number`` was written as ``version``; its point is measured next."""
         if self._asked and self._asked[0] == number:
             self._before, self._base = self._base, _Base(self._asked[1], version, 0)
             self._asked, self._trial = None, self._trial_of(self._base)
 
     def refused(self, now: float, number: int, why: str, *, writes: bool) -> list[Decision]:
-        """The config of a decision is not put in force; the one before it is."""
+        """Note that the config of decision ``number`` is refused: the config before it stays in force."""
         open_ = self._book.open
         if open_ is None or open_.number != number:
             return []
@@ -157,7 +164,7 @@ class Course:
         return [*_some(closed), *(self.go_on(now, writes=writes) if writes else [])]
 
     def leave(self, now: float, why: str) -> list[Decision]:
-        """A point that is being measured is not left in force: back to the best one."""
+        """Give up the point that is being measured, and go back to the best one."""
         open_, best = self._book.open, self.search.best
         if open_ is None or open_.kind != "probe":
             return []
@@ -166,13 +173,13 @@ class Course:
         return [*_some(closed), *self.to(now, target, why)]
 
     def to(self, now: float, target: Point, why: str) -> list[Decision]:
-        """Back to a point that was in force before; what was asked for is not written any more."""
+        """Go back to a point that was in force before; a config that was asked for is not written any more."""
         if self._asked is not None:
             self._asked, self._trial = None, self._trial_of(self._base)
         return [] if target == self.here else self._write(now, "undo", target, why)
 
     def go_on(self, now: float, *, writes: bool) -> list[Decision]:
-        """What is next, with all that was measured."""
+        """Decide what is next by all that was measured: a probe, the best point, or without ``writes``, advice."""
         best, self._must_look = self.search.best, False
         if best is None:
             self._trial = self._trial_of(self._base)  # what there was is refused
@@ -213,7 +220,7 @@ class Course:
         return [*told, *self._close(measured), *self.go_on(now, writes=writes)]
 
     def _doubted(self, now: float, measured: StepTimes) -> list[Decision]:
-        """Where steps are nothing like what was expected: another pace is another search."""
+        """Compare step times with what was expected: begin a new search at another pace, or doubt the measurement."""
         before, best, aside = self.search.measured_at(measured.point), self.search.best, self._doubt.taken()
         ratio = self._doubt.other_pace(measured, before)
         if ratio is not None:
@@ -230,7 +237,7 @@ class Course:
         return []
 
     def _measure_anew(self, now: float, why: str) -> list[Decision]:
-        """Steps that say nothing, told once; what is tried is taken back where they say nothing again."""
+        """Measure again where steps tell nothing, and tell people once; give up the point where they do so again."""
         self._num_scattered += 1
         self._trial = self._trial_of(self._base)
         if self._num_scattered == 1:
@@ -246,7 +253,7 @@ class Course:
         return _some(self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds)))
 
     def _see_elsewhere(self, now: float, seen: MeasuredSteps) -> list[Decision]:
-        """Steps under another config than the one that is to be measured."""
+        """Take steps under another config than the one that is to be measured."""
         if seen.version == self._base.version and seen.revision > self._base.revision:
             return self._changed_inside(seen) if not self.is_changed_inside else []
         self._num_elsewhere += 1
@@ -280,7 +287,7 @@ class Course:
         return self._say(now, "settle", f"stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
 
     def _is_told(self, best: StepTimes) -> bool:
-        """Whether the newest decision already is to settle here."""
+        """Whether the newest decision already has put the best point in force, so that people know of it."""
         last = self._book.last
         return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
 
@@ -324,7 +331,7 @@ class Course:
         return why_try(proposal, best, self.here, self._facts.global_batch)
 
     def _write(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None = None) -> list[Decision]:
-        """A decision that a config is to be written for."""
+        """Decide on a change, for which a config is to be written."""
         made = self._decide(now, kind, point, reason, self.search.seconds_at(point) if seconds is None else seconds)
         self._asked, self._trial = (made.number, point), None
         return [made]
@@ -346,7 +353,7 @@ class Course:
     # ---- small parts ----
 
     def _changes(self, point: Point) -> dict[str, Value]:
-        """What is to be set; all that can be, where the job itself has changed what the config says."""
+        """The values to set for ``point``, by key; all that can be set, where the job itself has changed the config."""
         found = values_of(point, self._base.point)
         if self._base.revision > 0:
             there = {KEYS[name]: value for name, value in zip(point._fields, point, strict=True)}
@@ -357,7 +364,7 @@ class Course:
         return Trial(base.point, version=base.version, revision=base.revision, probe_steps=self._probe_steps)
 
     def _say(self, now: float, kind: Kind, reason: str) -> list[Decision]:
-        """A decision that nothing is written for."""
+        """Add a decision for which no config is written."""
         best = self.search.best
         before = self.rate(best.seconds) if best else None
         return [self._book.add(time=now, kind=kind, reason=reason, base=self._base.version, before=before)]
