@@ -311,7 +311,7 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _note_failures(self) -> None:
-        """Note workers that failed during the rendezvous, when nobody monitors them; not those that were told to end."""
+        """Note workers that failed during the rendezvous, unmonitored; those that were told to end have not failed."""
         result = None if self.workers is None else self.workers.wait(0)
         if result is not None:
             failures = result.failures.items()

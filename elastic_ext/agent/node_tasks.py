@@ -198,7 +198,7 @@ class Duties:
         return bool(steps)
 
     def words_of_leaving(self, ranks: Iterable[int]) -> str:
-        """What a rank that was told to end in this round says of where training can go on; empty if none of them does."""
+        """What ranks that were told to end in this round say of where training can go on; empty if none says it."""
         files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
         return next((words for file in files if (words := left_in(file, since=self._round.seconds))), "")
 
@@ -256,7 +256,7 @@ class Duties:
             self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
 
     def _hand_config(self, *, offers: bool) -> None:
-        """Announce this node's config to the other nodes if it is the newest; take the announced one if that is newer."""
+        """Announce this node's config to the other nodes if it is the newest, or take a newer one that is announced."""
         board = self._board
         if board is None or board.num_nodes == 1:
             return
