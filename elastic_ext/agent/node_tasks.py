@@ -154,7 +154,7 @@ class Duties:
         self._control.start()
 
     def begin_round(self, board: RoundBoard, *, membership_version: int, world_size: int, is_new: bool) -> None:
-        """Start looking at a new round, after the rendezvous.
+        """Begin the tasks of a new round, after the rendezvous: forget the workers before, and sync the config.
 
         ``is_new`` says that this node joins a job that has worked already; it then takes the job's config.
         """

@@ -79,7 +79,7 @@ class OwnMaster:
         self._has_given_up = False
 
     def find(self) -> FoundMaster | None:
-        """Where the master is; where it does not run, it is started, and the answer is None until it listens."""
+        """Where the master is, which is started if it does not run; None until it listens, or once it is given up."""
         if self._has_given_up:
             return None
         if self._process is None:

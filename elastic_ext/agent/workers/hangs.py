@@ -73,8 +73,8 @@ class HangLimits:
     least_seconds: float = 30.0
     factor: float = 10.0
     first_seconds: float = 300.0
-    """The limit for each of the first steps, which compile and choose kernels, and for a change; if not less than that
-    of other steps."""
+    """The limit for each of the first steps, which compile and choose kernels, and for a change; or the limit for other
+    steps, if that is more."""
     between_seconds: float = 600.0
     """The limit between two steps, or ``factor`` times the longest time that the worker took there, if that is more."""
     long_seconds: float = 1800.0
