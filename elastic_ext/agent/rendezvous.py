@@ -517,11 +517,11 @@ _Exchange = Callable[[str, Any], list[Any]]
 
 
 def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_seconds: float) -> list[Outcome]:
-    """Make checkpoints of what workers have staged in ``folder`` and on the other nodes, then clear it; one outcome for
-    each run that had staged.
+    """Make checkpoints of what workers have staged in ``folder`` and on other nodes, and clear ``folder``.
 
-    Without a board this node is on its own; ``name`` tells one such exchange of a round from another. Errors of storage
-    are in the outcomes. BoardGone where another node is lost: what is staged here stays.
+    Gives an outcome for each run that had staged copies. Without a board this node is on its own; ``name`` tells one
+    such exchange of a round from another. Errors of storage are in the outcomes. BoardGone where another node is lost:
+    what is staged here stays.
     """
 
     def exchange(what: str, row: Any) -> list[Any]:

@@ -180,8 +180,10 @@ class StrategyOwner(Protocol):
 
 
 class StrategyQueue:
-    """The questions that one job's tuning strategy is asked, one after another, off the event loop. Times are seconds
-    since 1970."""
+    """The queue of questions to a job's tuning strategy, asked one after another, where ``run`` runs them.
+
+    Times are seconds since 1970.
+    """
 
     def __init__(self, run: Run, owner: StrategyOwner) -> None:
         self._run = run

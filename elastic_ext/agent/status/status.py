@@ -363,8 +363,10 @@ def _agent_troubles(files: RunFiles) -> Iterator[str]:
 
 
 def _goes_on_from(files: RunFiles) -> int | None:
-    """The step from which training can go on, where it was told to end; None where its ranks do not say so, or said it
-    before training began anew."""
+    """The step from which training that was told to end can go on; None where its ranks do not say so.
+
+    What ranks said before training began anew does not count.
+    """
     since = 0.0 if files.agent is None else files.agent.time
     told = [each for each in files.events if each.kind in (_BEGAN, CAN_GO_ON, TOLD_TO_END) and each.time >= since]
     return told[-1].step if told and told[-1].kind == CAN_GO_ON else None
