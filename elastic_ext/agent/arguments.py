@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """What was given, in the environment (PET_...) or, first of all, on the command line; ValueError for a bad flag."""
+    """The options of elastic-run, from the command line or else from PET_... variables; ValueError for a bad flag."""
     try:
         made = parser()
     except ValueError:  # torch reads flags in the environment as it makes its parser
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> argparse.Name
 
 
 def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """``options`` with the rendezvous that they mean: nodes that need not find each other get one of their own."""
+    """``options`` with the rendezvous settled: a node that need not find others gets one at a free local port."""
     found = argparse.Namespace(**vars(options))
     is_alone = (
         found.rdzv_backend == "static"
@@ -162,7 +162,7 @@ def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def shutdown_seconds(options: argparse.Namespace, environ: Mapping[str, str]) -> float:
-    """How long workers have to end by themselves."""
+    """How long workers have to end by themselves before they are killed; ValueError for a value that is none."""
     given = options.shutdown_timeout
     if given is None:
         given = environ.get(_SHUTDOWN_VARIABLE, _SHUTDOWN_SECONDS)
@@ -176,7 +176,7 @@ def shutdown_seconds(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Every setting that is not as it is by default, with where it comes from."""
+    """Every option that differs from its default, as NAME=VALUE, with the variable if it comes from the environment."""
     words = []
     plain = parser()
     for name, value in sorted(vars(options).items()):
@@ -194,7 +194,7 @@ def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -
 # --- what a worker's environment says: torchrun's words, which scripts know, and those of this library ---------------
 
 OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS")
-"""What an agent tells its workers of where its things lie, each with ELASTIC_EXT_ before it."""
+"""The variables, without ELASTIC_EXT_, by which an agent tells its workers the job's name, its paths and its limits."""
 AT_START = Path(__file__).with_name("workers") / "at_start"
 
 
@@ -206,7 +206,7 @@ class WorkerPlace:
     local_rank: int
     role_rank: int
     group_rank: int
-    """Of its node."""
+    """The rank of the worker's node among the nodes of the round."""
     world_size: int
     local_world_size: int
     role_world_size: int
@@ -221,7 +221,7 @@ class WorkerPlace:
 
 
 def environment_of(place: WorkerPlace) -> dict[str, str]:
-    """What torchrun tells a worker of its place."""
+    """The environment variables by which torchrun tells a worker its ranks, as RANK and WORLD_SIZE."""
     return {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -242,9 +242,9 @@ def environment_of(place: WorkerPlace) -> dict[str, str]:
 
 
 def devices_of(local_rank: int, *, visible: str | None, is_virtual: bool) -> dict[str, str]:
-    """Which devices a worker sees: all, or where local ranks are virtual its own one alone, as the first.
+    """The environment variables that say which GPUs a worker sees: all, or with virtual local ranks its own one alone.
 
-    ``visible`` is CUDA_VISIBLE_DEVICES as the agent has it. ValueError where there is none left for this worker.
+    ``visible`` is CUDA_VISIBLE_DEVICES as the agent has it. ValueError where no device is left for this worker.
     """
     if not is_virtual:
         return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -260,13 +260,16 @@ def devices_of(local_rank: int, *, visible: str | None, is_virtual: bool) -> dic
 
 
 def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent that a worker of another agent has started, without what is that one's."""
+    """``environ`` without the variables of an outer agent, for an agent that was started by that one's worker."""
     outer = {"TORCHELASTIC_RUN_ID", *(f"ELASTIC_EXT_{name}" for name in OF_AGENT)}
     return {name: value for name, value in environ.items() if name not in outer}
 
 
 def with_start(environment: Mapping[str, str], path: str | None, agent_pid: int) -> dict[str, str]:
-    """``environment`` with what has Python run ``at_start`` first; ``path`` is PYTHONPATH as the agent has it."""
+    """``environment`` with a PYTHONPATH that has Python run the ``at_start`` folder's sitecustomize before the script.
+
+    ``path`` is PYTHONPATH as the agent has it.
+    """
     return {
         **environment,
         "ELASTIC_EXT_AGENT_PID": str(agent_pid),
@@ -283,7 +286,7 @@ class LaunchRefused(Exception):
 
 
 def check_options(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """ValueError for options that no job can have. What torch refuses in good words is left to it."""
+    """Check the options of elastic-run; ValueError for those that no job can have, but for what torch refuses well."""
     _check_nodes(options)
     _check_workers(options.nproc_per_node)
     if options.max_restarts < 0:
@@ -304,7 +307,7 @@ def check_options(options: argparse.Namespace, environ: Mapping[str, str]) -> No
 
 
 def check_launch(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """ValueError for devices and times that cannot be, once torch has made out what was given."""
+    """Check devices and times of a launch, once torch has read the options; ValueError for what cannot be."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     devices_of(launch.nproc_per_node - 1, visible=visible, is_virtual=getattr(launch, "virtual_local_rank", False))
     for name in ("read_timeout", "keep_alive_interval", "keep_alive_max_attempt"):
@@ -312,7 +315,7 @@ def check_launch(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
 
 
 def seconds_in(launch: LaunchConfig, name: str, default: float) -> float:
-    """A number of --rdzv-conf."""
+    """The number that --rdzv-conf gives for ``name``, or ``default``; ValueError where it is no integer."""
     given = launch.rdzv_configs.get(name, default)
     try:
         return float(int(given))
@@ -353,7 +356,7 @@ def _check_workers(given: str) -> None:
 
 
 def _check_script(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """That there is one, as far as can be told from here."""
+    """Check that the training script exists, as far as can be told from here; ValueError where it does not."""
     script = options.training_script
     if not script:
         raise ValueError("the script is '', as where a variable is not set; allowed: a file, or a module with -m")

@@ -44,10 +44,10 @@ _logger = logging.getLogger(__name__)
 # Whatever else is found in the file was put there by a person. It is taken as their version, entered in the history,
 # and told of once. Nothing here decides what training should be doing.
 #
-# Words: a *foreign write* is a file whose contents are others than this one has written or seen last. The *newest*
+# Words: a *foreign write* is a file whose contents differ from what this agent has written or read last. The *newest*
 # version is the highest one that the file has held here; nodes hand theirs to one another as text. A node takes what is
-# higher than its own, and ranks take what all of them hold. One version with different contents on two nodes is for
-# neither of them to decide: both keep what they have, both say so, and so do the ranks; a higher version ends it.
+# higher than its own, and ranks take what all of them hold. Where one version has different contents on two nodes, both
+# keep what they have and report it, and so do the ranks, until there is a higher version.
 
 _NO_FILE = b""
 _SETTLED_NS = 2_000_000_000
@@ -56,23 +56,24 @@ _SETTLED_NS = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignWrite:
-    """What somebody other than the agent has made of the config file."""
+    """A change of the config file by somebody other than the agent."""
 
     version: int | None
-    """None where the file holds no config."""
+    """The config version in the changed file; None where the file holds no valid config."""
     digest: str
-    """Of the config, as ``ElasticConfig.digest``; empty where there is none."""
+    """The ``ElasticConfig.digest`` of the changed file; empty where it holds no valid config."""
     valid: bool
     words: str
+    """The change in a sentence, for the log."""
 
 
 class ConfigTuner:
-    """The config file at ``path``, written by this object and looked at by it.
+    """The one writer of a node's config file at ``path``; it also notices what somebody else has written there.
 
-    Of its callers one, the agent's loop, calls ``look`` and ``take`` at every turn, and does not wait there for the
-    others, nor for another process: what cannot be done now is done at the next turn. ``settle_seconds`` is how long
-    bad contents must stay before they are told of; ``patience_seconds`` how long ``set`` and ``undo`` wait.
-    ``on_foreign`` is called on the thread that found the write.
+    The agent's loop calls ``look`` and ``take`` at every turn; these do not wait for other threads or processes: what
+    cannot be done now is done at the next turn. ``settle_seconds`` is how long bad contents must stay before they are
+    reported; ``patience_seconds`` is how long ``set`` and ``undo`` wait for another writer. ``on_foreign`` is called on
+    the thread that found the write.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ConfigTuner:
         self._trouble: str | None = None
 
     def look(self) -> None:
-        """Notice a foreign write. What is there at the first call is the beginning, and told of only if it is bad."""
+        """Read the file if it has changed, and report a foreign write. The first call reports only a bad file."""
         with self._turn(waits=False) as has_it:
             if has_it:
                 self._look()
@@ -112,29 +113,33 @@ class ConfigTuner:
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
-        """Write the next version, as ``ConfigHistory.set``; OSError where that failed, and the old one stays."""
+        """Write the next config version, as ``ConfigHistory.set``; after an OSError the file is as it was."""
         with self._turn(waits=True):
             return self._write(lambda: self._patient.set(changes, remove=remove, reason=reason, at_step=at_step))
 
     def undo(self) -> ElasticConfig:
-        """Write the content before the present one, as ``ConfigHistory.undo``; OSError as above."""
+        """Write the content before the present one as a new version, as ``ConfigHistory.undo``.
+
+        After an OSError the file is as it was.
+        """
         with self._turn(waits=True):
             return self._write(self._patient.undo)
 
     def newest(self) -> tuple[int, str] | None:
-        """The newest version with its text, for other nodes to take; None before the first. It waits for nobody."""
+        """The newest config version and its text, for other nodes to take; None before the first. It never waits."""
         return self._newest
 
     def take(self, text: str, *, whose: str = "another node", waits: bool = False) -> bool:
-        """Whether a version of ``whose`` was higher than the newest here, and is in the file now.
+        """Write a config (``text``) from another node or the master into the file if its version is the highest so far.
 
-        One that could not be written now is written when it is given again.
+        Gives whether it was written. One that could not be written now is written when it is given again. ``whose`` is
+        where it comes from, for messages; ``waits`` is whether to wait while another thread uses the file.
         """
         with self._turn(waits=waits) as has_it:
             return has_it and self._take(text, whose)
 
     def set_aside(self) -> Path | None:
-        """Begin without a file: what there is is of another time, and is kept under another name; which, if any.
+        """Move the config file of an earlier job out of the way, and give its new path; None where there is no file.
 
         OSError where that cannot be done, and the file is as it was.
         """
@@ -153,12 +158,15 @@ class ConfigTuner:
 
     @property
     def trouble(self) -> str | None:
-        """What keeps this node from the version that it should have, in a sentence; None where nothing does."""
+        """Why this node does not have the newest config of the job, in a sentence; None where it has."""
         return self._trouble
 
     @contextlib.contextmanager
     def _turn(self, *, waits: bool) -> Iterator[bool]:
-        """Hold the lock, unless another has it and this one does not wait; tell of what was found once it is free."""
+        """Hold the lock, and report foreign writes after its release; gives whether the lock is held.
+
+        Without ``waits`` the lock is not held where another thread has it.
+        """
         has_it = self._lock.acquire(blocking=waits)
         told: list[ForeignWrite] = []
         try:
@@ -172,7 +180,7 @@ class ConfigTuner:
                 self._on_foreign(each)
 
     def _look(self) -> None:
-        """See what the file holds, unless its stamp says that it is what it was."""
+        """Read the file and note what is new in it, unless its stamp says that it has not changed."""
         self._looked_at = time.time()
         try:
             stamp = stamp_of(self.path)
@@ -190,6 +198,7 @@ class ConfigTuner:
         self._has_begun = True
 
     def _note(self, data: bytes) -> None:
+        """Note contents that were read from the file: a new version, or contents that are no config."""
         fingerprint = _hash(data)
         if fingerprint == self._seen:
             self._bad = None
@@ -208,7 +217,7 @@ class ConfigTuner:
             self._newest, self._digest = (config.version, config.to_json()), config.digest
 
     def _note_bad(self, fingerprint: bytes, reason: str) -> None:
-        """Tell of a file that holds no config, once it has stayed so: while one is written anew it may look so too."""
+        """Report a file that holds no config, once it has stayed so: a file that is being written may look so too."""
         if fingerprint == self._seen:
             self._bad = None
             return
@@ -234,7 +243,7 @@ class ConfigTuner:
         self._told.append(ForeignWrite(version=config.version, digest=config.digest, valid=True, words=words))
 
     def _enter(self) -> None:
-        """Have the history hold what a person has written; tried again at the next look where that failed."""
+        """Enter a person's version into the config history; tried again at the next look where that failed."""
         if self._is_entered:
             return
         try:
@@ -281,7 +290,7 @@ class ConfigTuner:
         return True
 
     def _has_written(self, new: ElasticConfig) -> None:
-        """Go on from what this object has put into the file."""
+        """Note a config that this object has written into the file."""
         self._tell_of_replaced(new)
         self._newest, self._digest = (new.version, new.to_json()), new.digest
         self._held_digest = new.digest
@@ -291,7 +300,7 @@ class ConfigTuner:
         self._complaint = ""
 
     def _tell_of_replaced(self, new: ElasticConfig) -> None:
-        """Tell of a person's version that came between the last look and the write, which the history has kept."""
+        """Report a person's version that came between the last look and the write; the history has kept it."""
         with contextlib.suppress(ConfigError, OSError):
             entries = [entry for entry in self._patient.entries() if entry.config.version < new.version]
             if entries and entries[-1].time >= self._looked_at and entries[-1].config.digest != self._held_digest:
@@ -310,19 +319,21 @@ class ConfigTuner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigEdit:
-    """What a request for the next version of a config asks for."""
+    """A request for the next version of a config: what to change and to remove, why, and from which step on."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Values by dotted key."""
+    """The new values by dotted key, such as ``dataloader.batch_size``."""
     remove: tuple[str, ...] = ()
-    """Dotted keys."""
+    """Dotted keys to remove, which then have their start-up values."""
     reason: str = ""
     at_step: int | None = None
 
 
 def config_requests(tuner: ConfigTuner) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
-    """What others may ask of the tuner, by name; each gives the config that it has written. ValueError where it is
-    refused."""
+    """The handlers of requests to change the config over the control socket, by name.
+
+    Each gives the config that it has written; ValueError where a request is refused.
+    """
 
     def config_set(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-set.")
@@ -347,9 +358,9 @@ _FORCE = "with --force the file is written all the same, which the agent takes a
 
 
 class AgentsConfig:
-    """The config file of an agent that runs, changed by asking it; the same calls as on ``ConfigHistory``.
+    """The config file of a running agent, changed by requests to that agent; it has the calls of ``ConfigHistory``.
 
-    What it raises besides: AgentRefused, AgentFailed, and AgentSilent where it cannot be asked, which says what to do.
+    It also raises AgentRefused, AgentFailed, and AgentSilent where the agent cannot be asked, which says what to do.
     """
 
     def __init__(self, agent: AgentRecord, *, timeout_seconds: float = 30.0) -> None:
@@ -359,12 +370,12 @@ class AgentsConfig:
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
-        """Have the next version written."""
+        """Have the agent write the next config version."""
         edit = ConfigEdit(changes=dict(changes), remove=tuple(remove), reason=reason, at_step=at_step)
         return self._written({"do": "config-set", **asdict(edit)})
 
     def undo(self) -> ElasticConfig:
-        """Have the content before the present one written as a new version."""
+        """Have the agent write the content before the present one as a new version."""
         return self._written({"do": "config-undo"})
 
     def _written(self, request: Mapping[str, Any]) -> ElasticConfig:
@@ -381,9 +392,10 @@ class AgentsConfig:
 
 
 def living_agent_of(config_file: Path, folders: Sequence[Path], *, host: str) -> AgentRecord | None:
-    """The agent that runs, has ``config_file`` and listens, by its record in one of ``folders``; None if there is none.
+    """The record, in one of ``folders``, of the running agent that writes ``config_file``; None if there is none.
 
-    ``host`` is what this machine is called. AgentSilent where it runs on another one, and cannot be asked from here.
+    ``host`` is the name of this machine. AgentSilent where the agent runs on another machine, and cannot be asked from
+    here.
     """
     for folder in dict.fromkeys(folders):
         agent = agent_in(folder)
@@ -399,7 +411,7 @@ def living_agent_of(config_file: Path, folders: Sequence[Path], *, host: str) ->
 
 
 def agent_in(folder: Path) -> AgentRecord | None:
-    """What the agent of a run directory says of itself; None where there is no such record."""
+    """The record that an agent has written into its run directory (agent.json); None where there is no valid one."""
     try:
         data = read_at_most(folder / AGENT_FILE, MOST_BYTES)
         return AgentRecord.from_json(data.decode(errors="replace"))
@@ -408,7 +420,7 @@ def agent_in(folder: Path) -> AgentRecord | None:
 
 
 def is_running(agent: AgentRecord, folder: Path, host: str) -> bool:
-    """Whether the agent of the run directory ``folder`` has not ended, as far as ``host`` can tell."""
+    """Whether the agent of the run directory ``folder`` is running, as far as this machine, ``host``, can tell."""
     if agent.host == host:
         return is_alive(ProcessIdentity(pid=agent.pid, start_ticks=agent.start_ticks))
     try:

@@ -1,4 +1,4 @@
-"""The agent's control socket: the words that go over it, the end that asks, and the agent's end that answers."""
+"""The agent's control socket: the format of requests and answers, ``ask`` for clients, and the agent's server."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ class ControlError(ElasticError):
 
 
 class AgentAbsent(ControlError):
-    """Nobody listens there."""
+    """No agent listens on the control socket."""
 
 
 class AgentSilent(ControlError):
-    """Somebody listens, and has not answered in time, or not in these words."""
+    """The agent has not answered in time, or what answers on the socket is no agent of this library."""
 
 
 class AgentRefused(ControlError):
-    """The agent says that what was asked for cannot be."""
+    """The agent refuses a request as one that cannot be."""
 
 
 class AgentFailed(ControlError):
-    """The agent says that something went wrong."""
+    """The agent answers that something went wrong as it did what was requested."""
 
 
 def ask(path: Path, request: Mapping[str, Any], *, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """What the agent that listens at ``path`` answers; a ControlError says why there is no answer.
+    """The answer of the agent that listens on the socket at ``path``; a ControlError says why there is none.
 
     ValueError if the request cannot be sent.
     """
@@ -102,7 +102,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_seconds: float = 30.0
 
 
 def _connect(end: socket.socket, path: Path, deadline: float) -> None:
-    """Connect, waiting while so many do that no more may wait."""
+    """Connect to the socket at ``path``, trying again while its queue of connections is full; TimeoutError at last."""
     while True:
         end.settimeout(_seconds_until(deadline))
         try:
@@ -114,7 +114,7 @@ def _connect(end: socket.socket, path: Path, deadline: float) -> None:
 
 
 def _received(end: socket.socket, deadline: float) -> bytes:
-    """All that comes until the other end closes, or as much as an answer may have and some more."""
+    """All bytes until the other end closes, or somewhat more than an answer may have."""
     data = bytearray()
     while len(data) <= MOST_ANSWER_BYTES:
         end.settimeout(_seconds_until(deadline))
@@ -129,6 +129,7 @@ def _received(end: socket.socket, deadline: float) -> bytes:
 
 
 def _answer_of(data: bytes, path: Path) -> dict[str, Any]:
+    """The answer in what was received; AgentSilent where that is none."""
     if not data:
         raise AgentSilent(f"the agent at {path} has closed the connection without an answer")
     try:
@@ -142,7 +143,7 @@ def _answer_of(data: bytes, path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def address_of(path: Path) -> Iterator[str]:
-    """By what name a socket at ``path`` is bound or connected to: a longer one leads there through an open folder."""
+    """The name to bind or connect a socket at ``path`` by; a path too long for that is shortened by an open folder."""
     if len(os.fsencode(path)) <= _MOST_PATH_BYTES:
         yield str(path)
         return
@@ -168,17 +169,17 @@ def _seconds_until(deadline: float) -> float:
 # Nothing here knows what is asked for.
 
 Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""What answers requests of one name: ValueError refuses one, and OSError or ElasticError says what went wrong."""
+"""Called with a request, gives its answer; ValueError refuses the request, OSError or ElasticError is a failure."""
 _PAUSE_SECONDS = 0.2
 _JOIN_SECONDS = 30.0
 
 
 class Control:
-    """The agent's end: listens at ``path`` from ``start()`` (or ``with``) to ``close()``, on one thread.
+    """The server of the agent's control socket: listens at ``path`` from ``start()`` (or ``with``) to ``close()``.
 
-    The ``handlers`` are called on that thread, one after another. A connection that has not brought a whole request
-    within ``patience_seconds``, or not taken its answer, is dropped. ``uid`` is whose processes are heard; its default
-    is the own one.
+    It has one thread, on which the ``handlers`` (by the name of a request) are called, one after another. A connection
+    that does not bring a whole request, or take its answer, within ``patience_seconds`` is dropped. Processes of the
+    user ``uid`` alone are answered, by default of this process' own user.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Control:
         self._inode = 0
 
     def start(self) -> None:
-        """Listen. OSError where that cannot be; ValueError where ``path`` is not a name for a socket."""
+        """Begin to listen. OSError where that cannot be; ValueError where the file name is too long for a socket."""
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._waker, self._woken = socket.socketpair()
@@ -223,7 +224,7 @@ class Control:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it listens."""
+        """Whether the thread that listens on the socket runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -267,7 +268,7 @@ class Control:
         return max(min(moments) - time.monotonic(), 0.0) if moments else None
 
     def _tidy(self) -> None:
-        """Drop connections that take too long; listen where there is room for another one, else let those wait."""
+        """Drop connections that take too long, and accept new ones only while there is room for another."""
         now = time.monotonic()
         for connection in [each for each in self._connections if now >= each.deadline]:
             self._drop(connection)
@@ -311,7 +312,7 @@ class Control:
             self._drop(connection)
 
     def _hear(self, connection: _Connection) -> None:
-        """Take what has come; once that is a request, have it answered."""
+        """Receive from a connection; once its request is whole, answer it."""
         line = connection.receive()
         if line is None:
             return
@@ -322,7 +323,7 @@ class Control:
         self._begin_answer(connection, answer)
 
     def _answer_to(self, line: bytes) -> bytes:
-        """The line that answers a request."""
+        """The line that answers a request, by the handler of its name; a refusal or an error is a line as well."""
         try:
             request = _request_of(line)
             return _line_of(self._handlers[_name_in(request, self._handlers)](request))
@@ -356,7 +357,7 @@ class Control:
 
 
 class _Connection:
-    """Somebody who asks, as the thread sees them."""
+    """One connection to the control socket: what it has sent so far, and what of its answer is unsent."""
 
     def __init__(self, accepted: socket.socket, *, deadline: float) -> None:
         accepted.setblocking(False)
@@ -367,7 +368,7 @@ class _Connection:
         self._received = bytearray()
 
     def receive(self) -> bytes | None:
-        """The request, once all of it has come; of one that is too long, more than is allowed."""
+        """The request's line once all of it has come, else None; of one that is too long, more than is allowed."""
         piece = self.socket.recv(_PIECE_BYTES)
         self.is_over = not piece
         self._received += piece
@@ -391,7 +392,7 @@ def _request_of(line: bytes) -> dict[str, Any]:
 
 
 def _name_in(request: Mapping[str, Any], handlers: Mapping[str, Handler]) -> str:
-    """What a request asks for."""
+    """The name of what a request asks for, its ``do``; ValueError where no handler has that name."""
     name = request.get("do")
     if not isinstance(name, str) or name not in handlers:
         raise ValueError(f"do is {shown(name)}; allowed: one of {', '.join(sorted(handlers))}")
@@ -406,7 +407,7 @@ def _line_of(answer: Mapping[str, Any]) -> bytes:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove what an agent that was killed has left; nothing else."""
+    """Remove the socket that a killed agent has left at ``path``; FileExistsError where something else is there."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise FileExistsError(errno.EEXIST, "there is something else than a socket", str(path))
@@ -414,7 +415,7 @@ def _remove_socket(path: Path) -> None:
 
 
 def _uid_of(connected: socket.socket) -> int:
-    """Whose process is at the other end."""
+    """The id of the user whose process is at the other end of a connection."""
     size = struct.calcsize("3i")
     uid: int = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
     return uid

@@ -1,11 +1,12 @@
-"""ElasticAgent: torch's agent, which keeps its loop; what it does at its hooks is wrapped.
+"""ElasticAgent: torch's elastic agent, with its hooks (rendezvous, start, monitor, stop, restart of workers) wrapped.
 
-    a round        from one meeting of all nodes to the next; its workers are started once
-    a failure      a worker that ended badly; it is counted, and --max-restarts allows so many
+    a round        from one rendezvous of all nodes to the next; its workers are started once
+    a failure      a worker that ended badly; it is counted, and --max-restarts is the number allowed
     a change       of membership: a node came, left or was lost; it is not counted
 
-At a failure: workers are stopped, nodes meet, what was staged is made a checkpoint, workers are started. At a change
-that leaves all workers well, as when a node joins, nodes meet first and training goes on meanwhile.
+After a failure the agent stops its workers, nodes meet (the rendezvous), what was staged becomes a checkpoint, and new
+workers start. At a change that leaves all workers well, as when a node joins, nodes meet first, and training goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by the
 
 
 class ElasticAgent(LocalElasticAgent):
-    """The agent of one node."""
+    """The elastic agent of one node: it starts the node's workers, watches them, and restarts them with other nodes."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ElasticAgent(LocalElasticAgent):
         self.is_over = False
         """Whether a failure has ended the job, here or on another node."""
         self.final_failures: list[Failure] = []
-        """How workers failed, of all nodes, where that has ended the job."""
+        """The failures of workers on all nodes that have ended the job; empty until then."""
         self.is_change_pending = False
         self._meeting = meeting
         self._launch = launch
@@ -94,13 +95,13 @@ class ElasticAgent(LocalElasticAgent):
 
     @property
     def workers(self) -> Workers | None:
-        """Those of the present round; None before the first."""
+        """The worker processes of the present round on this node; None before the first round."""
         found: Workers | None = self._pcontext  # type: ignore[assignment]
         return found
 
     @property
     def watched(self) -> tuple[Watched, ...]:
-        """The workers of the present round, as they are now."""
+        """The workers of the present round on this node, each with its rank, its process and its present state."""
         return () if self.workers is None else self.workers.watched(self._ranks)
 
     @property
@@ -112,7 +113,7 @@ class ElasticAgent(LocalElasticAgent):
     # ---- torch's hooks, wrapped ----
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop, meet, start; where all workers are well, meet, stop, start."""
+        """Begin a new round: stop workers, meet, start workers; where all workers are well, nodes meet first."""
         self._signals.let_through()
         board = self._board
         board.tell_quietly("meeting", True)
@@ -124,7 +125,10 @@ class ElasticAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """At a failure: who trains with this library has staged what can be kept, and can do no more without others."""
+        """Stop this node's workers after a failure, within a short time; in a planned change `_meet` stops them later.
+
+        Workers that train with this library have staged what can be kept by then, and can do no more without others.
+        """
         if self._is_planned:
             return
         if self._stop_by is None and self._duties.note_end(self.watched):
@@ -132,12 +136,13 @@ class ElasticAgent(LocalElasticAgent):
         self._end_workers(worker_group)
 
     def _end_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, after noting how far training was, for the cost of the restart."""
         self._duties.note_end(self.watched)
         super()._stop_workers(worker_group)
         self._stop_by = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet, and settle what follows; where a node is lost in the middle of that, meet again."""
+        """Meet the other nodes and begin the next round; meet again where a node is lost in the middle of that."""
         for _ in range(_MOST_MEETINGS):
             try:
                 return self._meet(worker_group)
@@ -206,11 +211,11 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """All nodes are finished, as this one has seen. Torch would wait in the store, and for those that are gone."""
+        """Part from the other nodes, which are all finished. Torch's own barrier would wait for nodes that are gone."""
         self._board.part(timeout_seconds=_PART_SECONDS)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop the workers, in the time that there is, whatever else comes."""
+        """Stop the workers as the agent ends, in the time that is left; stop signals are held back meanwhile."""
         self._signals.hold()
         self._signals.take()
         seconds = self._launch.shutdown_seconds
@@ -225,7 +230,10 @@ class ElasticAgent(LocalElasticAgent):
     # ---- rounds ----
 
     def _begin_round(self, board: RoundBoard, spec: WorkerSpec, *, is_finished: bool) -> None:
-        """What all nodes of the new round settle among them before workers start."""
+        """Exchange with all nodes what each has counted, agree on the membership plan, and complete staged checkpoints.
+
+        All nodes of the new round call it, after the rendezvous and before any worker starts.
+        """
         plan = self._plan
         own = NodeWords(
             node_id=self._launch.node_id,
@@ -267,7 +275,10 @@ class ElasticAgent(LocalElasticAgent):
     # ---- failures ----
 
     def _judged(self, group: WorkerGroup, result: RunResult) -> RunResult:
-        """What is made of failed workers: a failure, or a change of membership."""
+        """The torch result for workers that failed: FAILED for a failure, HEALTHY where it was a change of membership.
+
+        It waits until the nodes' failures, or the silence of a lost node, tell which of the two it was.
+        """
         own = [failure_of(rank, failure, node=self._node) for rank, failure in result.failures.items()]
         own = [
             replace(each, message=self._duties.words_of_leaving([each.rank])) if each.exit_code == EXIT_STATUS else each
@@ -300,7 +311,7 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _note_failures(self) -> None:
-        """Workers that failed while nodes met, which nobody has looked at; those that were told to end have not."""
+        """Note workers that failed during the rendezvous, unmonitored; those that were told to end have not failed."""
         result = None if self.workers is None else self.workers.wait(0)
         if result is not None:
             failures = result.failures.items()
@@ -314,7 +325,7 @@ class ElasticAgent(LocalElasticAgent):
             self._journal.tell("worker-failed", told(each), is_bad=True, rank=each.rank, exit_code=each.exit_code)
 
     def _hung(self, hang: Hang) -> RunResult:
-        """Workers that do not get on: their stacks are kept, and all are ended."""
+        """The FAILED result for hung workers, once the stacks of all workers are written."""
         self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
         self._duties.capture(self.watched, hang.reason)
         own = [
@@ -331,7 +342,7 @@ class ElasticAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _everyone(self, own: list[Failure]) -> list[Failure]:
-        """The failures of all nodes that have told of theirs."""
+        """The failures of all nodes that have reported theirs in this round; this node's ``own`` are reported first."""
         try:
             if own:
                 self._board.tell("failed", [failure.to_row() for failure in own])
@@ -341,19 +352,19 @@ class ElasticAgent(LocalElasticAgent):
             return own
 
     def _gone(self) -> list[str]:
-        """The nodes that are lost, or leave."""
+        """The ids of the nodes of this round that are lost, or that are leaving."""
         self._meeting.num_nodes_waiting()  # which looks
         board = self._board
         places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
         return [self._plan.nodes[place].node_id if self._plan else str(place) for place in sorted(places)]
 
     def _tell_of_others(self) -> None:
-        """Have the workers of this node hear of those that have failed on others."""
+        """Tell the workers of this node of workers that have failed on other nodes."""
         if self._board.announced_quietly("any-failed"):
             self._duties.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
 
     def _wait_until(self, board: RoundBoard, name: str, *, seconds: float) -> bool:
-        """Whether the others have announced that of their meeting without this node; not in time, or if all leave."""
+        """Whether the other nodes announce ``name`` on a round's board within ``seconds``; False if all are leaving."""
         end = time.monotonic() + seconds
         with contextlib.suppress(BoardGone):
             while time.monotonic() < end and len(board.who_told("leaving")) < board.num_nodes:
@@ -363,13 +374,13 @@ class ElasticAgent(LocalElasticAgent):
         return False
 
     def _seconds_left(self) -> float:
-        """Until workers have to have ended."""
+        """How long the workers have to end by themselves; 0 where no time for that was set."""
         return 0.0 if self._stop_by is None else self._stop_by - time.monotonic()
 
     def _are_all_finished(self) -> bool:
-        """Whether the job is done, as all workers of this node have ended well.
+        """Whether the workers of all nodes have ended well; called once this node's have.
 
-        While others work, nodes may have to meet again: a worker of theirs fails, say, and all workers are started.
+        While workers of other nodes run, this node stays: if one of them fails, all nodes meet, and start all workers.
         """
         board = self._board
         try:
@@ -392,7 +403,10 @@ class ElasticAgent(LocalElasticAgent):
     # ---- leaving ----
 
     def _leave(self, number: signal.Signals) -> None:
-        """Leave the others. At SIGTERM they meet while workers here still train with theirs; then these are ended."""
+        """Leave the job after a stop signal; always raises SignalException.
+
+        At SIGTERM the other nodes meet while the workers here still train with theirs; then the workers here are ended.
+        """
         is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
         how = "with a checkpoint" if is_term else "and its workers are sent the same"

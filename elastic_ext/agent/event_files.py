@@ -1,6 +1,7 @@
-"""EventFiles: what is new in the files of events of a run directory, line by line, in bounded memory.
+"""EventFiles: the events that workers and the agent have added to a run directory since the last look, in bounded
+memory.
 
-A line that has no end yet is still being written, and is left for the next look; a broken one is passed over.
+A line without an end is still being written, and is left for the next look; a line that cannot be parsed is skipped.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewEvents:
-    """What one look has found."""
+    """The events that one look at a run directory's event files has found."""
 
     events: tuple[JobEvent, ...] = ()
-    """By their times."""
+    """The new events, in the order of their times."""
     num_dropped: int = 0
-    """Lines that were passed over because there were too many."""
+    """How many new lines were skipped because there were too many."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Place:
-    """How far one file was read."""
+    """How far one event file was read, and which file that was."""
 
     inode: int
     offset: int
 
 
 class EventFiles:
-    """Those of one run directory, each read on from where the last look has ended.
+    """A reader of new events in one run directory's event files; each look goes on where the last one ended.
 
-    Of a file only the last ``most_bytes`` that are new are read. With ``of_agent=False`` the agent's own is left out.
+    Of a file only the last ``most_bytes`` that are new are read. With ``of_agent=False`` the agent's own file is left
+    out.
     """
 
     def __init__(self, run_dir: Path, *, most_bytes: int, of_agent: bool = True) -> None:
@@ -54,7 +56,7 @@ class EventFiles:
         self._places: dict[str, _Place] = {}
 
     def skip(self) -> None:
-        """What is there now is not new."""
+        """Count the events that are in the files now as read."""
         for name in self._names():
             try:
                 status = os.stat(self._run_dir / name)
@@ -63,7 +65,7 @@ class EventFiles:
             self._places[name] = _Place(inode=status.st_ino, offset=status.st_size)
 
     def look(self) -> NewEvents:
-        """What has come since the last look; of a file that cannot be read, nothing."""
+        """The events written since the last look; none of a file that cannot be read."""
         found: list[JobEvent] = []
         num_dropped = 0
         for name in self._names():
@@ -80,6 +82,7 @@ class EventFiles:
         return [name for name in names if self._of_agent or name != EVENTS_FILE][:_MOST_FILES]
 
     def _new_lines(self, name: str) -> tuple[list[bytes], int]:
+        """The whole lines that are new in one file, and how many new lines were skipped."""
         try:
             with open_regular(self._run_dir / name) as file:
                 status = os.fstat(file.fileno())
@@ -102,7 +105,7 @@ class EventFiles:
 
 
 def _num_lines(file: IO[bytes], num_bytes: int) -> int:
-    """How many lines end in the next ``num_bytes``, which are passed over; of a file's holes nothing is read."""
+    """How many lines end in the next ``num_bytes`` of a file, which are skipped; a sparse file's holes are not read."""
     end = file.tell() + num_bytes
     found = 0
     while file.tell() < end:
@@ -121,6 +124,7 @@ def _num_lines(file: IO[bytes], num_bytes: int) -> int:
 
 
 def _event_in(line: bytes) -> JobEvent | None:
+    """The event of one line; None for a line that cannot be parsed."""
     try:
         return JobEvent.from_json(line.decode())
     except ValueError:

@@ -1,12 +1,12 @@
-"""NodeFolders: where the things of one agent lie: its run directory on a disk, and its folder in memory.
+"""NodeFolders: the folders of one agent: its run directory on a disk, and its folder in memory.
 
 <run directory>/          of this node alone; agents of one job on one machine have one each
-  agent.lock              held by the agent as long as it lives
+  agent.lock              locked by the agent as long as it lives
   agent.json ...          records/agent.py
-<memory folder>/          goes with the agent; a later agent removes what a dead one has left
+<memory folder>/          removed as the agent ends; a later agent removes what a dead one has left
   staging/                copies of what is being saved, which outlive the workers
   pulses/                 how far each rank has come, written by it
-  socket                  where the agent is spoken to
+  socket                  the agent's control socket (control.py)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 NODES = "nodes"
-"""In the folder of a job: the run directories of its agents, by the name of the machine, where nobody gave them one."""
+"""The folder, inside a job's folder, of its agents' run directories by host name, where the user names none."""
 STAGING = "staging"
 _PULSES = "pulses"
 _LOCK = "agent.lock"
@@ -53,7 +53,7 @@ class NodeTaken(Exception):
 
 
 class NodeFolders:
-    """The folders of one agent, which holds them until it closes them."""
+    """The run directory and the memory folder of one agent, locked until ``close``."""
 
     def __init__(self, run_dir: Path, run_lock: int, memory: Path, memory_lock: int) -> None:
         self.run_dir = run_dir
@@ -61,34 +61,37 @@ class NodeFolders:
         self.staging = memory / STAGING
         self.pulses = memory / _PULSES
         self.memory_lock = memory_lock
-        """A descriptor; as long as a process has it the folder in memory is left alone."""
+        """The file descriptor of the memory folder's lock; while a process has it open, no agent removes the folder."""
         self._run_lock = run_lock
 
     @classmethod
     def make(cls, run_dir: Path, *, is_given: bool) -> NodeFolders:
-        """An agent's folders; NodeTaken where ``run_dir`` was given and another agent has it."""
+        """The folders of a new agent; NodeTaken where the user gave ``run_dir`` and another agent has it locked."""
         held, run_lock = _hold_run_directory(run_dir, is_given=is_given)
         return cls(held, run_lock, *_make_memory_folder())
 
     def close(self) -> None:
-        """Remove the folder in memory, and let others have the run directory."""
+        """Remove the folder in memory, and unlock the run directory."""
         remove_memory_folder(self.memory)
         os.close(self.memory_lock)
         os.close(self._run_lock)
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether an agent holds this run directory, on whatever machine; OSError where there is no telling."""
+    """Whether an agent on any machine has this run directory locked; OSError where the storage cannot tell."""
     return is_locked(run_dir / _LOCK)
 
 
 def spare_cache() -> Path:
-    """What stands in for the cache folder of a user who has no home folder, or may not write there."""
+    """The cache folder, among temporary files, for a user who has no home folder or may not write there."""
     return Path(tempfile.gettempdir()) / f"elastic_ext_of_{os.getuid()}"
 
 
 def with_cache(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """``environ``, with another cache folder where run directories can be made in none; ValueError if there is none."""
+    """``environ``, with ``spare_cache`` as the cache folder where run directories cannot be made in the user's own.
+
+    ValueError where the spare one is another user's.
+    """
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return environ
     try:
@@ -118,7 +121,7 @@ def keep_newest(folder: Path, number: int) -> None:
 
 
 def _warn_of_others(run_dir: Path) -> None:
-    """Say so where other users may write into a run directory that was there before."""
+    """Log a warning where other users may write into the run directory."""
     status = run_dir.stat()
     mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
     if owner not in (0, os.geteuid()):
@@ -134,10 +137,10 @@ def _warn_of_others(run_dir: Path) -> None:
 
 
 def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
-    """The run directory of this agent, and the lock that holds it: ``folder`` itself where somebody gave it.
+    """The run directory that this agent has locked, and the lock's file descriptor.
 
-    Otherwise ``folder``, or one with a number where other agents of this machine have those before. NodeTaken if
-    ``folder`` was given and is held.
+    It is ``folder``, or where the user did not give ``folder`` and other agents have it, the first free one with a
+    number. NodeTaken if ``folder`` was given and another agent has it.
     """
     for candidate in _candidates(folder, is_given=is_given):
         candidate.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,7 +155,7 @@ def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
 
 
 def _make_memory_folder() -> tuple[Path, int]:
-    """A new folder in memory and the lock that holds it; among temporary files where there is no such file system."""
+    """A new memory folder and its lock's file descriptor; it is among temporary files where /dev/shm is of no use."""
     try:
         return _make_memory_folder_in(_IN_MEMORY)
     except OSError:  # there is none, it is read-only, or it is full
@@ -175,7 +178,7 @@ def _make_memory_folder_in(parent: Path) -> tuple[Path, int]:
 
 
 def remove_memory_folder(folder: Path) -> None:
-    """Remove it with all that is in it."""
+    """Remove an agent's memory folder with all that is in it."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -186,7 +189,7 @@ def _candidates(folder: Path, *, is_given: bool) -> Iterator[Path]:
 
 
 def _remove_left(parent: Path) -> None:
-    """Remove the folders of agents that have ended, and of whom nobody is left who could still want them."""
+    """Remove the memory folders of this user's agents that have ended, where no process has their lock any more."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             if folder.stat().st_uid != os.getuid() or not (folder / _HELD).exists():

@@ -1,4 +1,4 @@
-"""The agent's journal of what it saw and did, and the sentences that say how a worker failed."""
+"""The agent's journal, its events in the log and in the run directory; and the failure of a worker, in words."""
 
 from __future__ import annotations
 
@@ -35,34 +35,37 @@ _logger = logging.getLogger(__name__)
 # --- what the agent saw and did, a line each: in the log, and in the run directory for those who come later ----------
 
 OF_AGENT = -1
-"""The rank of events that are the agent's own."""
+"""The rank in events that the agent itself writes."""
 
 
 class Journal:
-    """One agent's journal, in its run directory."""
+    """The events of one agent, each written to its log and to the events file of its run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / EVENTS_FILE
         self._has_warned = False
         self.restart = 0
-        """How many failures were counted so far."""
+        """How many failures of workers were counted so far in this job; each event is written with it."""
         self._listener: Callable[[JobEvent], None] | None = None
 
     def listen(self, listener: Callable[[JobEvent], None]) -> None:
-        """Have ``listener`` called with each event from now on, on the thread that tells it."""
+        """Call ``listener`` with each event from now on, on the thread that writes the event."""
         self._listener = listener
 
     def tell(self, kind: str, text: str, *, is_bad: bool = False, **details: object) -> None:
-        """An event, and a line of the log."""
+        """Write an event, and a line in the log."""
         _logger.log(logging.ERROR if is_bad else logging.INFO, "%s", text)
         self._write(kind, text, details)
 
     def note(self, kind: str, text: str, **details: object) -> None:
-        """An event that the log has already, or need not have."""
+        """Write an event without a line in the log."""
         self._write(kind, text, details)
 
     def tell_staged(self, why: str, path: Path | None) -> None:
-        """What became of what workers had staged; where nothing did, a checkpoint is there that is as new, or newer."""
+        """Write what became of workers' staged copies; ``path`` is the checkpoint made of them, None if none was made.
+
+        Without a ``path`` the log has no line of it.
+        """
         if path is not None:
             self.tell("staged", why, path=str(path))
         else:
@@ -83,7 +86,7 @@ class Journal:
 
 
 # --- how a worker failed, in words -----------------------------------------------------------------------------------
-# How a worker failed, in words, and whether that is what came of another's failure: pure, but for the clock.
+# Also whether a failure is the consequence of another worker's: pure, but for the clock.
 
 _MOST_LINES = 60
 _OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at the other end is gone
@@ -95,7 +98,7 @@ _OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How one worker failed."""
+    """The failure of one worker process: which one, on which node, its exit code, and its exception if it wrote one."""
 
     rank: int
     local_rank: int
@@ -103,28 +106,28 @@ class Failure:
     node_id: str
     pid: int
     exit_code: int
-    """Below zero, the signal that ended it."""
+    """The exit code of the process; below zero, the number of the signal that ended it."""
     time: float
-    """When it was seen; seconds since 1970."""
+    """When the agent saw the failure, in seconds since 1970."""
     message: str
-    """The exception in one line; empty where none was told of."""
+    """The worker's exception in one line; empty where the worker wrote none."""
     traceback: str
-    """The worker's own; empty where none was told of."""
+    """The traceback that the worker wrote; empty where it wrote none."""
     is_hung: bool = False
-    """It was ended because it did not get on."""
+    """Whether the worker was ended because it hung."""
 
     def to_row(self) -> dict[str, Any]:
-        """As JSON's values."""
+        """The failure as values for JSON, by field."""
         return asdict(self)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Failure:
-        """What ``to_row`` gave."""
+        """The failure that ``to_row`` made ``row`` of."""
         return cls(**row)
 
     @property
     def ending(self) -> str:
-        """How the process ended."""
+        """How the worker process ended, in words such as "exited with status 1"."""
         if self.is_hung:
             return "hung"
         if self.exit_code < 0:
@@ -134,14 +137,14 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedNode:
-    """The node on which it was."""
+    """The node whose worker failed: its host and its id."""
 
     host: str
     node_id: str
 
 
 class ProcessEnd(Protocol):
-    """What torch tells of a process that failed."""
+    """What torch tells of a process that failed (its ``ProcessFailure``)."""
 
     local_rank: int
     pid: int
@@ -151,7 +154,7 @@ class ProcessEnd(Protocol):
 
 
 def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
-    """What a worker's end comes to, with what it has written of its exception."""
+    """The Failure of a worker, made of torch's account of its process and of the exception that the worker wrote."""
     said = end.error_file_data.get("message")
     message, trace = "", ""
     if isinstance(said, dict):
@@ -174,7 +177,7 @@ def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
 
 
 def hung(rank: int, local_rank: int, pid: int, reason: str, *, node: FailedNode) -> Failure:
-    """A worker that is ended because it does not get on."""
+    """The Failure of a worker that is ended because it hangs."""
     return Failure(
         rank=rank,
         local_rank=local_rank,
@@ -190,19 +193,19 @@ def hung(rank: int, local_rank: int, pid: int, reason: str, *, node: FailedNode)
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether it says itself that another process was gone: the cause is with that one."""
+    """Whether a failure only follows from another's: its message says that the process at the other end was gone."""
     if failure.exit_code < 0:
         return False
     return _OF_OTHERS.search(failure.message) is not None
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
-    """The one that is the cause, as far as can be told: not a consequence, and then the first that was seen."""
+    """The failure that caused the others, as far as can be told: no consequence of another, and the first one seen."""
     return min(failures, key=lambda each: (is_consequence(each), each.exit_code == EXIT_STATUS, each.time, each.rank))
 
 
 def told(failure: Failure) -> str:
-    """What happened, where, and the worker's own words."""
+    """A failure in words: the rank, the host, how the process ended, its message, and the end of its traceback."""
     words = (
         f"rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid}) on {failure.host} {failure.ending}"
     )
@@ -218,6 +221,7 @@ def told(failure: Failure) -> str:
 
 
 def _hint(exit_code: int) -> str:
+    """What an exit code without a traceback may mean, or where to look; empty where there is nothing to say."""
     if exit_code == -signal.SIGKILL:
         return "the system does so where memory has run out (`dmesg` says), and a person may have"
     if exit_code == -signal.SIGBUS:

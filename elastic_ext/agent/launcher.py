@@ -77,7 +77,10 @@ _NO_RUN = ("", "none")
 
 
 def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> StartSettings:
-    """What a command line and its environment say of the job; ValueError for what cannot be."""
+    """The job's start settings (its name, run directory, config file) by a command line and its environment.
+
+    ValueError for settings that cannot be.
+    """
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
     return StartSettings.resolve(
         with_cache(environ),
@@ -88,7 +91,10 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Star
 
 
 def folders_of(settings: StartSettings, host: str, *, is_given: bool) -> NodeFolders:
-    """The node's own, which no other agent has; ``is_given`` where somebody has said which. Else Refused."""
+    """The folders of this node's agent, locked by it; ``is_given`` says that the user has named the run directory.
+
+    LaunchRefused where another agent has that directory, or none can be made.
+    """
     try:
         return NodeFolders.make(settings.run_dir if is_given else settings.run_dir / NODES / host, is_given=is_given)
     except NodeTaken as error:
@@ -100,7 +106,7 @@ def folders_of(settings: StartSettings, host: str, *, is_given: bool) -> NodeFol
 
 
 def is_in_worker(environ: Mapping[str, str]) -> bool:
-    """Whether the run directory in ``environ`` is that of the agent whose worker has started this one."""
+    """Whether this launcher was started by a worker of another agent: ``environ`` names that agent's run directory."""
     run_dir = environ.get("ELASTIC_EXT_RUN_DIR")
     try:
         return "ELASTIC_EXT_STAGING_DIR" in environ and bool(run_dir) and is_held(expanded(run_dir or ""))
@@ -109,7 +115,7 @@ def is_in_worker(environ: Mapping[str, str]) -> bool:
 
 
 def _script_of(options: argparse.Namespace) -> str:
-    """The file that is run, as far as its name tells."""
+    """The path of the training script, or of the module that is run, as the command line names it."""
     name: str = options.training_script
     return f"{name.replace('.', '/')}.py" if options.module else name
 
@@ -127,9 +133,10 @@ _FIRST_WORD_SECONDS = 3.0  # for a master that keeps this node out to say so
 def launch(
     options: argparse.Namespace, environ: Mapping[str, str], *, as_given: Callable[[], AbstractContextManager[None]]
 ) -> int:
-    """Run this node's part of a job; the exit status. Refused for what cannot be.
+    """Run this node's part of a job, and give the exit status; LaunchRefused for a job that cannot be started as asked.
 
-    ``environ`` is what was given; while workers are started the process has that, for which ``as_given`` is entered.
+    ``environ`` is the environment that the user gave. The context of ``as_given`` is entered while workers are started:
+    within it the process has that environment.
     """
     host = socket.gethostname()
     if is_in_worker(environ):
@@ -159,6 +166,7 @@ def _made(
     host: str,
     as_given: Callable[[], AbstractContextManager[None]],
 ) -> _Launch:
+    """The launch, put together; LaunchRefused for options that torch refuses, or a log folder that cannot be made."""
     try:
         return _Launch(options, environ, settings, folders, signals, host=host, as_given=as_given)
     except (ValueError, AssertionError, RuntimeError) as error:  # torch asserts what was given
@@ -213,7 +221,7 @@ class _Launch:
         self._tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
 
     def run(self) -> int:
-        """All of it, in its order; the exit status."""
+        """Check the machine, connect to the master, run the workers to their end; the exit status."""
         self._introduce()
         if (why_not := self._check_machine()) is not None:
             self._journal.tell("refused", why_not, is_bad=True)
@@ -232,7 +240,7 @@ class _Launch:
         return status
 
     def _start(self, link: MasterLink | None) -> int:
-        """Run the workers, from here to their end."""
+        """Run the agent and its workers to their end, and complete what they had staged; the exit status."""
         folders = self._folders
         warden = Warden(folders.memory, folders.memory_lock, patience_seconds=self._shutdown_seconds)
         duties = self._duties(link)
@@ -269,7 +277,7 @@ class _Launch:
         return status
 
     def _persist(self, board: RoundBoard | None) -> None:
-        """Keep what was staged as the job ended, with all nodes where it has ended on all."""
+        """Make a checkpoint of what was staged as the job ended; with the other nodes where ``board`` is given."""
         try:
             for outcome in persist(self._folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
                 self._journal.tell_staged(outcome.why, outcome.path)
@@ -280,7 +288,10 @@ class _Launch:
             board.part(timeout_seconds=_PART_SECONDS)
 
     def _check_machine(self) -> str | None:
-        """Why workers are not to be started on this machine, where that was asked for; what it has is written down."""
+        """Why workers are not to be started on this machine; None if nothing is wrong, or no node check was asked for.
+
+        The machine's hardware is written into the run directory either way.
+        """
         look = partial(look_at_machine, [self._config_file.parent], run_dir=self._folders.run_dir)
         if not self._is_checked:
             threading.Thread(  # nobody waits for it: a file system that does not answer would hold up the agent's end
@@ -301,6 +312,7 @@ class _Launch:
             _logger.debug("what this machine has cannot be written: %s", error)
 
     def _run(self, agent: ElasticAgent, meeting: NodeRendezvous) -> int:
+        """Run the agent's loop, with the events that torch's launcher records; the exit status."""
         handler = self._launch.event_log_handler
         is_over = True
         try:
@@ -341,7 +353,7 @@ class _Launch:
         self._journal.tell("failed", words, is_bad=True)
 
     def _link(self) -> MasterLink | None:
-        """The link with the master, which is looked for from now on."""
+        """The link with the master, started: its thread looks for the master from now on; None without a master."""
         library = version_of("elastic-ext") or "not installed"
         link = link_with(
             self._master,
@@ -421,7 +433,7 @@ class _Launch:
         )
 
     def _introduce(self) -> None:
-        """Say what is started, and where its things are."""
+        """Write this agent's record into the run directory, and log what is started and where its files are."""
         launch, folders = self._launch, self._folders
         process = this_process()
         assert launch.logs_specs is not None
@@ -463,7 +475,7 @@ class _Launch:
 
 
 def _why_it_leaves(status: int) -> str:
-    """What a master is told of a node's end."""
+    """The reason that a master is given as the node leaves, by the launcher's exit status."""
     if status == 0:
         return "its workers have ended well"
     return "it was told to end" if status == EXIT_STATUS else f"it ends with status {status}"

@@ -1,5 +1,5 @@
-"""The work that an agent does about once a second besides starting and stopping workers, and the cost of a restart in
-steps and seconds.
+"""The tasks of an agent about once a second, besides starting and stopping workers: it syncs the config between nodes,
+monitors workers, and finds hangs and stragglers. Also what a restart costs, in steps and seconds.
 """
 
 from __future__ import annotations
@@ -41,24 +41,27 @@ class LastProgress:
     """How far training was when its workers were ended."""
 
     step: int
-    """The last that was committed."""
+    """The last committed step."""
     clock: float
-    """When, on the clock of ``time.monotonic``."""
+    """When the workers were ended, in seconds of ``time.monotonic``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """Where it has gone on."""
+    """Where training began in a round, as a rank's "training-began" event says."""
 
     step: int
-    """The last of the checkpoint that it went on from."""
+    """The last committed step in the checkpoint that training went on from."""
     global_batch_size: int | None
     checkpoints: str | None
-    """The folder in which they are saved; None where none are."""
+    """The folder in which checkpoints are saved; None where none are saved."""
 
 
 def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
-    """What was lost, as the first new step has been taken; ``now`` on the same clock as the end."""
+    """What a restart has cost in steps, samples and seconds, in a sentence; ``now`` in seconds of ``time.monotonic``.
+
+    Called once the first step after the restart has been taken.
+    """
     num_steps = max(ended.step - begun.step, 0)
     if num_steps == 0:
         lost = "no step is taken again"
@@ -70,7 +73,7 @@ def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
 
 
 def begun_in(file: Path, *, since: float) -> Begun | None:
-    """Where a rank's training has begun after ``since``, by the events that it has written."""
+    """Where a rank's training began after ``since`` (seconds since 1970), by its event file; None if it has not."""
 
     event = _newest(file, ("training-began",), since=since)
     if event is None:
@@ -84,13 +87,13 @@ def begun_in(file: Path, *, since: float) -> Begun | None:
 
 
 def left_in(file: Path, *, since: float) -> str | None:
-    """What a rank that was told to end after ``since`` says of where training can go on."""
+    """What a rank that was told to end after ``since`` says in its event file of where training can go on."""
     event = _newest(file, (CAN_GO_ON, TOLD_TO_END), since=since)
     return None if event is None else event.text
 
 
 def _newest(file: Path, kinds: Sequence[str], *, since: float) -> JobEvent | None:
-    """The newest event of these kinds; None where it is older, or there is none."""
+    """The newest event of these kinds in an event file; None where it is older than ``since``, or there is none."""
     try:
         with open(file, "rb") as events:
             events.seek(max(file.stat().st_size - _MOST_BYTES, 0))
@@ -113,7 +116,7 @@ _CAPTURE_SECONDS = 15.0  # for the stacks of other nodes
 
 
 class Duties:
-    """Those of one agent."""
+    """An agent's tasks besides starting and stopping workers; the agent's loop calls ``look`` for what is due."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class Duties:
         py_spy: str | None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_begun`` is called each time that nodes have met, once this node's config is the job's."""
+        """``on_begun`` is called after each rendezvous, once this node's config is the job's."""
         self._on_begun = on_begun
         self._folders = folders
         self._journal = journal
@@ -142,16 +145,19 @@ class Duties:
         self._has_warned = False
         self._ended: LastProgress | None = None
         self._round = Since(0.0)
-        self._is_after_others = False  # whether it comes after one whose workers were ended
+        self._is_after_others = False  # whether the round comes after one whose workers were ended
         self._has_told_checkpoints = False
 
     def start(self) -> None:
-        """Take up the config file as it is, and listen."""
+        """Read the config file, and listen on the control socket."""
         self._tuner.look()
         self._control.start()
 
     def begin_round(self, board: RoundBoard, *, membership_version: int, world_size: int, is_new: bool) -> None:
-        """All nodes have met; ``is_new`` where this one joins a job that has worked already, and follows its config."""
+        """Begin the tasks of a new round, after the rendezvous: forget the workers before, and sync the config.
+
+        ``is_new`` says that this node joins a job that has worked already; it then takes the job's config.
+        """
         self._board, self._membership_version, self._world_size = board, membership_version, world_size
         self._monitor.forget()
         self._waiting_news = WaitingNews()
@@ -164,7 +170,7 @@ class Duties:
         self._on_begun()
 
     def look(self, workers: Sequence[Watched]) -> Hang | None:
-        """See to everything that it is time for; a hang, if there is one."""
+        """Do every task that is due: config, workers' records, events, stragglers. Gives a hang where there is one."""
         seen = self._monitor.look(
             workers,
             restart=self._journal.restart,
@@ -181,7 +187,7 @@ class Duties:
         return self._judge(seen)
 
     def note_end(self, workers: Sequence[Watched]) -> bool:
-        """The workers are about to be ended, or have ended: note where they are; whether any of them tells."""
+        """Note the last step of workers that end now, or have ended; whether any of them has taken a step."""
         steps = []
         for each in workers:
             reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
@@ -192,18 +198,21 @@ class Duties:
         return bool(steps)
 
     def words_of_leaving(self, ranks: Iterable[int]) -> str:
-        """What workers that were told to end in this round say of where training can go on; empty where none does."""
+        """What ranks that were told to end in this round say of where training can go on; empty if none says it."""
         files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
         return next((words for file in files if (words := left_in(file, since=self._round.seconds))), "")
 
     def tell_workers(self, ended: Mapping[int, str]) -> None:
-        """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""
+        """Tell the workers of this node which ranks have ended and how, so that they do not wait for those."""
         for rank, words in ended.items():
             with contextlib.suppress(OSError):  # they find out
                 write_whole(ended_file(self._folders.pulses, rank), words.encode(errors="replace"), durable=False)
 
     def capture(self, workers: Sequence[Watched], reason: str) -> None:
-        """Have the stacks of all workers written, here and on other nodes, before any of them is ended."""
+        """Write the stacks of this node's workers, and wait until other nodes have written theirs.
+
+        Called on all nodes before any worker is ended.
+        """
         captured = capture(
             workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
         )
@@ -218,7 +227,7 @@ class Duties:
                 return  # they are not heard of, and nothing is gained by waiting
 
     def end(self, workers: Sequence[Watched]) -> None:
-        """Write how the workers have ended, and listen no more."""
+        """Write how the workers have ended, and close the control socket and the monitor."""
         seen = self._monitor.look(
             workers,
             restart=self._journal.restart,
@@ -235,7 +244,7 @@ class Duties:
     # ---- the config ----
 
     def _set_config_aside(self) -> None:
-        """A node that joins follows the job's config, whatever an earlier job has left in its run directory."""
+        """Move an earlier job's config file out of the way, so that this node, which joins, takes the job's config."""
         if self._tuner.path.parent != self._folders.run_dir:
             return  # a file that somebody has named, and may be everybody's
         try:
@@ -247,7 +256,7 @@ class Duties:
             self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
 
     def _hand_config(self, *, offers: bool) -> None:
-        """Give other nodes what is newer here, and take what is newer there."""
+        """Announce this node's config to the other nodes if it is the newest, or take a newer one that is announced."""
         board = self._board
         if board is None or board.num_nodes == 1:
             return
@@ -274,7 +283,7 @@ class Duties:
                 self._journal.tell("trouble", f"what workers do cannot be written: {error}", is_bad=True)
 
     def _judge(self, seen: WorkersLook) -> Hang | None:
-        """Whether there is a hang, by the workers of all nodes."""
+        """The hang that the workers of all nodes show; None if there is none."""
         board, hang, said = self._board, seen.hang, seen.said
         if board is not None and board.num_nodes > 1:
             try:
@@ -294,7 +303,7 @@ class Duties:
         return hang
 
     def _tell_slow(self, workers: Sequence[Watched]) -> None:
-        """Who has come to keep the others waiting, and who does no more."""
+        """Write an event for each worker that has become a straggler, or is one no longer."""
         ranks = [each.rank for each in workers if each.state == "running"]
         with contextlib.suppress(BoardGone, ValueError):  # a node is gone, or of another version
             for news in self._slow_workers.look(ranks, self._board):
@@ -302,7 +311,7 @@ class Duties:
                 self._journal.tell(kind, news.text, rank=news.rank, host=news.host)
 
     def _tell_begun(self, workers: Sequence[Watched]) -> None:
-        """Once workers have taken their first step: where they save, and what it has cost that others were ended."""
+        """Write events once workers have taken their first step: where they save, and what a restart has cost."""
         if self._has_told_checkpoints and not self._is_after_others:
             return
         begun = self._begun(workers)
@@ -316,7 +325,7 @@ class Duties:
             self._ended, self._is_after_others = None, False
 
     def _begun(self, workers: Sequence[Watched]) -> Begun | None:
-        """Where training has begun in this round, once a worker has ended a step of it."""
+        """Where training began in this round; None until a worker has ended a step of the round."""
         for each in workers:
             reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
             if reading is not None and reading.num_boundaries > 0:

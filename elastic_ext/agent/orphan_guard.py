@@ -31,7 +31,7 @@ _END_SECONDS = 5.0
 
 
 class Warden:
-    """The agent's end of the pipe."""
+    """The agent's handle of the warden process, which ends the agent's workers should the agent be killed."""
 
     def __init__(self, memory: Path, memory_lock: int, *, patience_seconds: float) -> None:
         self._process = subprocess.Popen(
@@ -43,11 +43,11 @@ class Warden:
         )
 
     def watch(self, workers: Iterable[ProcessIdentity]) -> None:
-        """These are the workers now."""
+        """Tell the warden process which workers run now; they replace those told before."""
         self._say([[worker.pid, worker.start_ticks] for worker in workers])
 
     def dismiss(self) -> None:
-        """The agent ends in order."""
+        """End the warden process, as the agent ends in order; its workers are left alone."""
         self._say(_DONE)
         assert self._process.stdin is not None
         try:
@@ -67,7 +67,7 @@ class Warden:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Wait for the agent's end."""
+    """The warden process: wait for the agent's end; if the agent was killed, end its workers and keep staged copies."""
     memory, patience_seconds = Path(arguments[0]), float(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it goes when the agent does
         signal.signal(number, signal.SIG_IGN)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _last_told(pipe: IO[bytes]) -> list[ProcessIdentity] | None:
-    """The workers at the end of the pipe; None where the agent has said that it is done."""
+    """The workers that the agent named last before the pipe ended; None where the agent has said that it is done."""
     workers: list[ProcessIdentity] = []
     for line in pipe:
         if not line.endswith(b"\n"):

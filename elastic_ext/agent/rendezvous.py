@@ -1,5 +1,5 @@
-"""How nodes meet before each round of workers: torch's rendezvous as it is used here, what nodes agree on, what the end
-of a round means, and how staged checkpoints are completed in between.
+"""The rendezvous before each round of workers: torch's handler and what is added to it, what nodes agree on, whether a
+round ended with a failure or a change of membership, and how staged checkpoints are completed between two rounds.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 
 
 def loopback_store(address: str, port: int = 0) -> TCPStore:
-    """A store that listens at a loopback address alone; OSError where something else listens at the port."""
+    """A TCPStore that listens at a loopback address alone; OSError where something else listens at the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listener:
         listener.bind((address, port))
@@ -96,15 +96,18 @@ def loopback_store(address: str, port: int = 0) -> TCPStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loopback:
-    """This machine's loopback address, where all nodes of a job meet."""
+    """The loopback address at which all nodes of a job meet, because all run on this machine."""
 
     address: str
     store: TCPStore | None
-    """The store of the rendezvous, in the process that has it."""
+    """The store of the rendezvous, in the process that hosts it; None in the others."""
 
 
 def on_loopback(launch: LaunchConfig) -> tuple[LaunchConfig, Loopback | None]:
-    """``launch`` with a rendezvous that listens on loopback alone; as it is, and None, where nodes meet elsewhere."""
+    """``launch`` with a rendezvous that listens on loopback alone; ``launch`` unchanged where nodes meet elsewhere.
+
+    The agent that can host the rendezvous starts its store here.
+    """
     if launch.rdzv_backend not in ("c10d", "static") or launch.rdzv_configs.get("store_type", "tcp") != "tcp":
         return launch, None
     try:
@@ -128,9 +131,9 @@ def on_loopback(launch: LaunchConfig) -> tuple[LaunchConfig, Loopback | None]:
 
 
 def handler_for(launch: LaunchConfig) -> RendezvousHandler:
-    """Torch's own, of a launch's rendezvous; Refused for one that cannot be, RendezvousError where none answers.
+    """Torch's rendezvous handler for a launch; LaunchRefused for bad settings, RendezvousError where nobody answers.
 
-    A node whose ``--local-addr`` is the endpoint has the rendezvous, unless another agent of its machine has it: torch
+    A node whose ``--local-addr`` is the endpoint hosts the rendezvous, unless another agent of its machine does: torch
     looks at the names and addresses of the machine's hostname alone.
     """
     tries = [dict(launch.rdzv_configs)]
@@ -170,17 +173,20 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
 
 
 class NodeRendezvous(RendezvousHandler):
-    """A rendezvous handler around torch's, which was told not to share its own store."""
+    """A rendezvous handler around torch's that gives the workers of each round a store of their own.
+
+    It also notices nodes that left or fell silent, and has the board on which the nodes of a round exchange messages.
+    """
 
     def __init__(
         self, inner: RendezvousHandler, *, is_pending: Callable[[], bool], loopback: Loopback | None = None
     ) -> None:
-        """``loopback`` is where nodes meet that are all on this machine."""
+        """``is_pending`` says whether this node wants all to meet again; ``loopback`` is for nodes of one machine."""
         self._inner = inner
         self._loopback = loopback
         serve_workers_by(inner, lambda: loopback_store("127.0.0.1"))  # in whose place comes one for each round
         judge_silence_here(inner)
-        self._is_pending = is_pending  # whether nodes have to meet again for another reason
+        self._is_pending = is_pending
         self._is_dynamic = participants(inner) is not None and not inner.use_agent_store
         self._members: dict[str, int] = {}
         self._server: TCPStore | None = None
@@ -189,7 +195,7 @@ class NodeRendezvous(RendezvousHandler):
         self._num_rounds = 0
         self._look_at = 0.0
         self.board: RoundBoard | None = None
-        """Of the present round; None before the first."""
+        """The board on which the nodes of the present round exchange messages; None before the first round."""
 
     # ---- what torch's agent calls ----
 
@@ -242,32 +248,32 @@ class NodeRendezvous(RendezvousHandler):
     # ---- and what this agent does besides ----
 
     def departed(self) -> frozenset[int]:
-        """The places of nodes that are in this round no more, as of the last ``num_nodes_waiting``.
+        """The places of nodes that have left this round or fell silent, as of the last ``num_nodes_waiting``.
 
-        Not those whose workers had ended well before: nobody misses them.
+        Nodes whose workers had all ended well before are not among them.
         """
         now = participants(self._inner)
         gone = frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
         return gone - self.board.who_told("finished") if gone and self.board is not None else gone
 
     def _has_lost(self) -> bool:
-        """Whether a node of this round is in it no more, by a new look."""
+        """Whether a node has left this round or fell silent, by a new look."""
         self.num_nodes_waiting()
         return bool(self.departed())
 
     def leave(self) -> bool:
-        """Leave the round; whether the others learn of it at once, and can meet without this node."""
+        """Leave the round; whether the other nodes learn of it at once, and can meet without this node."""
         try:
             return leave(self._inner)
         except RendezvousError:  # whoever has the rendezvous is gone
             return False
 
     def forget_earlier(self) -> None:
-        """The workers of earlier rounds have ended: what they had as a store may go."""
+        """Release the stores of earlier rounds' workers, which have ended."""
         self._earlier.clear()
 
     def _is_called_again(self) -> bool:
-        """Whether another node of a static rendezvous meets again."""
+        """Whether another node of a static rendezvous has called all nodes to meet again; looked up once a second."""
         if self._is_dynamic or self.board is None or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -287,7 +293,7 @@ class NodeRendezvous(RendezvousHandler):
             )
 
     def _store_of(self, info: RendezvousInfo) -> RendezvousStoreInfo:
-        """A new store for the workers, on the first node."""
+        """The address of a new store for the round's workers, which the first node starts and announces."""
         found = info.bootstrap_store_info
         assert found is not None and self.board is not None, "torch's dynamic handlers give one"
         if info.rank == 0:
@@ -313,17 +319,17 @@ def _loopback_address(host: str) -> str | None:
 
 
 def _flag(value: object) -> bool:
-    """A rendezvous' setting as torch reads it."""
+    """Whether a rendezvous setting means true, as torch reads it."""
     return str(value).lower() in ("1", "true", "t", "yes", "y")
 
 
 def _seconds_to_answer(launch: LaunchConfig) -> float:
-    """How long a rendezvous may take to answer: what its own time limit is, and some more."""
+    """How long a rendezvous may take to answer: its own read timeout, and a few seconds more."""
     return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS
 
 
 def _is_at(endpoint: str, address: str | None) -> bool:
-    """Whether an endpoint is at ``address``, by whatever names of one machine."""
+    """Whether an endpoint's host and ``address`` are the same machine, by name or by IP address."""
     if not address:
         return False
     host, _ = _parted(endpoint)
@@ -331,7 +337,7 @@ def _is_at(endpoint: str, address: str | None) -> bool:
 
 
 def _numbers_of(host: str) -> frozenset[str]:
-    """The addresses that a name stands for; none where nobody knows it."""
+    """The IP addresses that a host name stands for; none where it cannot be looked up."""
     try:
         return frozenset(str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
     except (OSError, ValueError):
@@ -339,7 +345,7 @@ def _numbers_of(host: str) -> frozenset[str]:
 
 
 def _parted(endpoint: str) -> tuple[str, int | None]:
-    """Host and port; None where there is no such port, or torch has one of its own."""
+    """Host and port of an endpoint; None as the port where the endpoint names none."""
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or endpoint.strip().endswith("]"):
         host, port = endpoint.strip(), ""
@@ -347,7 +353,7 @@ def _parted(endpoint: str) -> tuple[str, int | None]:
 
 
 def _why_no_answer(launch: LaunchConfig) -> str:
-    """Whether anything listens at the endpoint, and what to do."""
+    """Why no rendezvous answers, in words: whether anything listens at the endpoint, and what to do."""
     host, port = _parted(launch.rdzv_endpoint)
     try:
         socket.create_connection((host, port or _DEFAULT_PORT), timeout=_LISTENS_SECONDS).close()
@@ -365,7 +371,7 @@ def _why_no_answer(launch: LaunchConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureVerdict:
-    """What an agent does about workers that failed on its node, and why."""
+    """What failed workers mean: a failure, a change of membership, or that the agent has to wait to know; and why."""
 
     kind: Literal["failure", "membership", "wait"]
     reason: str
@@ -373,12 +379,12 @@ class FailureVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """What one node brings to the count of failures, as a round begins."""
+    """One node's part of the count of failures, as a round begins."""
 
     num_failures: int
-    """Counted up to the round before."""
+    """How many failures this node has counted, not yet that of the round before."""
     has_failed: bool
-    """Whether the round before has ended with a failure of its workers."""
+    """Whether the round before ended with a failure of this node's workers."""
 
 
 def judge(
@@ -390,10 +396,10 @@ def judge(
     waited_seconds: float,
     silence_seconds: float,
 ) -> FailureVerdict:
-    """What the failures mean that this node's workers and others have told of in this round.
+    """Whether the failures that nodes have reported in this round count as one, or follow from a change of membership.
 
-    ``departed`` are nodes that left or fell silent, ``num_left`` how many restarts there are, and ``silence_seconds``
-    the time after which a node that is gone is known to be.
+    ``departed`` are nodes that left or fell silent, ``num_left`` is how many restarts are left, and ``silence_seconds``
+    how long it takes until the others know that a node is gone. Pure.
     """
     cause = first_of(failures)
     if departed:
@@ -410,7 +416,7 @@ def judge(
 
 
 def count(rows: Sequence[Counted], *, num_lost: int) -> int:
-    """The number of failures up to now, the same on all nodes: a round that ended as a node was lost is none."""
+    """The number of failures up to now, the same on all nodes; a round that ended as nodes were lost does not count."""
     has_failed = any(row.has_failed for row in rows) and num_lost == 0
     return max(row.num_failures for row in rows) + has_failed
 
@@ -425,46 +431,49 @@ def _listed(nodes: Collection[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeWords:
-    """What one node says of itself as it meets the others."""
+    """What one node tells the others about itself as a round begins."""
 
     node_id: str
     host: str
     num_workers: int
     num_failures: int
-    """That it has counted so far."""
+    """How many failures this node has counted so far."""
     has_failed: bool
-    """Whether the round before has ended with a failure of its workers."""
+    """Whether the round before ended with a failure of this node's workers."""
     is_finished: bool
-    """Whether all of its workers have come to their end, and well."""
+    """Whether all of this node's workers have ended well."""
     version: int
-    """Of its membership plan; 0 before its first."""
+    """The version of the newest membership plan that this node has; 0 before its first."""
     nodes: tuple[str, ...]
-    """Those of that plan."""
+    """The ids of the nodes in that membership plan."""
 
     def to_row(self) -> dict[str, Any]:
-        """As JSON's values."""
+        """These values for JSON, by field."""
         return asdict(self)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> NodeWords:
-        """What ``to_row`` gave, and JSON has carried."""
+        """The NodeWords that ``to_row`` made ``row`` of, once JSON has carried it."""
         return cls(**{**row, "nodes": tuple(row["nodes"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """What follows, for all of them."""
+    """What the nodes of a new round have agreed on, the same on all: the membership plan and the count of failures."""
 
     plan: MembershipPlan
     num_failures: int
     is_finished: bool
-    """Whether all that is to be done was done as they met."""
+    """Whether the job is done: the workers of all nodes that were in it had ended well as the nodes met."""
     is_old: bool
-    """Whether any of them has worked before: who has not, joins a job under way."""
+    """Whether any of the nodes was in an earlier round; a node that was not then joins a job under way."""
 
 
 def settle(words: Sequence[NodeWords], *, max_restarts: int, time: float) -> Settled:
-    """What follows from what nodes say, in the order of their places."""
+    """The plan and the count of failures for a new round, from the words of all its nodes in the order of their places.
+
+    Pure, so that every node comes to the same; ``time`` goes into the plan.
+    """
     newest = max(words, key=lambda each: each.version)
     now = [each.node_id for each in words]
     lost = [node for node in newest.nodes if node not in now]
@@ -504,14 +513,15 @@ def _why(joined: Sequence[str], lost: Sequence[str], has_failed: bool) -> str:
 # Every agent of a round does the same: they say what is staged, choose alike, write, and one commits.
 
 _Exchange = Callable[[str, Any], list[Any]]
-"""What this node says of something, and then what all do."""
+"""Called with a name and this node's row; gives the rows of all nodes, in the order of their places."""
 
 
 def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_seconds: float) -> list[Outcome]:
-    """Make checkpoints of what workers have staged in ``folder`` and on the other nodes, and clear it; what came of it.
+    """Make checkpoints of what workers have staged in ``folder`` and on other nodes, and clear ``folder``.
 
-    Without a board this node is on its own; ``name`` tells one such meeting of a round from another. Nothing is raised
-    that storage or another run has done. BoardGone where another node is lost: what is staged here stays.
+    Gives an outcome for each run that had staged copies. Without a board this node is on its own; ``name`` tells one
+    such exchange of a round from another. Errors of storage are in the outcomes. BoardGone where another node is lost:
+    what is staged here stays.
     """
 
     def exchange(what: str, row: Any) -> list[Any]:
@@ -531,7 +541,10 @@ def _persist_together(folder: Path, exchange: _Exchange) -> list[Outcome]:
 
 
 def _completed(folder: Path, exchange: _Exchange, choice: RescuePlan) -> Outcome:
-    """One run's newest save: each node writes its part, between two meetings of all."""
+    """The outcome of completing one run's newest save: each node writes its part, and one node commits.
+
+    All nodes call it; they exchange whether it went well after each stage.
+    """
     if choice.generation is None:
         return Outcome(run_id=choice.run_id, path=None, why=choice.why)
     run, path = choice.run_id, None
@@ -562,4 +575,5 @@ def _completed(folder: Path, exchange: _Exchange, choice: RescuePlan) -> Outcome
 
 
 def _first(troubles: list[str]) -> str:
+    """The first of the nodes' troubles; empty where no node has one."""
     return next((trouble for trouble in troubles if trouble), "")

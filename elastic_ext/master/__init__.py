@@ -1,1 +1,4 @@
-"""The master: a job's memory and its voice. Nothing here imports torch, and training goes on without it."""
+"""The master of a job: it keeps nodes, configs, events and metrics, and runs the tuner. Training goes on without it.
+
+Nothing here imports torch.
+"""

@@ -26,7 +26,7 @@ _MOST_FILES = 65_536
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be the master; gives the exit status."""
+    """Run a master; gives the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of it is told here
     from .process import MasterNotStarted, serve
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _look_at(lifeline: int, has_to_end: asyncio.Event) -> None:
-    """Nobody writes there: what can be read is its end."""
+    """End the master where the pipe from its agent, ``lifeline``, is closed; nobody writes into the pipe."""
     try:
         is_over = not os.read(lifeline, 4096)
     except OSError:
@@ -71,14 +71,14 @@ def _look_at(lifeline: int, has_to_end: asyncio.Event) -> None:
 
 
 def _look_for_garbage_seldom() -> None:
-    """Nobody is answered while all that there is is looked through, which takes up to a tenth of a second."""
+    """Collect garbage seldom: no call is answered meanwhile, and a full collection takes up to a tenth of a second."""
     gc.collect()
     gc.freeze()  # what was imported is there for good
     gc.set_threshold(700, 10, 100)
 
 
 def _raise_limit_of_files() -> None:
-    """Each agent has a connection."""
+    """Raise the limit of open files, since each agent has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft < wanted:

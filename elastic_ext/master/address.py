@@ -1,4 +1,4 @@
-"""Where a job's master is and what it takes to speak with it, and how a command names one. Pure."""
+"""The address of a job's master, with its token and certificate files, and the arguments by which commands name it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["MOST_BEAT_BYTES", "MOST_MESSAGE_BYTES", "Address", "MasterPlace", "a
 # --- where a master is, and what it takes to speak with it -----------------------------------------------------------
 
 MOST_MESSAGE_BYTES = 4 << 20
-"""Of what a master is sent, whatever it is."""
+"""The most bytes of any message to a master."""
 MOST_BEAT_BYTES = MAX_BYTES + (256 << 10)
-"""Of a Beat, as of all messages with lists in them: a config, and as much else as there is of a node. Lists of nothing
-take a hundred times their size once they are parsed."""
+"""The most bytes of a beat, as of all messages with lists in them: a config, and 256 KiB for the rest. Lists of empty
+messages take a hundred times their size once they are parsed."""
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _ALLOWED = "HOST:PORT, such as node-1:29600, 10.0.0.1:29600 or [::1]:29600"
@@ -33,15 +33,15 @@ _MOST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """A machine, by its name or number, and a port of it."""
+    """A host, by its name or IP address, and a port."""
 
     host: str
-    """Without brackets."""
+    """The host name or IP address, without brackets."""
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """``HOST:PORT``; ValueError for anything else."""
+        """The address in ``HOST:PORT``; ValueError for anything else."""
         host, colon, port = text.rpartition(":")
         is_bracketed = host.startswith("[") and host.endswith("]")
         bare = host[1:-1] if is_bracketed else host
@@ -60,7 +60,7 @@ class Address:
 
     @property
     def target(self) -> str:
-        """As gRPC has it: numbers are looked up nowhere."""
+        """The address as a gRPC target, of a kind that never looks up IP addresses by name."""
         if ":" in self.host:
             return f"ipv6:{self}"
         return f"ipv4:{self}" if _is_ipv4(self.host) else f"dns:///{self}"
@@ -68,13 +68,13 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MasterPlace:
-    """A master, and by what it is spoken to."""
+    """The address of a master, and the files that are needed to speak with it."""
 
     address: Address
     token_file: Path | None = None
-    """None where it wants no token."""
+    """The file with the master's token; None where the master wants none."""
     ca_file: Path | None = None
-    """What its certificate is checked by; None where it has none, and nothing is encrypted."""
+    """The file that the master's certificate is checked by; None for a connection that is not encrypted."""
 
 
 def _is_ipv4(text: str) -> bool:
@@ -104,7 +104,7 @@ def add_ways(
     *,
     reads_environment: bool = True,
 ) -> None:
-    """The arguments; ``group`` is what ``--master`` is one of."""
+    """Add the arguments by which a command names a master; ``group`` is the exclusive group of ``--master``, if any."""
     master, token_file = (f" (default: {name})" if reads_environment else "" for name in (_MASTER, _TOKEN_FILE))
     (group or parser).add_argument(
         "--master",
@@ -116,8 +116,9 @@ def add_ways(
 
 
 def named_master(options: argparse.Namespace, environ: Mapping[str, str], *, is_other: bool) -> MasterPlace | None:
-    """The master that is meant, None if none is; ``is_other`` where the arguments name something else than a master.
+    """The master that a command means, by its arguments or the environment; None if none.
 
+    ``is_other`` says that the arguments name something else than a master, so that the environment does not count.
     ValueError for what is no master.
     """
     given = options.master
@@ -133,7 +134,7 @@ def named_master(options: argparse.Namespace, environ: Mapping[str, str], *, is_
 
 
 def _in_run_directory(folder: Path, options: argparse.Namespace, environ: Mapping[str, str]) -> MasterPlace:
-    """The one that the agent of ``folder`` speaks with."""
+    """The master that the agent of the run directory ``folder`` speaks with."""
     try:
         record = MasterRecord.from_json(read_at_most(folder / MASTER_FILE, MOST_BYTES).decode())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The command line of a master, and what may be on it."""
+"""The command line of a master, and the check of its options."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MasterOptions:
-    """What a master was told at its start; ValueError for what cannot be together."""
+    """The options that a master is started with; ValueError for those that cannot be together."""
 
     bind: str
     port: int
-    """0 for any that is free."""
+    """The port to listen at; 0 for any that is free."""
     port_file: Path | None
     state_dir: Path
     token_file: Path | None
@@ -33,7 +33,7 @@ class MasterOptions:
     tls_cert: Path | None
     tls_key: Path | None
     job: str
-    """Empty for that of the first agent."""
+    """The name of the job; empty to take the name that the first agent gives."""
     lease_seconds: float
     beat_seconds: float
     acknowledge_seconds: float
@@ -57,7 +57,7 @@ class MasterOptions:
 
     @property
     def warning(self) -> str:
-        """What whoever started it should know of who can call it; empty where there is nothing."""
+        """A warning for the user of who can call this master, without a token or TLS; empty where none is due."""
         if self.token_file is None:
             return (
                 "it asks for no token: any user of this machine can set the config of the job, and speak for its "
@@ -72,7 +72,7 @@ class MasterOptions:
 
 
 def parse(arguments: Sequence[str]) -> MasterOptions:
-    """What was given; argparse ends the process for what cannot be, with a sentence."""
+    """The options on a master's command line; argparse ends the process, with a sentence, for those that cannot be."""
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> MasterOptions:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether an address is reached from this machine alone."""
     if address == "localhost":
         return True
     try:

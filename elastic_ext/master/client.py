@@ -1,4 +1,4 @@
-"""A master spoken to over gRPC: one call each, errors in words, and a job's config read and changed that way."""
+"""A client of the master over gRPC: a method for each call, errors in words, and a job's config read and changed."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 
 class MasterStream(Generic[_Reply]):
-    """What a master sends as it comes, until it or ``close`` ends that."""
+    """The messages of a stream from the master, as they come, until the master or ``close`` ends the stream."""
 
     def __init__(self, call: Any, name: Callable[[grpc.RpcError], MasterError]) -> None:
         self._call = call
         self._name = name
 
     def __iter__(self) -> Iterator[_Reply]:
-        """Messages, to the end of the stream; MasterError where that is not the master's own."""
+        """Messages to the end of the stream; MasterError where something else than the master has ended it."""
         try:
             yield from self._call
         except grpc.RpcError as error:
             raise self._name(error) from None
 
     def close(self) -> None:
-        """End it; from any thread."""
+        """End the stream; from any thread."""
         self._call.cancel()
 
 
 class MasterClient:
-    """A connection with the master at ``place``, made by the first call and anew after each that failed.
+    """A connection to the master at ``place``, made by the first call and again after each that failed.
 
     ValueError if the token or the certificate cannot be used; they are read once. Calls raise MasterError. Any thread
     may call.
@@ -89,7 +89,7 @@ class MasterClient:
     # ---- agents ----
 
     def join(self, request: pb.JoinRequest, *, timeout_seconds: float = _CALL_SECONDS) -> pb.JoinReply:
-        """Begin; what is spoken is checked."""
+        """Have a node's agent join the job; MasterRefused where the master speaks another protocol."""
         reply: pb.JoinReply = self._ask(self._stub.Join, request, timeout_seconds)
         if not OLDEST_PROTOCOL <= reply.protocol <= PROTOCOL:
             raise MasterRefused(
@@ -100,28 +100,28 @@ class MasterClient:
         return reply
 
     def beat(self, request: pb.BeatRequest, *, timeout_seconds: float = _CALL_SECONDS) -> pb.BeatReply:
-        """Say what there is to say of a node."""
+        """Send the beat of a node (its heartbeat, with what is new on the node), and get the answer."""
         reply: pb.BeatReply = self._ask(self._stub.Beat, request, timeout_seconds)
         return reply
 
     def watch(self, request: pb.WatchRequest) -> MasterStream[pb.ConfigPush]:
-        """Configs as they come."""
+        """The stream of the job's newest configs, for a node's agent."""
         return self._listen(self._stub.Watch, request)
 
     def leave(self, request: pb.LeaveRequest, *, timeout_seconds: float = _CALL_SECONDS) -> None:
-        """The node's part is over."""
+        """Say that a node leaves the job."""
         self._ask(self._stub.Leave, request, timeout_seconds)
 
     # ---- people ----
 
     def status(self, *, without_workers: bool = False, num_events: int = 0) -> pb.JobStatus:
-        """How the job does."""
+        """The status of the job, with its newest events."""
         request = pb.GetStatusRequest(without_workers=without_workers, num_events=num_events)
         reply: pb.JobStatus = self._ask(self._stub.GetStatus, request, _CALL_SECONDS)
         return reply
 
     def events(self, *, after: int = 0, most: int = 0, follow: bool = False) -> MasterStream[pb.JobEvent]:
-        """Events after the one of that number, the newest ``most`` of them; and those to come."""
+        """Events after number ``after``, the newest ``most`` of them (0: all); with ``follow`` also those to come."""
         return self._listen(self._stub.ReadEvents, pb.ReadEventsRequest(after=after, most=most, follow=follow))
 
     def set_config(self, request: pb.SetConfigRequest) -> pb.ConfigWritten:
@@ -140,30 +140,30 @@ class MasterClient:
         return tuple(reply.entries)
 
     def report_pairs(self, report: str) -> tuple[str, ...]:
-        """Hand in what pairs of nodes have measured, as JSON; what follows from it."""
+        """Report what pairs of nodes have measured, as JSON; the master's recommendations."""
         reply: pb.ReportPairsReply = self._ask(
             self._stub.ReportPairs, pb.ReportPairsRequest(report=report), _CALL_SECONDS
         )
         return tuple(reply.recommendations)
 
     def metrics(self, *, since: float = 0.0) -> tuple[pb.MetricPoint, ...]:
-        """How fast training went, from ``since`` on, in seconds since 1970."""
+        """The job's metrics over time from ``since`` on, in seconds since 1970."""
         reply: pb.MetricHistory = self._ask(self._stub.GetMetrics, pb.GetMetricsRequest(since=since), _CALL_SECONDS)
         return tuple(reply.points)
 
     def tuning(self, *, most: int = 0) -> pb.TuningReport:
-        """How the tuner stands and what it has decided, the newest ``most`` of that."""
+        """The state of the tuner and its decisions, the newest ``most`` of them (0 for all)."""
         reply: pb.TuningReport = self._ask(self._stub.GetTuning, pb.GetTuningRequest(most=most), _CALL_SECONDS)
         return reply
 
     def control_tuning(self, action: str, reason: str) -> pb.TuningReport:
-        """Have the tuner pause, resume, or undo its last change; how it stands then, and what it has decided since."""
+        """Have the tuner pause, resume, or undo its last change; its state then, and its decisions since the call."""
         request = pb.ControlTuningRequest(action=action, reason=reason)
         reply: pb.TuningReport = self._ask(self._stub.ControlTuning, request, _CALL_SECONDS)
         return reply
 
     def close(self) -> None:
-        """Hang up; calls under way end with MasterAbsent."""
+        """Close the connection; calls under way end with MasterAbsent."""
         self._channel.close()
 
     def __enter__(self) -> MasterClient:
@@ -198,7 +198,7 @@ class MasterClient:
 def _error_of(
     code: grpc.StatusCode, said: str, address: str, *, is_encrypted: bool, timeout_seconds: float
 ) -> MasterError:
-    """What an answer that is none means."""
+    """The MasterError for the gRPC status of a call that failed."""
     codes = grpc.StatusCode
     if code == codes.DEADLINE_EXCEEDED and timeout_seconds:
         return MasterAbsent(f"the master at {address} has not answered within {timeout_seconds:g} seconds")
@@ -264,7 +264,10 @@ _LOOK_SECONDS = 0.05
 
 
 class MastersConfig:
-    """That of one master; calls raise MasterError."""
+    """The config of a master's job, read and changed over gRPC with the calls of ``ConfigHistory``.
+
+    Calls raise MasterError.
+    """
 
     def __init__(self, place: MasterPlace) -> None:
         """ValueError if the token or the certificate cannot be used."""
@@ -272,7 +275,7 @@ class MastersConfig:
         self._client = MasterClient(place)
 
     def current(self) -> ElasticConfig | None:
-        """The newest version; None before the first."""
+        """The newest config version; None before the first."""
         entries = self.entries()
         return entries[-1].config if entries else None
 
@@ -288,25 +291,27 @@ class MastersConfig:
         ]
 
     def json_lines(self) -> list[str]:
-        """The same as objects, with who wrote each."""
+        """Every config version that is kept, each as a line of JSON with its author."""
         rows = [as_dict(each) for each in self._client.configs()]
         return [json.dumps({**row, "config": json.loads(row.pop("text"))}) for row in rows]
 
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
-        """Have the next version written."""
+        """Have the master write the next config version."""
         values = {key: json.dumps(value) for key, value in changes.items()}
         request = wire.SetConfigRequest(changes=values, remove=remove, reason=reason, at_step=at_step)
         return ElasticConfig.parse(self._client.set_config(request).text.encode())
 
     def undo(self) -> ElasticConfig:
-        """Have the content before the present one written as a new version."""
+        """Have the master write the content before the present one as a new version."""
         return ElasticConfig.parse(self._client.undo_config().text.encode())
 
     def taken(self, version: int) -> tuple[int, int] | None:
-        """How many nodes hold ``version`` or a later one, and how many there are, once all do or some time is over;
-        None where that is not told."""
+        """Wait a few seconds for all nodes to hold ``version`` or a later one; how many do, and how many there are.
+
+        None where the master does not tell.
+        """
         deadline = time.monotonic() + _TAKEN_SECONDS
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The machines of a job side by side: how they are connected, which are slow, and what to do. Pure."""
+"""The machines of a job compared: which are near each other in the network, which are slow, what to do. Pure."""
 
 from __future__ import annotations
 
@@ -48,30 +48,35 @@ _TIMES_SLOW = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Machines that are near each other, by their places."""
+    """Machines that are near each other in the network, with the median of the links among them."""
 
     machines: tuple[int, ...]
+    """The machines, as indices into ``MachineMeasurements.machines``."""
     latency_seconds: float | None
-    """Of a link in the middle, within it; None where that was not measured."""
+    """The median latency of the group's links; None where it was not measured."""
     bandwidth: float | None
+    """The median bandwidth of the group's links, in bytes per second; None where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """How machines lie to each other."""
+    """Which machines are near each other in the network, as groups guessed from measured links."""
 
     groups: tuple[Group, ...]
-    """Machines of which it is not known are in none."""
+    """The groups; a machine whose group is not known is in none."""
     text: str
-    """By what, or why it is not known."""
+    """By which measure the groups were told apart, or why they are not known, in a sentence."""
     slow_links: tuple[Link, ...] = ()
-    """Those that are far slower than others that lie alike."""
+    """Links that are far slower than others in the same place: within the same group, or between groups."""
     between: Group | None = None
-    """What a link from one group to another has; None where there is one group, or none."""
+    """The median link from one group to another; None where there is one group, or none."""
 
 
 def guess(num_machines: int, links: Sequence[Link], *, apart: Iterable[int] = ()) -> Topology:
-    """How machines lie to each other, but for those that are slow to answer at all: these stand ``apart``."""
+    """The groups of machines that are near each other, guessed from ``links`` between them.
+
+    Machines that are slow to answer at all are left out, as indices in ``apart``.
+    """
     left = sorted(set(range(num_machines)) - set(apart))
     timed = [each for each in links if {each.first, each.second} <= set(left) and each.trouble is None]
     if len(left) < 3 or len(timed) < 2:
@@ -97,7 +102,7 @@ def _by_gap(
 
 
 def _parts(machines: Sequence[int], near: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Machines that near links hold together, the larger parts first."""
+    """The machines in connected parts, by the pairs in ``near``; the larger parts first."""
     part_of = {each: [each] for each in machines}
     for first, second in near:
         one, other = part_of[first], part_of[second]
@@ -112,9 +117,9 @@ def _parts(machines: Sequence[int], near: Iterable[tuple[int, int]]) -> list[lis
 
 
 def _told_apart(parts: Sequence[list[int]], lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """The larger parts of which it is known that they are apart: where not every pair has met, some may never have.
+    """The larger parts that were compared with each other by a link; where not every pair was measured, some were not.
 
-    Those that were not compared with one of them may belong to it, or may not: of these it is not known.
+    A part that was not compared with a kept one may belong to it or not, and is left out.
     """
     place_of = {machine: number for number, part in enumerate(parts) for machine in part}
     compared = {(place_of[first], place_of[second]) for first, second in lengths}
@@ -131,7 +136,7 @@ def _is_told(
     lengths: dict[tuple[int, int], float],
     near: set[tuple[int, int]],
 ) -> bool:
-    """Whether parts are what machines in several places would look like."""
+    """Whether parts look like machines in several places: near links within them, clearly longer ones between them."""
     if not 2 <= len(parts) <= (num_machines + 1) // 2 or sum(map(len, parts)) < _LEAST_PLACED * num_machines:
         return False
     part_of = {machine: number for number, part in enumerate(parts) for machine in part}
@@ -173,7 +178,7 @@ def _topology(parts: Sequence[Sequence[int]], num_machines: int, links: Sequence
 
 
 def _all_alike(machines: Sequence[int], links: Sequence[Link]) -> Topology:
-    """One group where links are about as long, but for some that are slow; else it is not known."""
+    """One group of all machines, where all links but some slow ones are about alike; else no group is known."""
     slow = _slow_links(links)
     usual = [each for each in links if each not in slow]
     latencies = sorted(each.latency_seconds for each in usual if each.latency_seconds is not None)
@@ -199,7 +204,7 @@ def _group(machines: Sequence[int], links: Iterable[Link]) -> Group:
 
 
 def _slow_links(links: Sequence[Link]) -> list[Link]:
-    """Those among links that lie alike which are far slower than such links, and than others of both machines."""
+    """Among links in the same place, those far slower than the median, if both machines have others that are not."""
     if len(links) < 3:
         return []
     usual = _group((), links)
@@ -244,7 +249,7 @@ def _inverse(value: float | None) -> float | None:
 _MOST_RECOMMENDED = 32
 _MOST_LINKS = 4096
 _LEAST_SHARES = {"matmul": 0.15, "latency": 0.5, "bandwidth": 0.3}
-"""By how much of the usual value a machine has to be slower to be told of."""
+"""By which part of the usual value a machine has to be slower to count as slow, by measure."""
 _LENGTHS: Mapping[str, Callable[[Link], float | None]] = {
     "latency": lambda link: link.latency_seconds,
     "bandwidth": lambda link: None if link.bandwidth is None else 1 / link.bandwidth,
@@ -258,7 +263,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLink:
-    """What lies between two machines, by their hosts."""
+    """The link between two machines, by their names, as the status shows it."""
 
     first: str
     second: str
@@ -270,41 +275,41 @@ class MeasuredLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowMachine:
-    """One that is slower than the others."""
+    """A machine that is slower than the others, and why it is judged so."""
 
     host: str
     evidence: tuple[str, ...]
-    """In words, each a measure by itself."""
+    """The reasons in sentences, one for each measure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What was measured, and what follows from that alone."""
+    """What pairs of nodes have measured, with the slow machines and the groups that follow from that alone."""
 
     measured: MachineMeasurements
     slow: Mapping[int, Sequence[tuple[str, str]]]
-    """Machines by their places: by which measure, and why."""
+    """For each slow machine, by its index in ``measured.machines``: the measures by which it is slow, and why."""
     topology: Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """What there is to say of a job's machines."""
+    """The comparison of a job's machines, as its status shows it: groups, links, slow machines, and what to do."""
 
     groups: tuple[master_pb2.NodeGroup, ...]
     """Nodes that are near each other, as far as that is known."""
     topology: str
-    """By what, or why it is not known."""
+    """By which measure the groups were told apart, or why they are not known, in a sentence."""
     links: tuple[MeasuredLink, ...]
     slow: tuple[SlowMachine, ...]
     unlike: tuple[str, ...]
-    """In what nodes differ that should be alike."""
+    """The differences between nodes that should be alike, each in a sentence."""
     recommendations: tuple[str, ...]
     """What to do and why, the most urgent first."""
 
 
 def judged(measured: MachineMeasurements) -> Judged:
-    """What follows from what pairs have measured, by itself: of thousands of machines it takes a second."""
+    """The slow machines and the groups that follow from ``measured``; this takes a second for thousands of machines."""
     slow = _slow_machines(measured)
     answers_slowly = [place for place, found in slow.items() if any(each[0] == "latency" for each in found)]
     topology = guess(len(measured.machines), measured.links, apart=answers_slowly)
@@ -314,7 +319,7 @@ def judged(measured: MachineMeasurements) -> Judged:
 def cluster_of(
     nodes: Sequence[NodeFacts], found: Judged | None = None, slow_ranks: Sequence[Straggler] = ()
 ) -> Cluster:
-    """What follows from what is known of a job's nodes."""
+    """The comparison of a job's machines, from its nodes' hardware, measured pairs, and stragglers in training."""
     nodes = sorted(nodes, key=lambda each: (each.host, each.node_id))
     found = found or judged(MachineMeasurements())
     measured, topology = found.measured, found.topology
@@ -342,7 +347,7 @@ def cluster_of(
 
 
 def _slow_machines(measured: MachineMeasurements) -> dict[int, list[tuple[str, str]]]:
-    """By place, by which measure and why; measures are never added up."""
+    """For each slow machine, by its index: the measures by which it is slow, and why. Each measure is judged alone."""
     found: dict[int, list[tuple[str, str]]] = {}
     usual = _usual_lengths(measured)
     for measure, device, values, is_rate in _measures(measured):
@@ -367,7 +372,7 @@ def _measures(measured: MachineMeasurements) -> Iterator[tuple[str, str, Mapping
 def _best_of_each(
     measured: MachineMeasurements, values_of: Callable[[Link], tuple[float, ...]], best: Callable[[float, float], float]
 ) -> dict[int, tuple[float, ...]]:
-    """The best of each machine in each window over its links: one bad partner does not count against it."""
+    """The best value of each machine's links in each window: one bad partner does not count against a machine."""
     found: dict[int, tuple[float, ...]] = {}
     for link in measured.links:
         values = values_of(link)
@@ -378,7 +383,7 @@ def _best_of_each(
 
 
 def _usual_lengths(measured: MachineMeasurements) -> dict[str, float]:
-    """By measure, how long a link is in the middle of all, near and far."""
+    """The median length of all links, near and far, by measure."""
     found = {}
     for measure, length_of in _LENGTHS.items():
         lengths = [length for each in measured.links if (length := length_of(each)) is not None]
@@ -388,9 +393,9 @@ def _usual_lengths(measured: MachineMeasurements) -> dict[str, float]:
 
 
 def _is_beyond_links(values: Sequence[float], measure: str, usual: Mapping[str, float]) -> bool:
-    """Whether even the best of a machine's links is slower than links are in the middle.
+    """Whether even the best of a machine's links is slower than the median link.
 
-    Of many machines each meets some, and one that has met none of those near it is not slow for that.
+    Of many machines each is measured with some, and one that was measured with none near it is not slow for that.
     """
     if measure == "matmul":
         return True
@@ -405,7 +410,7 @@ def _standing_in_words(measure: str, device: str, standing: NodeComparison) -> s
 def _evidence(
     measured: MachineMeasurements, slow: Mapping[int, Sequence[tuple[str, str]]], slow_ranks: Sequence[Straggler]
 ) -> dict[str, list[str]]:
-    """By host, the worst first: what was measured there, and what its ranks are seen to do."""
+    """The reasons why machines are slow, by host, the slowest first: stragglers among its ranks, and measurements."""
     found: dict[str, list[str]] = {}
     for each in sorted(slow_ranks, key=lambda each: (each.score, each.rank)):
         found.setdefault(each.host, []).append(each.text)
@@ -488,7 +493,7 @@ def _of_groups(measured: MachineMeasurements, topology: Topology) -> Iterator[st
 def _groups(
     nodes: Sequence[NodeFacts], measured: MachineMeasurements, topology: Topology
 ) -> Iterator[master_pb2.NodeGroup]:
-    """The job's own nodes; those of one machine are near each other whatever was measured."""
+    """The groups of the job's own nodes; nodes of one machine are near each other whatever was measured."""
     boots = {each.boot_id: place for place, each in enumerate(measured.machines) if each.boot_id is not None}
     hosts = {each.host: place for place, each in enumerate(measured.machines) if each.name == each.host}
     group_of = {place: number for number, group in enumerate(topology.groups) for place in group.machines}
@@ -542,10 +547,10 @@ def _link_in_words(link: Link) -> str:
 
 
 class Fleet:
-    """The machines, by node, and what pairs of them have measured."""
+    """The machines of a job as its nodes report them, what pairs have measured, and the comparison that follows."""
 
     def __init__(self, pairs: str = "") -> None:
-        """``pairs`` as ``take_pairs`` was given them, or empty."""
+        """``pairs`` is the report that ``take_pairs`` was given, or empty."""
         self.pairs = pairs
         self._judged: Judged | None = judged(measured_in(pairs)) if pairs else None
         self._texts: dict[str, tuple[str, bytes]] = {}  # node -> its host, and what it has told, packed
@@ -553,7 +558,7 @@ class Fleet:
         self._cluster: tuple[Sequence[Straggler], Cluster] | None = None
 
     def hear(self, node_id: str, host: str, hardware: str) -> bool:
-        """What a node has told of its machine, empty where it knows nothing yet; whether that is news."""
+        """Take a node's hardware record (JSON; empty where there is none yet); whether it is news."""
         known = self._texts.get(node_id)
         packed = zlib.compress(hardware.encode()) if hardware else b""
         if known == (host, packed) or (known is not None and known[0] == host and not hardware):
@@ -565,17 +570,17 @@ class Fleet:
         return True
 
     def forget(self, node_id: str) -> None:
-        """A node is gone for good."""
+        """Forget the machine of a node that is gone for good."""
         self._facts.pop(node_id, None)
         if self._texts.pop(node_id, None) is not None:
             self._cluster = None
 
     def hardware(self, node_id: str) -> str:
-        """What a node has told; empty where that is not known."""
+        """The hardware record of a node as JSON; empty where it has reported none."""
         return _unpacked(self._texts.get(node_id, ("", b""))[1])
 
     def facts(self, node_id: str) -> NodeFacts | None:
-        """What there is to say of a node's machine."""
+        """The facts of a node's machine; None for a node that is not known."""
         known = self._texts.get(node_id)
         if known is None:
             return None
@@ -588,13 +593,13 @@ class Fleet:
         return kept[1]
 
     def take_pairs(self, text: str) -> None:
-        """What pairs of nodes have measured, in place of what they had; ValueError for anything else."""
+        """Take a report of what pairs of nodes have measured, in place of any earlier one; ValueError if it is none."""
         self._judged = judged(measured_in(text))
         self.pairs = text
         self._cluster = None
 
     def cluster(self, slow_ranks: Sequence[Straggler]) -> Cluster:
-        """How the machines lie to each other, which are slow, and what to do."""
+        """The comparison of the job's machines, made again only where something has changed."""
         if self._cluster is None or self._cluster[0] != slow_ranks:
             facts = [found for node_id in self._texts if (found := self.facts(node_id)) is not None]
             self._cluster = slow_ranks, cluster_of(facts, self._judged, slow_ranks)

@@ -1,6 +1,4 @@
-"""What nodes tell of their workers, added up over the job, and how fast the job has been over time.
-Pure, and bounded.
-"""
+"""The metrics of a job, added up from the reports of its nodes, and their history over time. Pure, and bounded."""
 
 from __future__ import annotations
 
@@ -26,26 +24,26 @@ __all__ = ["FINEST_SECONDS", "Collector", "History", "MeanPoint", "mean_of"]
 
 
 # --- how fast a job has been, in fewer points the longer ago it was --------------------------------------------------
-# A *point* is the mean of some seconds. There is one for ten seconds for an hour, for a minute for a day, and for ten
-# minutes for a week, each made of the finer ones; where nobody has told anything there is none.
+# A *point* is the mean over some seconds. There is one for each ten seconds of the last hour, each minute of the last
+# day, and each ten minutes of the last week, made of the finer ones; where nothing was reported there is none.
 
 FINEST_SECONDS = 10.0
 _LEVELS = ((FINEST_SECONDS, 360), (60.0, 1440), (600.0, 1008))
-"""Seconds between points, and how many are kept."""
+"""The levels of the history: seconds between points, and how many points are kept."""
 _MOST = 1e15
 _MOST_SHARES = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanPoint:
-    """The mean of each metric over an interval; None where none was known."""
+    """The mean of each of a job's metrics over an interval; None where a metric was not known."""
 
     time: float
-    """When it ends, in seconds since 1970."""
+    """When the interval ends, in seconds since 1970."""
     seconds: float
-    """Of how much time it is the mean."""
+    """The length of the interval."""
     step: int | None = None
-    """The furthest."""
+    """The last step of any rank."""
     step_seconds: float | None = None
     steps_per_second: float | None = None
     samples_per_second: float | None = None
@@ -53,27 +51,27 @@ class MeanPoint:
     num_nodes: int = 0
     num_workers: int = 0
     config_version: int = 0
-    """The last."""
+    """The newest config version in force at the end of the interval."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Where the time of ranks went, by phase."""
+    """The share of ranks' time in each phase."""
 
     def to_json(self) -> str:
-        """For a store."""
+        """The point as a line of JSON, for the store."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps(values, separators=(",", ":"))
 
 
 class History:
-    """The points of one job."""
+    """The metrics of one job over the last week, in points that are coarser the older they are."""
 
     def __init__(self) -> None:
         self._levels = [_Level(every, num) for every, num in _LEVELS]
         self._last = -math.inf
 
     def add(self, point: MeanPoint) -> MeanPoint | None:
-        """Some seconds have passed, and this was their mean; gives the point of ten seconds that is complete by it.
+        """Add the mean of the last few seconds; gives the point of ten seconds that is complete by it, if any.
 
-        Where the clock was set back, points that would lie ahead of it are dropped.
+        Where the clock was set back, points later than ``point`` are dropped.
         """
         if point.time < self._last:
             for level in self._levels:
@@ -90,7 +88,7 @@ class History:
         return complete
 
     def since(self, time: float) -> list[MeanPoint]:
-        """What ended after ``time``, the oldest first: in each stretch the finest points that are left of it."""
+        """The points that ended after ``time``, oldest first: for each interval the finest that are kept."""
         found: list[MeanPoint] = []
         for level in self._levels:
             begin = found[0].time - found[0].seconds if found else math.inf
@@ -98,11 +96,11 @@ class History:
         return found
 
     def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
-        """What a store should keep for a week: points of a minute that ended after ``since``, and when each did."""
+        """The points of a minute that ended after ``since``, for the store: when each ended, and its JSON."""
         return [(each.time, each.to_json()) for each in self._levels[1].points if each.time > since]
 
     def restore(self, rows: Iterable[str]) -> None:
-        """Take up what a store has kept, before anything is added; a row that is none is left out."""
+        """Add the points that the store has kept, before any other; a row that is no point is left out."""
         points = sorted((point for each in rows if (point := _read(each)) is not None), key=lambda each: each.time)
         _, minutes, coarse = self._levels
         for each in points:
@@ -113,7 +111,7 @@ class History:
 
 
 class _Level:
-    """Points that lie equally far apart."""
+    """The points of one length in the history, ``every`` seconds apart, at most ``num``."""
 
     def __init__(self, every: float, num: int) -> None:
         self.every = every
@@ -121,7 +119,7 @@ class _Level:
         self._open: list[MeanPoint] = []
 
     def add(self, point: MeanPoint | None) -> MeanPoint | None:
-        """The point that is complete, now that one of the next stretch has come."""
+        """Add a finer point; gives the point of this level that is complete by it, if any."""
         assert point is not None
         stretch = self._stretch_of(point)
         finished = None
@@ -142,12 +140,12 @@ class _Level:
         self._open = [each for each in self._open if each.time <= time]
 
     def _stretch_of(self, point: MeanPoint) -> int:
-        """Its number since 1970; a stretch ends with a point at its end."""
+        """The number, counted since 1970, of the interval in which a point ends; the end belongs to the interval."""
         return math.ceil(point.time / self.every)
 
 
 def mean_of(points: Sequence[MeanPoint]) -> MeanPoint:
-    """One point that says what several say, each counting by its seconds; the oldest first, and at least one."""
+    """The mean of several points, weighted by their lengths; ``points`` has at least one, oldest first."""
     last = points[-1]
     if len(points) == 1:
         return last
@@ -176,12 +174,12 @@ def mean_of(points: Sequence[MeanPoint]) -> MeanPoint:
 
 
 def _share_of(point: MeanPoint, name: str) -> float | None:
-    """None where a point tells of no shares at all; else what it does not name took no time."""
+    """The share of a phase in a point, 0 where the point does not name it; None where the point has no shares."""
     return point.shares.get(name, 0.0) if point.shares else None
 
 
 def _read(text: str) -> MeanPoint | None:
-    """The point that ``to_json`` gave; None for anything else."""
+    """The point that ``to_json`` wrote; None for anything else."""
     try:
         point = record_of(MeanPoint, object_of(text))
     except ValueError:
@@ -220,14 +218,14 @@ _MOST_TICK_SECONDS = 30.0  # of a point, however long ago the one before was
 _LABELS = tuple(phase.label for phase in Phase)
 
 Windows = dict[int, tuple[bytes, ...]]
-"""By rank, each as it was sent, the newest first."""
+"""The profile windows of a node by rank, each as it was sent, the newest first."""
 
 
 class Collector:
-    """What nodes tell of one job."""
+    """Adds up what the nodes of one job report of their workers: progress, verdict, stragglers, and history."""
 
     def __init__(self, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
-        """A report that is older than ``fresh_seconds`` says nothing of how the job does now."""
+        """Reports older than ``fresh_seconds`` do not count in the job's present metrics."""
         self._fresh_seconds = fresh_seconds
         self._reports: dict[str, NodeReport] = {}  # the one that was told of longest ago first
         self._windows: dict[str, Windows] = {}
@@ -241,7 +239,10 @@ class Collector:
         self._verdict: tuple[float, Verdict] | None = None
 
     def take(self, now: float, node_id: str, workers: Sequence[master_pb2.Worker], *, host: str = "") -> None:
-        """What a node's Beat says of its workers, whose windows are taken out of them; ``host`` is for people."""
+        """Take the workers in a node's beat as its newest report; their windows are removed from the messages.
+
+        ``host`` names the node for people.
+        """
         if len(workers) > MOST_WORKERS:
             workers = workers[:MOST_WORKERS]
         windows: Windows = {}
@@ -264,7 +265,7 @@ class Collector:
             self.forget(next(iter(self._reports)))
 
     def forget(self, node_id: str) -> None:
-        """A node is gone; nothing happens where it is not known."""
+        """Forget a node that is gone; one that is not known is ignored."""
         report = self._reports.pop(node_id, None)
         self._num_kept -= len(self._windows.pop(node_id, ()))
         if report is not None:
@@ -273,22 +274,22 @@ class Collector:
 
     @property
     def num_ranks(self) -> int:
-        """Of which there is a report."""
+        """How many ranks the nodes' newest reports have."""
         return self._num_ranks
 
     def workers(self, node_id: str) -> list[master_pb2.Worker]:
-        """The newest that a node has told of each worker, without what cannot be; none where it is not known."""
+        """The newest report of each worker of a node, without values that cannot be; empty for an unknown node."""
         report = self._reports.get(node_id)
         return [] if report is None else report.workers
 
     def progress(self, now: float) -> master_pb2.Progress:
-        """How far the job is and how fast, by what is fresh."""
+        """The job's progress (step, rates, nodes, workers), by the reports that are fresh at ``now``."""
         progress = filled(master_pb2.Progress(), self._point(now, 0.0))
         put_metrics(progress, _middles_of([report for _, report in self._fresh(now)]))
         return progress
 
     def versions_in_force(self, now: float) -> list[int]:
-        """Of the config, on nodes of which something fresh is known: the newest on each."""
+        """The config versions in force, the newest of each node with a fresh report and running workers."""
         return sorted({each.config_version for _, each in self._fresh(now) if each.num_running})
 
     @property
@@ -297,15 +298,16 @@ class Collector:
         return self._slow.named
 
     def verdict(self, now: float) -> Verdict:
-        """What holds training up; the same again where it was asked less than some seconds ago."""
+        """The verdict on what holds training up; it is made again at most every few seconds."""
         if self._verdict is None or not 0 <= now - self._verdict[0] < _VERDICT_SECONDS:
             self._verdict = now, self._judged(now)
         return self._verdict[1]
 
     def tick(self, now: float) -> list[str]:
-        """Some time has passed, about a second; gives what has happened, in words for events.
+        """Add to the history and look for stragglers and changes of pace; called about once a second.
 
-        It takes a few milliseconds for a thousand nodes, every few seconds; else next to nothing.
+        Gives sentences for events. For a thousand nodes every few seconds it takes some milliseconds, else next to
+        nothing.
         """
         if 0 <= now - self._ticked < _LEAST_TICK_SECONDS:
             return []
@@ -325,20 +327,20 @@ class Collector:
         return [] if change is None else [change.text]
 
     def history(self, since: float = 0.0) -> master_pb2.MetricHistory:
-        """Points that ended after ``since``, the oldest first."""
+        """The history's points that ended after ``since``, oldest first, as a message."""
         points = [filled(master_pb2.MetricPoint(), each) for each in self._history.since(since)]
         return master_pb2.MetricHistory(points=points)
 
     def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
-        """What a store should keep of the history, of points that ended after ``since``, each with when it did."""
+        """The history's points for the store that ended after ``since``: when each ended, and its JSON."""
         return self._history.rows(since)
 
     def restore(self, rows: Iterable[str]) -> None:
-        """Take up what a store has kept, before the first tick; a row that is none is left out."""
+        """Add the points that the store has kept, before the first tick; a row that is no point is left out."""
         self._history.restore(rows)
 
     def _stride(self) -> int:
-        """Of so many ranks the windows of one are kept; odd, as what differs within nodes comes in twos and eights."""
+        """The stride of ranks whose windows are kept; odd, as ranks within nodes differ by twos and eights."""
         return 1 if self._num_ranks <= _MOST_JUDGED else -(-self._num_ranks // _MOST_JUDGED) | 1
 
     def _fresh(self, now: float) -> Iterable[tuple[str, NodeReport]]:
@@ -347,7 +349,7 @@ class Collector:
                 yield node_id, report
 
     def _point(self, now: float, seconds: float) -> MeanPoint:
-        """The job as it is now."""
+        """The job's metrics at ``now`` as a point of the history of length ``seconds``."""
         fresh = [report for _, report in self._fresh(now)]
         middles = _middles_of(fresh)
         num_shared = sum(each.num_shared for each in fresh)
@@ -369,6 +371,7 @@ class Collector:
         )
 
     def _judged(self, now: float) -> Verdict:
+        """The verdict on what holds training up, from the windows of some ranks."""
         windows: dict[int, list[StepWindow]] = {}
         hosts: dict[int, str] = {}
         for node_id, report in self._fresh(now):
@@ -384,7 +387,7 @@ class Collector:
 
 
 def _newest(kept: tuple[bytes, ...], windows: Sequence[master_pb2.StepWindow]) -> tuple[bytes, ...]:
-    """The last two of a rank's windows; a third where those came with too few steps to judge by."""
+    """The newest two of a rank's windows, as bytes; three where the new ones have too few steps to judge by."""
     if not windows:
         return kept
     num_steps = 0
@@ -398,11 +401,11 @@ def _newest(kept: tuple[bytes, ...], windows: Sequence[master_pb2.StepWindow]) -
 
 
 def _middles_of(reports: Sequence[NodeReport]) -> dict[str, float | None]:
-    """The metrics of a job, each as the node in the middle tells it."""
+    """The metrics of a job by name, each the median of the nodes."""
     return {name: _middle(each.middles[place] for each in reports) for place, name in enumerate(METRICS_OF_A_JOB)}
 
 
 def _middle(values: Iterable[float]) -> float | None:
-    """The lower median of those that are known."""
+    """The lower median of the values that are known (not NaN); None where none is."""
     known = [each for each in values if each == each]
     return median_low(known) if known else None

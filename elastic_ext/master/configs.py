@@ -15,9 +15,9 @@ __all__ = ["Author", "ConfigBook", "ConfigStream", "Page", "StaleVersion", "Unac
 
 
 # --- the versions that a job's config has had, one after another, whoever wrote them ---------------------------------
-# A version comes from a person who asks the master, from a node whose file was changed, or from what generates
-# strategies. What is generated is made from a version; where a newer one has come meanwhile, a person's say, it is late
-# and refused. Nothing is taken back: an undo is a version too.
+# A version comes from a person who asks the master, from a node whose file was changed, or from the tuner (author
+# "generated"). What the tuner decides is made from a version; where a newer one has come meanwhile, it is refused as
+# stale. Nothing is taken back: an undo is a version too.
 
 Author = Literal["person", "generated", "node"]
 _MOST_PAGES = 200
@@ -30,12 +30,12 @@ class StaleVersion(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """One version, and who wrote it."""
+    """One version of a job's config, with its author."""
 
     entry: HistoryEntry
     author: Author
     node_id: str = ""
-    """Whose file it came from, if any."""
+    """The node whose config file the version came from; empty for other authors."""
 
     @property
     def config(self) -> ElasticConfig:
@@ -43,7 +43,7 @@ class Page:
 
 
 class ConfigBook:
-    """The pages so far. What makes a page gives it back without entering it: it is entered once it is stored."""
+    """The newest versions of a job's config. One call makes a new page; ``enter`` adds the page once it is stored."""
 
     def __init__(self, pages: Sequence[Page] = ()) -> None:
         self._pages = list(pages)
@@ -52,26 +52,26 @@ class ConfigBook:
 
     @property
     def pages(self) -> Sequence[Page]:
-        """The newest of them, oldest first."""
+        """The newest config versions that are kept, oldest first."""
         return tuple(self._pages)
 
     @property
     def newest(self) -> Page | None:
-        """What all nodes are to have; None before there is any."""
+        """The newest config version, which all nodes are to hold; None before there is one."""
         return self._pages[-1] if self._pages else None
 
     @property
     def version(self) -> int:
-        """Of the newest; 0 before there is any."""
+        """The number of the newest config version; 0 before there is one."""
         return self._pages[-1].config.version if self._pages else 0
 
     @property
     def text(self) -> str:
-        """Of the newest, as a file has it: made once, as all nodes are sent it; empty before there is any."""
+        """The text of the newest config version, as a config file has it; empty before there is one."""
         return self._text
 
     def enter(self, page: Page) -> None:
-        """This is the newest one now."""
+        """Make ``page`` the newest version, once it is stored."""
         assert page.config.version > self.version, (page.config.version, self.version)
         self._pages.append(page)
         self._text = page.config.to_json()
@@ -89,7 +89,10 @@ class ConfigBook:
         author: Author = "person",
         made_from: int | None = None,
     ) -> Page:
-        """The next version, from the newest. ConfigError; Late where it was ``made_from`` another one."""
+        """A page with the next version, made from the newest by ``changes`` and ``remove``, not entered yet.
+
+        ConfigError for a config that cannot be; StaleVersion where it was ``made_from`` another version.
+        """
         if made_from is not None and made_from != self.version:
             raise StaleVersion(f"this was made from version {made_from}, and version {self.version} is the newest now")
         current = self.newest.config if self.newest else None
@@ -99,14 +102,14 @@ class ConfigBook:
         return Page(entry=HistoryEntry(time=now, config=config), author=author)
 
     def undo(self, *, now: float) -> Page:
-        """The content before the newest one, as the next version. ConfigError."""
+        """A page with the content before the newest one as the next version, not entered yet. ConfigError."""
         entries = [each.entry for each in self._pages]
         target = undone(entries)
         config = restored(target, version=next_version(entries))
         return Page(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 
     def found(self, text: str, *, node_id: str, now: float) -> Page | None:
-        """What a node has in its file, if that is newer than what is known. ConfigError."""
+        """A page with the config in a node's file, if that is newer than the newest here; else None. ConfigError."""
         config = ElasticConfig.parse(text.encode(errors="surrogatepass"))
         if config.version <= self.version:
             return None
@@ -117,7 +120,7 @@ class ConfigBook:
         return Page(entry=HistoryEntry(time=now, config=config), author="node", node_id=node_id)
 
     def conflict(self, version: int, digest: str, node_id: str) -> str | None:
-        """Where a node has other contents under the newest version: the sentence that says so, once."""
+        """A sentence, once, where a node holds the newest version number with other contents; else None."""
         newest = self.newest
         if newest is None or version != newest.config.version or digest in ("", newest.config.digest):
             return None
@@ -138,13 +141,13 @@ class ConfigBook:
 
 
 class Unacknowledged(Exception):
-    """A node was sent a config and does not say that it holds it: it may no longer hear."""
+    """A node has not acknowledged a config that it was sent: its stream may be broken."""
 
 
 class ConfigStream:
-    """One agent's stream of configs.
+    """One agent's stream of configs: which version was sent, which is acknowledged, and when there is news.
 
-    Whoever serves it sends while ``has_news``, and else waits for ``rung``, until it ``is_over``.
+    The call that serves it sends the newest config while ``has_news``, else awaits ``rung``, until it ``is_over``.
     """
 
     __slots__ = ("_acknowledge_seconds", "_bell", "_deadline", "_held", "_newest", "_sent", "_timer", "is_over")
@@ -158,7 +161,7 @@ class ConfigStream:
         self._timer: asyncio.TimerHandle | None = None
 
     def has_news(self, newest_version: int) -> bool:
-        """Whether a version is to be sent, which counts as sent. Unacknowledged where an earlier one is not held."""
+        """Whether to send a version now, which then counts as sent. Unacknowledged where an earlier one is not held."""
         now = asyncio.get_running_loop().time()
         self._newest = max(self._newest, newest_version)
         if self._sent < self._newest:
@@ -172,7 +175,7 @@ class ConfigStream:
         return False
 
     def rung(self) -> asyncio.Future[None]:
-        """To be awaited: done as soon as there may be something to do."""
+        """A future to await, done as soon as there may be news, an end, or a late acknowledgement."""
         loop = asyncio.get_running_loop()
         self._bell = loop.create_future()
         self._stop_timer()
@@ -181,18 +184,18 @@ class ConfigStream:
         return self._bell
 
     def tell(self, version: int) -> None:
-        """There is a newer version."""
+        """Note a newer version, and wake the stream."""
         self._newest = max(self._newest, version)
         self._ring()
 
     def acknowledge(self, version: int) -> None:
-        """The node holds this version."""
+        """Note that the node holds ``version``."""
         self._held = max(self._held, version)
         if not self._is_owed:
             self._stop_timer()
 
     def end(self) -> None:
-        """The stream is over."""
+        """End the stream."""
         self.is_over = True
         self._stop_timer()
         self._ring()
@@ -212,42 +215,42 @@ class ConfigStream:
 
 
 class Watchers:
-    """The streams of all nodes."""
+    """The streams of configs of all nodes, one for each."""
 
     def __init__(self, acknowledge_seconds: float) -> None:
         self._acknowledge_seconds = acknowledge_seconds
         self._by_node: dict[str, ConfigStream] = {}
 
     def begin(self, node_id: str, held_version: int) -> ConfigStream:
-        """The node's stream, until ``forget``; an older one of it ends."""
+        """A new stream of a node, until ``forget``; an older stream of the node ends."""
         self.end(node_id)
         mine = self._by_node[node_id] = ConfigStream(held_version, self._acknowledge_seconds)
         return mine
 
     def forget(self, node_id: str, watcher: ConfigStream) -> None:
-        """Nobody serves this stream any more."""
+        """End a stream that is not served any more, and forget it."""
         watcher.end()
         if self._by_node.get(node_id) is watcher:
             del self._by_node[node_id]
 
     def tell(self, version: int) -> None:
-        """There is a newer version for all."""
+        """Note a newer version in all streams, and wake them."""
         for each in self._by_node.values():
             each.tell(version)
 
     def acknowledge(self, node_id: str, version: int) -> None:
-        """A node holds this version."""
+        """Note in a node's stream that the node holds ``version``."""
         watcher = self._by_node.get(node_id)
         if watcher is not None:
             watcher.acknowledge(version)
 
     def end(self, node_id: str) -> None:
-        """A node's stream is over."""
+        """End a node's stream, if it has one."""
         watcher = self._by_node.get(node_id)
         if watcher is not None:
             watcher.end()
 
     def end_all(self) -> None:
-        """All of them are over."""
+        """End the streams of all nodes."""
         for each in self._by_node.values():
             each.end()

@@ -1,4 +1,4 @@
-"""Tokens: the secret by which a master knows its own, in a file that its owner alone can read."""
+"""Tokens: the secret that callers of a master have to give, in a file that its owner alone can read."""
 
 from __future__ import annotations
 

@@ -17,16 +17,16 @@ __all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in"]
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
 
 MASTERS_OWN = ""
-"""The node of events that are the master's."""
+"""The node id in events that the master itself writes."""
 _MOST_REASON = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventRecord(JsonRecord):
-    """Something that happened in the job."""
+    """An event of a job, as the master keeps it."""
 
     number: int
-    """Events are counted for as long as there is the job."""
+    """The number of the event, counted over the whole life of the job."""
     time: float
     node_id: str
     rank: int
@@ -34,13 +34,13 @@ class EventRecord(JsonRecord):
     kind: str
     text: str
     details: str
-    """JSON, as it came."""
+    """The event's details as JSON, as the node has sent it."""
     restart: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord(JsonRecord):
-    """A node that has joined, and what its machine has."""
+    """A node that has joined, with the hardware record of its machine, as the store keeps it."""
 
     node_id: str
     incarnation: int
@@ -51,11 +51,11 @@ class NodeRecord(JsonRecord):
     state: str
     hardware: str
     agent_id: str = ""
-    """As the job's agents call it in a membership plan."""
+    """The agent's id in membership plans."""
 
 
 def refusal_in(event: EventRecord) -> tuple[int, str] | None:
-    """Which version of the config ranks say that they refuse, and why; None where an event says no such thing."""
+    """The config version that a rank's event says is refused, and why; None for an event of another kind."""
     if event.kind != "config-refused" or event.rank < 0:
         return None
     try:
@@ -69,7 +69,7 @@ def refusal_in(event: EventRecord) -> tuple[int, str] | None:
 
 
 # --- what happened in a job, numbered in the order in which the master heard of it -----------------------------------
-# A node may tell of so many events in a while and no more: what is beyond that is counted and told of in one event.
+# The events of a node are limited in rate: those beyond the limit are counted, and one event says how many there were.
 
 _MOST_EVENTS = 5_000
 _MOST_TEXT = 4_000
@@ -80,7 +80,7 @@ _MOST_NODES = 20_000
 
 
 class EventLog:
-    """The newest events. ``take_new`` gives those that are to be stored."""
+    """The newest events of a job, numbered; ``take_new`` gives those that are to be stored."""
 
     def __init__(self, events: Sequence[EventRecord] = ()) -> None:
         self._events: deque[EventRecord] = deque(events, maxlen=_MOST_EVENTS)
@@ -91,11 +91,11 @@ class EventLog:
 
     @property
     def number(self) -> int:
-        """Of the newest event; 0 before there is any."""
+        """The number of the newest event; 0 before there is one."""
         return self._number
 
     def tell(self, now: float, kind: str, text: str, *, node_id: str = MASTERS_OWN) -> EventRecord:
-        """Something that the master itself has to say; ``now`` is seconds since 1970."""
+        """Add an event of the master itself; ``now`` is in seconds since 1970."""
         return self._add(
             EventRecord(
                 number=0,
@@ -111,7 +111,7 @@ class EventLog:
         )
 
     def hear(self, clock: float, heard: EventRecord) -> bool:
-        """An event of a node; whether it was taken. ``clock`` is the master's own."""
+        """Add an event of a node, unless it has sent too many; whether it was added. ``clock`` is monotonic."""
         left, since = self._allowances.get(heard.node_id, (_AT_ONCE, clock))
         left = min(_AT_ONCE, left + (clock - since) * _PER_SECOND)
         if left < 1:
@@ -125,26 +125,26 @@ class EventLog:
         return True
 
     def tell_of_dropped(self, now: float) -> None:
-        """One event for each node that has told of more than was taken since the last call."""
+        """Add an event for each node that has sent too many events since the last call."""
         for node_id, number in self._num_dropped.items():
             words = f"{counted(number, 'event')} of node {node_id} are left out, as it tells of too many"
             self.tell(now, "events-dropped", words, node_id=node_id)
         self._num_dropped.clear()
 
     def after(self, number: int, *, most: int = 0) -> Sequence[EventRecord]:
-        """The events that came after the one with ``number``; no more than the newest ``most`` of them."""
+        """The events after the one with ``number``, oldest first; the newest ``most`` of them, or all for 0."""
         first = self._events[0].number if self._events else 0
         skipped = max(number + 1 - first, len(self._events) - most if most else 0, 0)
         return [self._events[index] for index in range(skipped, len(self._events))]
 
     def take_new(self) -> Sequence[EventRecord]:
-        """Those that have come since the last call."""
+        """The events that have come since the last call, for the store."""
         found = list(self._new)
         self._new.clear()
         return found
 
     def give_back(self, events: Sequence[EventRecord]) -> None:
-        """They could not be stored, and are taken again."""
+        """Take back events that could not be stored; ``take_new`` gives them again."""
         room = _MOST_EVENTS - len(self._new)
         self._new.extendleft(reversed(events[-room:] if room else ()))
 

@@ -1,6 +1,6 @@
-"""JobFacts as they come over the wire: what of them can be, or why they are none. Pure.
+"""The check of JobFacts that come over the wire, which a broken or hostile process may have sent. Pure.
 
-Whoever speaks to a master may be broken, or mean harm. What a newer version of the library has added is left out.
+What a newer version of the library has added is left out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from elastic_ext.records.text import on_one_line
 __all__ = ["MOST_FACTS", "facts_told"]
 
 MOST_FACTS = 256 << 10
-"""Characters."""
+"""The most characters of a job's facts as JSON."""
 _MOST_RANKS = 1 << 24
 _MOST_COUNT = 2**53
 _MOST_CHOICES = 256
-"""Of one key."""
+"""The most values to choose from for one key."""
 _MOST_REASON = 300
 _MOST_WHY = 1000
 _MOST_PASSES = 4096
@@ -28,7 +28,7 @@ _MOST_BLOCKS = 1 << 14
 
 
 def facts_told(text: str) -> JobFacts:
-    """What was told; ValueError says what of it cannot be."""
+    """The facts of a job in ``text``, JSON that an agent has sent; ValueError says what in them cannot be."""
     if len(text) > MOST_FACTS:
         raise ValueError(f"they have {len(text)} characters; allowed: {MOST_FACTS}")
     facts = JobFacts.from_json(text)
@@ -61,7 +61,7 @@ def _check_counts(facts: JobFacts) -> None:
 
 
 def _check_memory(memory: MemoryFacts) -> None:
-    """Sizes are such, and there are no more of them than any model needs."""
+    """Check that sizes are amounts, and no more of them than any model needs; ValueError otherwise."""
     if len(memory.passes) > _MOST_PASSES:
         raise ValueError("memory.passes has too many rows")
     if len(memory.block_activation_bytes) > _MOST_BLOCKS:
@@ -86,7 +86,7 @@ def _choices(key: str, given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """A value as the table of keys has it; None is torch's or the library's own way."""
+    """The value of a config key, checked by the table of keys; None, torch's or the library's own choice, stays."""
     if value is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Job: what a master knows of its job, and what it answers to agents. It does no I/O and reads no clock.
+"""Job: the state of a master's job, and the answers to agents and people. It does no I/O and reads no clock.
 
-What must not be lost is stored first and entered after: who calls `beat`, `changed` and `undone` stores the page that
-they give, and then calls `enter`. All else is given to the store now and then, by `take_unsaved`.
+A config version is stored before it counts: the caller of `beat`, `changed`, `undone` and `generated` stores the page
+that they give, and then calls `enter`. All else is given to the store now and then, by `take_unsaved`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Now(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings:
-    """How a master treats its agents."""
+    """The settings of a master: leases, beats, which nodes are refused, and what the tuner may do."""
 
     library: str
     """This library's version."""
@@ -71,7 +71,7 @@ class JobSettings:
 
 
 class Job:
-    """One job. Its methods for agents raise Refused."""
+    """A master's job: its nodes, configs, events, metrics and tuner. Its methods for agents raise RequestRefused."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Job:
         strategy: Made | None = None,
         run: Run = at_once,
     ) -> None:
-        """``strategy`` is what makes the one that tunes, by default the library's, and ``run`` has it plan."""
+        """``strategy`` makes the tuning strategy, by default the library's; ``run`` runs its planning."""
         self.settings = settings
         self.job_id = stored.job_id
         self.epoch = stored.epoch
@@ -92,9 +92,9 @@ class Job:
         self.nodes = Nodes(lease_seconds=settings.lease_seconds)
         self.plans = Plans(stored.membership)
         self.name = stored.job
-        """Empty until the first agent has said it."""
+        """The name of the job; empty until the first agent has given it."""
         self.trouble = ""
-        """What the master itself has to complain of."""
+        """The master's own trouble, such as a store that cannot be written; empty where there is none."""
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
@@ -118,7 +118,7 @@ class Job:
     # ---- agents ----
 
     def join(self, now: Now, request: wire.JoinRequest) -> wire.JoinReply:
-        """An agent begins, or begins again."""
+        """Let a node join the job, or join again."""
         check_join(
             request,
             job=self.name,
@@ -165,7 +165,7 @@ class Job:
         )
 
     def beat(self, now: Now, request: wire.BeatRequest) -> tuple[wire.BeatReply, Page | None]:
-        """What a node has to say, and the config in its file, where that is newer than the newest one here."""
+        """Take a node's beat; gives the reply, and a page to store if the config in the node's file is a newer one."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
@@ -197,23 +197,23 @@ class Job:
         return reply, page
 
     def watches(self, now: Now, request: wire.WatchRequest) -> Node:
-        """The node that asks to be told of configs."""
+        """Check the node that asks for the stream of configs, and renew its lease."""
         return self._renewed(now, request.node_id, request.incarnation)
 
     @property
     def spread_seconds(self) -> float:
-        """Over how long agents are to spread what all of them have to say at once."""
+        """Over how many seconds agents are to spread their acknowledgements of a config."""
         return min(len(self.nodes) / _AT_ONCE_PER_SECOND, _MOST_SPREAD_SECONDS, self.settings.acknowledge_seconds / 2)
 
     def leave(self, now: Now, request: wire.LeaveRequest) -> None:
-        """A node's part is over."""
+        """Note that a node leaves the job, with its last events."""
         self._renewed(now, request.node_id, request.incarnation)
         self._hear(now, request.node_id, request.events, 0)
         reason = on_one_line(request.reason[:_MOST_TROUBLE])
         self._note(now, self.nodes.leave(now.clock, request.node_id, request.incarnation, reason))
 
     def tick(self, now: Now) -> None:
-        """Whose lease has run out; about once a second."""
+        """Do what is due about once a second: leases that have run out, the metrics' history, and the tuner."""
         for change in self.nodes.tick(now.clock):
             self._note(now, change)
         for node_id in self.nodes.take_forgotten():
@@ -228,7 +228,7 @@ class Job:
     # ---- configs ----
 
     def changed(self, now: Now, request: wire.SetConfigRequest) -> Page:
-        """The next version as a person wants it, to be stored. ConfigError."""
+        """A page with the next config version as a person asks for it, to be stored. ConfigError."""
         check_job(request.job, self.name)
         changes: dict[str, object] = {}
         for key, text in request.changes.items():
@@ -240,17 +240,20 @@ class Job:
         return self.book.set(changes, remove=list(request.remove), reason=request.reason, at_step=at_step, now=now.time)
 
     def undone(self, now: Now, request: wire.UndoConfigRequest) -> Page:
-        """The content before the newest one, to be stored. ConfigError."""
+        """A page with the content before the newest config version as the next one, to be stored. ConfigError."""
         check_job(request.job, self.name)
         return self.book.undo(now=now.time)
 
     def decided(self, now: Now) -> Decision | None:
-        """What the tuner has decided and is to be written now, if anything."""
+        """The tuner's decision that is to be written now as a config version; None where there is none."""
         waits = is_to_come(self.book.newest, step=self.collector.progress(now.time).step)
         return None if waits else self.tuning.due
 
     def generated(self, now: Now, decision: Decision) -> Page:
-        """The next version as the tuner has decided it, to be stored. ConfigError; Late where another one came."""
+        """A page with the next config version as the tuner has decided it, to be stored.
+
+        ConfigError; StaleVersion where another version has come; RequestRefused where the tuner may not change a key.
+        """
         check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
         there = self.book.newest.config.values() if self.book.newest is not None else {}
         changes = {path: value for path, value in decision.changes.items() if value is not None}
@@ -265,7 +268,10 @@ class Job:
         )
 
     def enter(self, now: Now, page: Page, *, decision: int | None = None) -> None:
-        """A page that has been stored: what all nodes are to have now; for the decision of that number, if any."""
+        """Make a stored page the newest config, which all nodes are to hold.
+
+        ``decision`` is the number of the tuner's decision that it was written for, if any.
+        """
         self.book.enter(page)
         config = page.config
         whose = {"person": "by a person", "generated": "by what generates strategies", "node": f"on {page.node_id}"}
@@ -276,14 +282,14 @@ class Job:
     # ---- the tuner ----
 
     def control_tuning(self, now: Now, request: wire.ControlTuningRequest) -> None:
-        """What a person asks of the tuner."""
+        """Pass a person's request (pause, resume or undo) to the tuner. RequestRefused."""
         check_job(request.job, self.name)
         self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 
     # ---- people ----
 
     def take_pairs(self, now: Now, request: wire.ReportPairsRequest) -> Sequence[str]:
-        """What pairs of nodes have measured; what is recommended by all that is known. ValueError."""
+        """Take a report of what pairs of nodes have measured; gives the recommendations that follow. ValueError."""
         self.fleet.take_pairs(request.report)
         self._unsaved.note("pairs")
         self.log.tell(now.time, "pairs", "nodes have measured the ways between them")
@@ -292,11 +298,11 @@ class Job:
     # ---- for the store ----
 
     def take_unsaved(self) -> Unsaved:
-        """What is to be stored; it is given once."""
+        """The changes that are to be stored; each is given once."""
         return self._unsaved.take(self.name)
 
     def give_back(self, unsaved: Unsaved) -> None:
-        """It could not be stored, and is given again."""
+        """Take back changes that could not be stored; ``take_unsaved`` gives them again."""
         self._unsaved.give_back(unsaved)
 
     # ---- how ----
@@ -305,7 +311,7 @@ class Job:
         return next((each.text for each in self.collector.stragglers), "")
 
     def _check_machine(self, now: Now, node_id: str, hardware: str, node: Node | None = None) -> None:
-        """Refused where bad machines are kept out and this is one; a ``node`` that had joined has left by it."""
+        """RequestRefused for a bad machine, if bad ones are to be refused; a ``node`` that had joined then leaves."""
         why_not, is_news = self._bad_machines.look(node_id, hardware, len(self.nodes) + (node is None))
         if why_not is None:
             return
@@ -340,7 +346,7 @@ class Job:
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)
 
     def _look_at_held(self, now: Now, node: Node, held: wire.ConfigHeld) -> tuple[Page | None, bool]:
-        """The page that a node's file makes, and whether its text is wanted for that."""
+        """Look at the config that a node holds: a page to store if it is newer, and whether its text is needed."""
         node.held_version, node.held_digest = held.version, held.digest[:64]
         conflict = self.book.conflict(held.version, node.held_digest, node.node_id)
         if conflict is not None:
@@ -362,7 +368,7 @@ class Job:
             return None, False
 
     def _remember(self, node: NodeRecord, now: Now) -> None:
-        """A node that joined an earlier process of this master: it has a lease to be heard of again."""
+        """Take up a node that had joined an earlier process of this master; it has a lease to be heard of again."""
         self.nodes.join(
             now.clock,
             node.node_id,
@@ -381,7 +387,7 @@ class Job:
 
 
 def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:
-    """An event as a node tells of it, not numbered yet; whose it is, is not for the node to say."""
+    """The record of a node's event, not numbered yet; its node is the sender, whatever the message says."""
     return EventRecord(
         number=0,
         time=event.time if math.isfinite(event.time) else now.time,
@@ -396,7 +402,7 @@ def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:
 
 
 def _unheard(node: Node, request: wire.BeatRequest) -> Sequence[wire.JobEvent]:
-    """The events in it that did not come before: a Beat whose answer was lost is sent again."""
+    """The events in a beat that did not come before: a beat whose answer was lost is sent again."""
     events, first = request.events, request.first_event
     if first == 0:
         return events

@@ -1,4 +1,4 @@
-"""What a master keeps of its nodes' hardware and of the links between them. Pure."""
+"""Facts about the machines of a job's nodes, and measurements of the links between them, for a master. Pure."""
 
 from __future__ import annotations
 
@@ -43,21 +43,24 @@ _MOST_REASON = 600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """One node's."""
+    """What a master keeps of the machine of one node: its hardware in a line, and what is wrong with it."""
 
     node_id: str
     host: str
     boot_id: str | None = None
-    """The same for all that runs on one machine; None where that is not known."""
+    """The boot id of the machine, the same for all nodes on it; None where it is not known."""
     in_words: str = ""
-    """What it has, in a line; empty where that is not known."""
+    """The machine's cores, memory, GPUs and torch version in a line; empty where they are not known."""
     traits: tuple[str, ...] = ()
-    """What should be alike on all nodes, in the order of ``SHOULD_BE_ALIKE``; empty where that is not known."""
+    """The values that should be alike on all nodes, in the order of ``SHOULD_BE_ALIKE``; empty where not known."""
     troubles: tuple[str, ...] = ()
 
 
 def facts_of(node_id: str, host: str, text: str, *, num_nodes: int = 1) -> NodeFacts:
-    """What is kept of a node of a job of ``num_nodes`` that has sent ``text``, empty where it knows nothing yet."""
+    """The facts of a node from its hardware record ``text`` (JSON; empty where there is none yet).
+
+    ``num_nodes`` is how many nodes the job has, on which it depends what is wrong with a machine.
+    """
     if not text:
         return NodeFacts(node_id=node_id, host=host)
     try:
@@ -78,9 +81,9 @@ def facts_of(node_id: str, host: str, text: str, *, num_nodes: int = 1) -> NodeF
 
 
 def why_refused(text: str, num_nodes: int) -> str | None:
-    """Why a machine must not be one of ``num_nodes`` of a job, by what its agent has sent; None where it may.
+    """Why a machine must not be one of a job's ``num_nodes``, by its hardware record ``text``; None where it may.
 
-    One that has told nothing yet, or nothing that can be read, may: it is no worse for that.
+    A machine without a record that can be read may be.
     """
     try:
         hardware = _hardware_in(text)
@@ -91,14 +94,14 @@ def why_refused(text: str, num_nodes: int) -> str | None:
 
 
 class BadMachines:
-    """The nodes that are kept out for their machine, where that was asked for."""
+    """Decides which nodes are refused for errors of their machine, if bad machines are to be refused."""
 
     def __init__(self, *, are_refused: bool) -> None:
         self._are_refused = are_refused
         self._told: set[str] = set()
 
     def look(self, node_id: str, hardware: str, num_nodes: int) -> tuple[str | None, bool]:
-        """Why a node must not be one of so many, if it must not, and whether that is news: it comes again and again."""
+        """Why a node is refused as one of ``num_nodes``, or None; and whether that is news, as the node tries again."""
         why_not = why_refused(hardware, num_nodes) if self._are_refused and hardware else None
         if why_not is None:
             if hardware:
@@ -112,7 +115,7 @@ class BadMachines:
 
 
 def unlike_nodes(nodes: Sequence[NodeFacts]) -> Iterable[tuple[str, str, bool]]:
-    """What is unlike on nodes that should be alike, in a sentence; what it is; and whether it may end a job."""
+    """The differences between nodes that should be alike: a sentence, what differs, and whether that may end a job."""
     known = [each for each in nodes if each.traits]
     for number, (what, _, is_bad) in enumerate(SHOULD_BE_ALIKE):
         values = Counter(each.traits[number] for each in known)
@@ -126,7 +129,7 @@ def unlike_nodes(nodes: Sequence[NodeFacts]) -> Iterable[tuple[str, str, bool]]:
 
 
 def named(names: Iterable[str]) -> str:
-    """Some of them by name, and how many more there are."""
+    """A list of names in words: the first few, and how many more there are."""
     found = sorted(set(names))
     listed = ", ".join(found[:_MOST_NAMED])
     return listed if len(found) <= _MOST_NAMED else f"{listed} and {len(found) - _MOST_NAMED:,} more"
@@ -164,44 +167,44 @@ _MOST = 1e18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredMachine:
-    """One that has taken part."""
+    """A machine that has taken part in the measurement of pairs of nodes."""
 
     name: str
-    """What people call it: its host, with more where several hosts are called so."""
+    """The name for people: the machine's host, with an id where several machines have that host name."""
     host: str
     boot_id: str | None
     is_silent: bool
-    """It stopped to answer before all was done."""
+    """Whether the machine stopped answering before the measurement was over."""
     matmul: Mapping[str, tuple[float, ...]]
-    """Floating-point operations a second in each window of time, by device."""
+    """Floating-point operations per second in each window of time, by device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The way between two machines, by their places in ``MachineMeasurements.machines``, the lower first."""
+    """The network link between two machines, as indices into ``MachineMeasurements.machines``, the lower first."""
 
     first: int
     second: int
     latencies: tuple[float, ...]
-    """Seconds, one way, in each window of time,"""
+    """The latency of the link in each window of time, in seconds, one way."""
     bandwidths: tuple[float, ...]
-    """... and bytes a second."""
+    """The bandwidth of the link in each window of time, in bytes per second."""
     trouble: str | None = None
 
     @property
     def latency_seconds(self) -> float | None:
-        """The least: it is the network's, and what is above it the machines'."""
+        """The lowest latency: that of the network, while the machines themselves add to the others."""
         return min(self.latencies, default=None)
 
     @property
     def bandwidth(self) -> float | None:
-        """The most, for the same reason."""
+        """The highest bandwidth in bytes per second: that of the network, as machines only slow it down."""
         return max(self.bandwidths, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineMeasurements:
-    """All that nodes measured of their machines and links; the same, whatever order it was told in."""
+    """What pairs of nodes have measured of their machines and links; the same, in whatever order it was reported."""
 
     machines: tuple[MeasuredMachine, ...] = ()
     links: tuple[Link, ...] = ()
@@ -210,9 +213,9 @@ class MachineMeasurements:
 
 
 def measured_in(text: str) -> MachineMeasurements:
-    """What ``elastic-ext doctor --json`` has told of pairs of nodes; ValueError for anything else.
+    """The measurements in what ``elastic-ext doctor --json`` prints for pairs of nodes; ValueError for anything else.
 
-    Of several processes of one machine it is the best that counts, and what lies between them is no link.
+    Of several processes of one machine the best values count, and there is no link between them.
     """
     report = _report_in(text)
     nodes = [_node(each) for each in _rows(report, "nodes", _MOST_NODES)]
@@ -239,7 +242,7 @@ def measured_in(text: str) -> MachineMeasurements:
 
 
 def _report_in(text: str) -> Mapping[str, Any]:
-    """The one object, or the one line among those that the command prints."""
+    """The report of pairs in ``text``: the JSON object itself, or the last line with one that the command prints."""
     if len(text) > _MOST_REPORT_TEXT:
         raise ValueError(f"the report has {len(text)} characters; allowed: {_MOST_REPORT_TEXT}")
     lines = [line for line in text.splitlines() if line.startswith('{"record": "pairs"')]
@@ -304,7 +307,7 @@ def _whole(found: object, name: str) -> int:
 
 
 def _amounts(found: object) -> tuple[float, ...]:
-    """Those that can be: above 0."""
+    """The numbers above 0 in a list; an empty tuple for anything else."""
     rows = found if isinstance(found, list) else []
     return tuple(float(each) for each in rows[:_MOST_WINDOWS] if type(each) in (int, float) and 0 < each <= _MOST)
 
@@ -317,7 +320,7 @@ def _words_or_none(found: object) -> str | None:
 
 
 def _identity(node: MeasuredMachine) -> tuple[str, str]:
-    """Of a machine, as well as it is known."""
+    """What identifies a node's machine: its boot id, or else its host name."""
     return ("boot", node.boot_id) if node.boot_id is not None else ("host", node.host)
 
 
@@ -339,7 +342,7 @@ def _joined(known: MeasuredMachine | None, node: MeasuredMachine) -> MeasuredMac
 
 
 def _with_names(machines: Sequence[MeasuredMachine]) -> Iterator[MeasuredMachine]:
-    """Called by their hosts, and where several are called the same by more."""
+    """The machines, each named by its host, with an id added where several have the same host name."""
     hosts = Counter(each.host for each in machines)
     for each in machines:
         name = each.host if hosts[each.host] == 1 else f"{each.host} ({(each.boot_id or each.name)[:8]})"

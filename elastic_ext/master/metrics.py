@@ -24,11 +24,11 @@ __all__ = ["CONTENT_TYPE", "MOST_RANKS", "MetricsServer", "exposition"]
 
 # --- what a master knows, as Prometheus reads it: its text format, version 0.0.4 -------------------------------------
 # Names and units are those of Prometheus's conventions: seconds, bytes and ratios; ``_total`` is what only grows. What
-# changes with every job (texts, reasons) is no label, and there are at most so many series, however large a job is.
+# changes with every job (texts, reasons) is no label, and the number of series is bounded, however large a job is.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 1024
-"""Of more ranks there are no series of each, but for those of the first so many."""
+"""For how many ranks, from rank 0 on, there are series of their own; the others have none."""
 _MOST_NODES = 4096
 _MOST_LABEL = 120
 _MOST_COUNTERS = 64
@@ -56,7 +56,7 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """One metric, with all of its series."""
+    """One Prometheus metric, with all of its series."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -72,10 +72,11 @@ def exposition(
     num_ranks: int | None = None,
     most_ranks: int = MOST_RANKS,
 ) -> str:
-    """The whole page. ``counts`` is what the master has done since it started, ``refusals`` what not, by reason; they
-    are called as the master's own code calls them, in small letters.
+    """The page of a master's metrics in Prometheus's text format.
 
-    Of a job of more than ``most_ranks`` the status may come without workers, with ``num_ranks`` in their place.
+    ``counts`` is how many calls and pushes the master has answered since it started, by kind; ``refusals`` how many it
+    has refused, by reason. For a job of more than ``most_ranks`` ranks the status may come without workers, and
+    ``num_ranks`` says how many ranks there are.
     """
     families = [
         *_of_master(status, counts or {}, refusals or {}),
@@ -184,7 +185,7 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
 
 
 def _of_measured(told: Sequence[tuple[Labels, Mapping[str, float]]], *, of_job: bool) -> Iterator[_Family]:
-    """The metrics of the table that are told of the job, or else of each rank, by what was ``told`` under labels."""
+    """The metrics in the table METRICS, of the job or else of each rank; ``told`` has rows of values by labels."""
     families: dict[str, list[tuple[str, Metric]]] = {}
     for name, metric in METRICS.items():
         if metric.prometheus and (metric.over_ranks == "middle") == of_job:
@@ -210,7 +211,7 @@ _RANK_GAUGES: tuple[tuple[str, str, str, float], ...] = (
     ("accelerator_busy_ratio", "How busy its accelerator is.", "gpu_percent", 0.01),
     ("config_version", "Which version is in force.", "config_version", 1),
 )
-"""What a node tells of a rank that is no metric of the table."""
+"""The gauges of a rank that are not in the table METRICS: name, help, field of a Worker, and factor."""
 
 
 # ---- as text ----
@@ -226,12 +227,12 @@ def _optional(name: str, text: str, message: Message, field: str) -> _Family:
 
 
 def _known(message: Message, field: str) -> float | None:
-    """What an optional field holds."""
+    """The value of an optional field; None where it is absent."""
     return float(getattr(message, field)) if message.HasField(field) else None
 
 
 def _lines(family: _Family) -> Iterator[str]:
-    """Nothing of a metric that has no series; of two series that are called the same the first."""
+    """The lines of a metric; none where it has no series, and of two series with the same labels the first."""
     name = f"{_PREFIX}_{family.name}"
     seen: set[str] = set()
     for labels, value in family.samples:
@@ -261,10 +262,10 @@ def _number(value: float) -> str:
 
 
 # --- a small HTTP server for what Prometheus reads, and for probes ---------------------------------------------------
-# What it tells is made elsewhere.
+# It is given what to answer with.
 #
-# One request a connection, each within a few seconds and a few kilobytes; of many connections at once those that are
-# too many are told so and closed.
+# One request for each connection, within a few seconds and a few kilobytes; connections beyond a number are answered
+# with 503 and closed.
 
 _MOST_HEADER_BYTES = 8 << 10
 _MOST_LEFT_BYTES = 64 << 10  # of what comes after a request, and is read so that the answer arrives
@@ -288,17 +289,17 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """What of a request matters here."""
+    """The parts of an HTTP request that are used here."""
 
     method: str
     path: str
     headers: Mapping[str, tuple[str, ...]]
-    """By name in small letters."""
+    """The values of each header, by its name in small letters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What is sent back."""
+    """The HTTP answer to a request."""
 
     status: int
     text: str
@@ -306,7 +307,7 @@ class _Answer:
 
 
 class MetricsServer:
-    """Answers at one port, on the event loop that starts it."""
+    """A small HTTP server for /metrics and /healthz, on the event loop that starts it."""
 
     def __init__(
         self,
@@ -317,8 +318,10 @@ class MetricsServer:
         read_seconds: float = _READ_SECONDS,
         most_connections: int = _MOST_CONNECTIONS,
     ) -> None:
-        """``render`` gives the page of metrics, and is asked at most once a second; with a ``token`` whoever reads it
-        has to give that. Anybody may ask whether the master is healthy."""
+        """``render`` makes the page of metrics, at most once a second; with a ``token`` its readers have to give that.
+
+        ``is_healthy`` answers /healthz, which needs no token.
+        """
         self._render = render
         self._is_healthy = is_healthy
         self._credentials = None if token is None else f"Bearer {token}".encode()
@@ -329,7 +332,7 @@ class MetricsServer:
         self._page: tuple[float, str] | None = None
 
     async def start(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> int:
-        """Listen, and give the port, which is any free one for 0; OSError where that cannot be."""
+        """Listen at ``port``, or at any free one for 0, and give the port; OSError where that fails."""
         self._server = await asyncio.start_server(
             self._connected,
             host,
@@ -341,7 +344,7 @@ class MetricsServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Listen no more, and end what is under way. Twice is allowed."""
+        """Stop listening, and end connections that are open. Closing twice is allowed."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -380,7 +383,7 @@ class MetricsServer:
                 await asyncio.wait_for(_read_the_rest(reader), _LEFT_SECONDS)
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[_Answer, bool]:
-        """What to answer, and whether with its text."""
+        """The answer to the request on a connection, and whether it is sent with its text (not for HEAD)."""
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), self._read_seconds)
         except asyncio.LimitOverrunError:
@@ -424,7 +427,7 @@ class MetricsServer:
 
 
 def _request_in(head: bytes) -> _Request | None:
-    """None for what is no request."""
+    """The HTTP request in ``head``; None where that is none."""
     first, *lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     parts = first.split(" ")
     if len(parts) != 3 or not parts[1].startswith("/") or parts[2] not in ("HTTP/1.0", "HTTP/1.1"):
@@ -452,7 +455,7 @@ def _as_bytes(answer: _Answer, *, has_body: bool) -> bytes:
 
 
 async def _read_the_rest(reader: asyncio.StreamReader) -> None:
-    """What was sent behind a request: a connection that is closed with something unread in it loses the answer."""
+    """Read what was sent after a request, since closing a connection with unread bytes loses the answer."""
     left = _MOST_LEFT_BYTES
     while left > 0 and (data := await reader.read(left)):
         left -= len(data)

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 
-# --- what is kept of what nodes tell: numbers that can be so, words that are short, tables of a few rows -------------
-# Whoever speaks to a master may be broken, or mean harm: what does not fit is left out, and the rest is kept.
+# --- the check of nodes' reports: numbers that can be, texts that are short, tables of a few rows --------------------
+# A caller of a master may be broken, or mean harm: what is out of bounds is left out, and the rest is kept.
 
 MOST_SHARE = 1.001
 MOST_WORDS = 240
@@ -57,21 +57,21 @@ _MOST_OF: Mapping[str, float] = {
     "config_revision": _MOST_COUNT,
     "activity_seconds": _MOST_SECONDS,
 }
-"""The most of each number of a worker that is no metric of the table."""
+"""The largest value allowed for each number of a worker that is not in the table METRICS."""
 
 
 def amount(value: float, most: float) -> float | None:
-    """``value`` where it is an amount at all, and no more than can be; None for NaN and the like."""
+    """``value`` if it is from 0 to ``most``; else, and for NaN, None."""
     return value if 0 <= value <= most else None
 
 
 def words(text: str, most: int = MOST_WORDS) -> str:
-    """``text`` on one line, no longer than that."""
+    """``text`` on one line, cut to ``most`` characters."""
     return on_one_line(text[:most])
 
 
 def fitting_table(table: Mapping[str, float], most: float) -> dict[str, float]:
-    """What fits of a table by names, such as phases."""
+    """The rows of a table by name, such as shares by phase, whose names and values are within bounds."""
     found: dict[str, float] = {}
     for name, value in table.items():
         if len(found) < _MOST_ROWS and len(name) <= _MOST_NAME and name.isprintable() and 0 <= value <= most:
@@ -80,7 +80,7 @@ def fitting_table(table: Mapping[str, float], most: float) -> dict[str, float]:
 
 
 def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
-    """What fits of a report, without its windows."""
+    """A worker's report with the values that are within bounds, and without its windows."""
     found = master_pb2.Worker(
         rank=worker.rank,
         local_rank=worker.local_rank,
@@ -100,7 +100,7 @@ def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
 
 
 def window_in(data: bytes, rank: int) -> StepWindow | None:
-    """The window of this rank that was written as ``data``, None where it is none: then no part of it counts."""
+    """The profile window of ``rank`` in serialized ``data``; None where that is none, or a value is out of bounds."""
     try:
         return fitting_window(master_pb2.StepWindow.FromString(data), rank)
     except DecodeError:
@@ -108,7 +108,7 @@ def window_in(data: bytes, rank: int) -> StepWindow | None:
 
 
 def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
-    """The window of this rank that was sent; None where anything in it cannot be."""
+    """The profile window of ``rank`` in a message; None where a value in it is out of bounds."""
     tables = (said.seconds, said.processor_seconds, said.typical)
     numbers: Iterable[float] = (
         *(value for table in tables for value in table.values()),
@@ -131,11 +131,11 @@ def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
 
 
 # --- the newest of what a node has told of its workers, in little memory and little time -----------------------------
-# It is made for every beat of every node: what people are shown is only kept here, as it was sent, and made fit when it
-# is asked for; what is added up over the job is looked at once, here.
+# It is made for every beat of every node: what people are shown is only kept here, as it was sent, and checked when it
+# is asked for; what is added up over the job is checked once, here.
 
 MOST_WORKERS = 64
-"""Of one node; of more than these nothing is kept."""
+"""The most workers of one node; nothing is kept of more."""
 _MOST_WORKER_BYTES = 640  # of a report as it was sent, before it is made fit
 _OF_ITSELF, _OF_A_WORKER = 1600, 140
 _MOST_RATE = 1e15
@@ -146,7 +146,7 @@ _FORWARD, _BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
 _COMMUNICATION, _AGREEMENT, _STEP = int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP)
 _MOST_SUM = 1.1  # of all shares of a worker
 METRICS_OF_A_JOB = tuple(name for name, metric in METRICS.items() if metric.over_ranks == "middle")
-"""The metrics of which the value in the middle of all ranks is that of the job."""
+"""The names of metrics whose median over ranks is the value of the job."""
 
 
 def _in_worker(name: str) -> Callable[[master_pb2.Worker], float]:
@@ -161,41 +161,41 @@ _MIDDLES = tuple(map(_in_worker, METRICS_OF_A_JOB))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeReport:
-    """What a node's workers do, as of ``time``, in seconds since 1970."""
+    """The newest report of one node's workers, as of ``time``, in seconds since 1970."""
 
     time: float
     host: str
     said: tuple[bytes, ...]
-    """What each worker's report was, without its windows."""
+    """Each worker's report as serialized message, without its windows."""
     ranks: tuple[int, ...]
     local_seconds: tuple[float, ...]
-    """What each worker is busy with by itself in a step; 0 where that is not known."""
+    """The local time of each worker: seconds of its own work in a step, without waiting; 0 where not known."""
     num_running: int
     step: int
-    """The furthest; -1 where none is known."""
+    """The last step of any worker of the node; -1 where none is known."""
     step_seconds: float
     middles: tuple[float, ...]
-    """The value of the worker in the middle for each of METRICS_OF_A_JOB; NaN where no worker tells one."""
+    """The median over workers of each of METRICS_OF_A_JOB; NaN where no worker reports it."""
     config_version: int
-    """The newest in force."""
+    """The newest config version in force on any worker of the node."""
     shares: tuple[float, ...]
-    """Sums over workers, by the number of the phase,"""
+    """The shares of time in each phase, by the phase's number, summed over ``num_shared`` workers."""
     num_shared: int
-    """... of which so many told them."""
+    """How many workers have reported shares."""
 
     @property
     def num_bytes(self) -> int:
-        """What is kept of it, about."""
+        """About how much memory the report takes."""
         return _OF_ITSELF + sum(map(len, self.said)) + _OF_A_WORKER * len(self.said)
 
     @property
     def workers(self) -> list[master_pb2.Worker]:
-        """What fits of each worker's report."""
+        """Each worker's report, with the values that are within bounds."""
         return [fitting_worker(master_pb2.Worker.FromString(each)) for each in self.said]
 
 
 def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> NodeReport:
-    """What these workers, whose windows were taken out, say of their node."""
+    """The report of a node from the messages of its workers, without windows; ``time`` in seconds since 1970."""
     said: list[bytes] = []
     ranks: list[int] = []
     local: list[float] = []
@@ -238,21 +238,21 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
 
 
 def _local_seconds(step_seconds: float, row: Sequence[float]) -> float:
-    """What a worker is busy with by itself in a step, by its shares; 0 where that is not known."""
+    """A worker's local time, in seconds of its own work in a step, from its shares; 0 where that is not known."""
     if row[_FORWARD] + row[_BACKWARD] <= 0 or not 0 < step_seconds <= _MOST_RATE:
         return 0.0
     return step_seconds * (1 - (row[_COMMUNICATION] + row[_AGREEMENT] + row[_STEP]) / sum(row[:_NUM_IN_STEPS]))
 
 
 def _middle(values: list[float]) -> float:
-    """The lower median of those that can be; NaN where none can."""
+    """The lower median of the values that are within bounds; NaN where none is."""
     known = sorted(each for each in values if 0 < each <= _MOST_RATE)
     return known[(len(known) - 1) // 2] if known else math.nan
 
 
 # --- which ranks keep the others waiting, by what all nodes tell in their beats: pure, one round after another -------
-# It judges as profile/stragglers.py does, by what each rank is busy with by itself in a step, and in a few numbers for
-# each rank: jobs may have tens of thousands. A *round* is the newest report of every node.
+# It judges as profile/stragglers.py does, by each rank's local time (its own work in a step), and keeps a few numbers
+# for each rank: jobs may have tens of thousands. A *round* is the newest report of every node.
 
 _SLOW = 1.2  # times as long as is usual
 _ROUNDS_IN_A_ROW = 3
@@ -272,11 +272,11 @@ class _NodeRanks:
 
     ranks: tuple[int, ...]
     before: array[float]
-    """What each took in rounds in which it was not slow, the newer ones more than the older; 0 where none is known."""
+    """Each rank's usual local time: a moving mean over rounds in which it was not slow; 0 where none is known."""
     time: float = 0.0
-    """Of the report that was judged last."""
+    """The time of the report that was judged last."""
     num_before: int = 0
-    """Rounds that this was taken from."""
+    """How many rounds ``before`` was taken from."""
 
 
 @dataclass(slots=True)
@@ -289,23 +289,23 @@ class _Suspect:
 
 
 class SlowRanks:
-    """Those of one job."""
+    """Finds the stragglers of one job from the reports of all its nodes, round by round."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _NodeRanks] = {}
         self._suspects: dict[tuple[str, int], _Suspect] = {}
         self._config: object = None
         self.suspected: frozenset[int] = frozenset()
-        """Ranks that may turn out to be."""
+        """Ranks that were slow of late, and may turn out to be stragglers."""
 
     @property
     def named(self) -> tuple[Straggler, ...]:
-        """Who is slow by now, the slowest first."""
+        """The stragglers by now, the slowest first."""
         found = [each.named for each in self._suspects.values() if each.named is not None]
         return tuple(sorted(found, key=lambda each: (each.score, each.rank))[:_MOST_NAMED])
 
     def see(self, reports: Mapping[str, NodeReport], config: object = None) -> None:
-        """A round, under a config that compares with others; a node whose report was seen is not judged again."""
+        """Judge a round: the newest report of each node, where not judged before; another ``config`` begins anew."""
         if config != self._config:
             self._config = config
             self._nodes, self._suspects = {}, {}
@@ -379,7 +379,7 @@ def _is_of(key: tuple[str, int], reports: Mapping[str, NodeReport]) -> bool:
 
 
 def _usual_and_limit(times: list[float]) -> tuple[float, float] | None:
-    """What is usual, and above what a rank is slow, by some of very many; None where nothing is known."""
+    """The median local time and the limit above which a rank is slow, from a sample of ranks; None if none is known."""
     known = sorted(each for each in times[:: -(-len(times) // _MOST_COMPARED) or 1] if each > 0)
     if not known:
         return None
@@ -389,5 +389,5 @@ def _usual_and_limit(times: list[float]) -> tuple[float, float] | None:
 
 
 def _middle_of_ordered(ordered: list[float]) -> float:
-    """The lower median: of two the faster, and where every second rank is slow those that are not."""
+    """The lower median: the faster of two, so that where every second rank is slow the usual time is not a slow one."""
     return ordered[(len(ordered) - 1) // 2]

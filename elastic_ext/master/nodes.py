@@ -46,20 +46,20 @@ _LATE_SHARE = 0.5  # of a lease, after which a node that is not heard of is told
 
 
 class UnknownNode(Exception):
-    """Nothing has been heard of such a node in this incarnation: it has to join."""
+    """No node with this id and incarnation has joined: the agent has to join first."""
 
 
 class Fenced(Exception):
-    """Another agent has taken this node's place."""
+    """A later agent has taken this node's id, and the earlier one is not listened to any more."""
 
 
 class TooMany(Exception):
-    """There are as many nodes as may be."""
+    """As many nodes have joined as a master takes."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Node:
-    """One node. ``Nodes`` writes into it, and nobody else."""
+    """One node as its master knows it: identity, lease, and the config in its file. ``Nodes`` and ``Job`` write it."""
 
     node_id: str
     incarnation: int
@@ -67,28 +67,28 @@ class Node:
     pid: int
     library: str
     started_at: float
-    """Seconds since 1970, by the agent's clock."""
+    """When the agent was started, in seconds since 1970 by the agent's clock."""
     agent_id: str = ""
-    """As the job's agents call it in a membership plan."""
+    """The agent's id in membership plans."""
     seen_at: float
     lease_until: float
     state: NodeState = "live"
     held_version: int = 0
-    """Of the config in its file,"""
+    """The version of the config in the node's file; 0 where there is none."""
     held_digest: str = ""
     num_heard: int = 0
-    """Events that its agent has told of, by the agent's own count."""
+    """The number of the last event heard from the agent, by the agent's own count."""
     refused: tuple[int, str] = (0, "")
-    """Version and digest of the config in its file that was refused here, if any,"""
+    """Version and digest of the last config in the node's file that the master has refused."""
     refusal: str = ""
-    """... and why, as long as it has it."""
+    """Why the config in the node's file is refused; empty where it is not."""
     trouble: str = ""
-    """What its agent has to complain of."""
+    """The trouble that the agent reports, in a sentence; empty where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeChange:
-    """Something that happened to a node, for the journal."""
+    """A change of a node's state (joined, lost, left), for the job's events."""
 
     node_id: str
     kind: Literal["joined", "rejoined", "replaced", "lost", "back", "left"]
@@ -96,7 +96,10 @@ class NodeChange:
 
 
 class Nodes:
-    """All nodes. ``tick`` is called about once in ``tick_seconds``; every call is given the present time."""
+    """All nodes that have joined a job, and their leases.
+
+    ``tick`` is called about once in ``tick_seconds``; calls are given the present time of a monotonic clock.
+    """
 
     def __init__(self, *, lease_seconds: float, tick_seconds: float = 1.0, most_nodes: int = _MOST_NODES) -> None:
         self.lease_seconds = lease_seconds
@@ -118,7 +121,7 @@ class Nodes:
 
     @property
     def present(self) -> Sequence[Node]:
-        """Those that are not gone."""
+        """The nodes that are live or late."""
         return [each for each in self._by_id.values() if each.state in ("live", "late")]
 
     def join(
@@ -133,7 +136,7 @@ class Nodes:
         started_at: float,
         agent_id: str = "",
     ) -> NodeChange:
-        """An agent begins, or begins again. Fenced if a higher incarnation has this place and is there; TooMany."""
+        """Let a node join, or join again. Fenced if a later incarnation of it is present; TooMany."""
         known = self._by_id.get(node_id)
         if known is not None and incarnation < known.incarnation and known.state in ("live", "late"):
             raise Fenced(_fenced(known))
@@ -162,7 +165,7 @@ class Nodes:
         return NodeChange(node_id=node_id, kind="replaced", text=f"node {where} has joined {former}")
 
     def renew(self, now: float, node_id: str, incarnation: int) -> tuple[Node, NodeChange | None]:
-        """A node is heard of, which may be one that was thought lost. UnknownNode, Fenced."""
+        """Renew the lease of a node that is heard of; a change where it was thought lost. UnknownNode, Fenced."""
         node = self._by_id.get(node_id)
         if node is None or incarnation > node.incarnation or node.state == "left":
             raise UnknownNode(f"node {node_id} has not joined; join first")
@@ -178,13 +181,13 @@ class Nodes:
         return node, change
 
     def leave(self, now: float, node_id: str, incarnation: int, reason: str) -> NodeChange:
-        """A node's part is over. UnknownNode, Fenced."""
+        """Note that a node leaves the job. UnknownNode, Fenced."""
         node, _ = self.renew(now, node_id, incarnation)
         node.state = "left"
         return NodeChange(node_id=node_id, kind="left", text=f"node {node_id} has left: {reason or 'no reason given'}")
 
     def tick(self, now: float) -> list[NodeChange]:
-        """Whose lease has run out since the last call; a master that was stopped gives everybody that time again."""
+        """The nodes whose lease has run out since the last call; time that the master was stopped does not count."""
         if self._ticked_at is not None:
             stopped = now - self._ticked_at - 2 * self._tick_seconds
             if stopped > 0:
@@ -205,7 +208,7 @@ class Nodes:
         return changes
 
     def take_forgotten(self) -> list[str]:
-        """Nodes that had been gone for so long that they are remembered no more, since the last call."""
+        """The ids of nodes forgotten since the last call, as they had been gone for long or room was needed."""
         found, self._forgotten = self._forgotten, []
         return found
 
@@ -218,7 +221,7 @@ class Nodes:
             self._forget(node_id)
 
     def _forget_one(self) -> bool:
-        """Make room for another one: of those that are gone the one that has been for longest."""
+        """Make room for another node: forget the one that has been gone longest; whether there was one."""
         gone = [each for each in self._by_id.values() if each.state in ("lost", "left")]
         if not gone:
             return False
@@ -249,15 +252,15 @@ _MOST_SHARES = 10_000
 
 
 class Plans:
-    """The newest plan; None before there is one."""
+    """The newest membership plan of a job, numbered by the master over all starts of the job."""
 
     def __init__(self, stored: str) -> None:
-        """``stored`` is JSON, or empty."""
+        """``stored`` is the newest plan as JSON, or empty."""
         self.newest = MembershipPlan.from_json(stored) if stored else None
         self._told_version = 0  # that the agents have given to it
 
     def take(self, told: wire.Membership, time: float) -> str | None:
-        """What an agent tells of; where that is a new plan, what is to be said of it."""
+        """Take a membership that an agent reports; a sentence for an event where it is a new plan, else None."""
         nodes = tuple(
             NodeShare(
                 node_id=each.node_id[:_MOST_NAME],
@@ -283,7 +286,7 @@ class Plans:
 # --- who may join a job, by what an agent says of itself -------------------------------------------------------------
 
 PROTOCOL = 1
-"""What this version speaks; the only one so far."""
+"""The version of the protocol between agents and masters; the only one so far."""
 MOST_NAME = 256
 MOST_HARDWARE = 256 << 10
 _MOST_AHEAD_SECONDS = 86400.0
@@ -302,7 +305,7 @@ class RequestRefused(Exception):
 def check_join(
     request: wire.JoinRequest, *, job: str, job_id: str, epoch: int, library: str, now_seconds: float
 ) -> None:
-    """Refused where the agent cannot be one of this master's."""
+    """Check a request to join; RequestRefused where the agent cannot be one of this master's job."""
     node = request.node
     if not request.oldest_protocol <= PROTOCOL <= request.protocol:
         spoken = f"{request.oldest_protocol} to {request.protocol}"
@@ -340,6 +343,6 @@ def check_join(
 
 
 def check_job(named: str, job: str) -> None:
-    """Refused where another job is meant than this one."""
+    """Check the job that a request names; RequestRefused where it is another one than the master's."""
     if named and job and named != job:
         raise RequestRefused("other", f"this master is of job {job!r}, not of {named[:MOST_NAME]!r}: look at --master")

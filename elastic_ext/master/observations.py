@@ -1,8 +1,9 @@
-"""Seeing: what all ranks tell of their steps, round by round, as a strategy learns from it. Pure, and bounded.
+"""Measured steps for the tuner: the profile windows of all ranks, gathered round by round into one measurement. Pure,
+and bounded.
 
-A *round* is complete once every rank has told of steps under the same version and revision of the config, in one
+A *round* is complete once every rank has reported steps under the same version and revision of the config, in one
 window or several. A window is of one config from its first step to its last, so that none counts which began before a
-version came into force; nor does one in which workers that are to be there were still on their way, for a while. Of a
+version came into force; nor, for a while, does one in which something, such as data workers, was still starting. Of a
 very large job some ranks are looked at, spread evenly over it.
 """
 
@@ -25,23 +26,23 @@ from .wire import master_pb2
 __all__ = ["Seeing", "seen_of"]
 
 _MOST_RANKS = 1024
-"""That are looked at, about."""
+"""About how many ranks are looked at, at most."""
 _MOST_WINDOWS = 64
-"""Of a rank in one round."""
+"""The most windows of a rank in one round."""
 _MOST_SETTLING = 30
-"""Windows of a rank under one config that do not count since workers are still on their way."""
+"""The most windows of a rank under one config that do not count because data workers are still starting."""
 _MOST_NAMED = 4
 _MOST_TIMES = 3.0
-"""Ranks take their steps together: what they tell of does not differ by more."""
+"""The most by which step times of ranks may differ, as a factor, since ranks take their steps together."""
 _LEAST_STEP_SECONDS = 1e-7
 _HELD_UP = (Phase.CHANGE, Phase.CHECKPOINT, Phase.ROLLED_BACK)
 
 
 class Seeing:
-    """What the ranks of one job tell."""
+    """Gathers the profile windows of a job's ranks into rounds, each of which becomes a MeasuredSteps for the tuner."""
 
     def __init__(self, *, patience_seconds: float) -> None:
-        """A rank is silent that has told nothing for so long after the first one of a round has."""
+        """A rank that has reported nothing ``patience_seconds`` after the first rank of a round counts as silent."""
         self._patience_seconds = patience_seconds
         self._job = 0, 0  # restart, world size
         self._ranks: Sequence[int] = ()
@@ -52,20 +53,20 @@ class Seeing:
         self._began = 0.0
         self._is_silence_told = False
         self.num_windows = 0
-        """That were told of, by all ranks."""
+        """How many windows of this job all ranks together have reported."""
 
     @property
     def num_ranks(self) -> int:
-        """That are looked at."""
+        """How many ranks are looked at."""
         return len(self._ranks)
 
     @property
     def version(self) -> int:
-        """The newest that steps were taken under; 0 before there are any."""
+        """The newest config version under which ranks have reported steps; 0 before there is one."""
         return self._config[0]
 
     def expect(self, restart: int, world_size: int) -> None:
-        """So many ranks train, after so many restarts; nothing happens where that is known."""
+        """Begin anew for the ranks of a restart; a call with the same restart and world size changes nothing."""
         if (restart, world_size) == self._job:
             return
         self._job, self._config = (restart, world_size), (0, 0)
@@ -75,14 +76,17 @@ class Seeing:
         self._begin_round()
 
     def take(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
-        """What a Beat says of some workers; ``now`` is seconds since 1970. Nothing of it is changed."""
+        """Take the windows in a beat's workers, which stay unchanged; ``now`` is in seconds since 1970."""
         for worker in workers:
             if worker.rank in self._ranks:
                 for said in worker.windows[-_MOST_WINDOWS:]:
                     self._take(now, worker.rank, said)
 
     def seen(self, now: float) -> MeasuredSteps | None:
-        """The round that is complete, or will not be as somebody tells nothing or what cannot be: each is told once."""
+        """The measurement of a round that is complete, or cannot be because a rank is silent or broken; else None.
+
+        Each round is given once.
+        """
         num_told = len(self._windows) + len(self._broken)
         is_late = not 0 <= now - self._began <= self._patience_seconds
         if num_told == 0 or (num_told < len(self._ranks) and not is_late):
@@ -134,10 +138,10 @@ def seen_of(
     expected: Collection[int],
     broken: Collection[int] = (),
 ) -> MeasuredSteps:
-    """What these windows say, by rank and of one config, of steps that all ``expected`` ranks took together.
+    """The measurement that ``windows``, by rank and of one config, give of steps that all ``expected`` ranks took.
 
-    The time of a step is the mean over all of them, without what held training up between two: what comes in bursts
-    counts as it is, since samples per second are what is wanted.
+    The time of a step is the mean over all of them, without changes, checkpoints and rollbacks between two: what comes
+    in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks whose windows cannot be.
     """
     steps: dict[int, float] = {}
     weighed: list[Weighed] = []
@@ -179,7 +183,7 @@ def seen_of(
 
 
 def _loading_share(windows: Mapping[int, Sequence[StepWindow]]) -> float | None:
-    """What training threads had of a processor while they waited for samples, usual among ranks."""
+    """The processor share of training threads while they waited for samples, the median of ranks; None if unknown."""
     label, found = Phase.DATA.label, []
     for row in windows.values():
         waited = sum(each.seconds.get(label, 0.0) for each in row)
@@ -189,7 +193,7 @@ def _loading_share(windows: Mapping[int, Sequence[StepWindow]]) -> float | None:
 
 
 def _trouble(steps: Mapping[int, float], missing: Sequence[int], broken: Collection[int]) -> str:
-    """Why nothing is to be decided by these steps, empty where there is no reason."""
+    """Why the tuner must not decide by these steps, in a sentence; empty where it may."""
     told_nothing = [rank for rank in missing if rank not in broken]
     if broken:
         return f"what {_named(sorted(broken))} told of their steps cannot be, such as times that are no numbers"

@@ -1,5 +1,5 @@
-"""A master from start to end: what it is put together from, the thread on which its tuner plans, and freed memory given
-back.
+"""The process of a master from start to end: its parts put together, the thread on which its tuner plans, and the
+return of freed memory to the system.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ _logger = logging.getLogger(__name__)
 
 
 # --- the thread on which a master has its tuner plan, so that those who call meanwhile are answered ------------------
-# It does one thing after another; answers are heard on the event loop, as all else of a master.
+# It does one piece of work after another; results are called on the event loop, as all else of a master.
 
 _Work = Callable[[], Callable[[], None]]
 _CLOSE_SECONDS = 2.0
 
 
 class PlanningThread:
-    """One master's; it begins with the first that is to be done. All its methods are for the thread of the loop."""
+    """The thread on which a master's tuner plans, so that the event loop can go on answering calls.
+
+    It starts with the first work. All its methods are called on the thread of the event loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -55,10 +58,10 @@ class PlanningThread:
         # A daemon: a plan that never ends is no reason for its master not to.
         self._thread = OwnedThread(self._work, name="elastic_ext tuner", wake=partial(self._works.put, None))
         self.answered = asyncio.Event()
-        """Set with each answer; who waits for it clears it."""
+        """Set as each result is called on the loop; who waits for it clears it."""
 
     def run(self, work: _Work) -> None:
-        """Do ``work``, which raises nothing, and call what it gives on the loop; nothing once this is closed."""
+        """Do ``work``, which raises nothing, on the thread, and call its result on the event loop; not once closed."""
         if self._thread.stopping.is_set():
             return
         if not self._thread.is_started:
@@ -66,11 +69,11 @@ class PlanningThread:
         self._works.put(work)
 
     def end(self) -> None:
-        """No answer is heard any more, and nothing else is begun."""
+        """Begin no more work, and call no more results."""
         self._thread.stop()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Wait for what is under way, and leave it to itself if it takes longer."""
+        """Wait up to ``seconds`` for work that is under way; if it takes longer, it is left behind."""
         if not self._thread.close(seconds):
             _logger.warning("the tuner has planned for more than %g s, and the master ends without it", seconds)
 
@@ -97,7 +100,7 @@ _Trim = Callable[[int], int]
 
 
 class Freed:
-    """What one process has freed. ``give_back`` is called as often as one likes, and takes a few milliseconds."""
+    """Returns memory that this process has freed to the system (glibc's malloc_trim), at most every few seconds."""
 
     def __init__(self, *, every_seconds: float = _EVERY_SECONDS) -> None:
         self._every_seconds = every_seconds
@@ -105,7 +108,10 @@ class Freed:
         self._trim = _trim_of_libc()
 
     def give_back(self, now: float) -> None:
-        """Do so, where the last time is some seconds ago; nothing where the C library knows no way."""
+        """Return freed memory if the last time is some seconds before ``now``; does nothing without glibc.
+
+        It takes a few milliseconds, and may be called as often as one likes.
+        """
         if self._trim is not None and now >= self._due_at:
             self._due_at = now + self._every_seconds
             self._trim(0)
@@ -126,14 +132,14 @@ def _trim_of_libc() -> _Trim | None:
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 _MOST_CALLS = 32_768
-"""At once, streams among them: one or two for each agent."""
+"""The most calls at once, streams among them: one or two for each agent."""
 _MOST_PENDING = 4_096
-"""Calls that have come and were not looked at yet, which anybody may make: each holds some ten kilobytes, and what came
-with it. An agent whose call is one too many, as where ten thousand come back at once, calls again a while later."""
+"""The most calls that wait to be looked at, which anybody may make: each holds some ten kilobytes, and what came with
+it. An agent whose call is one too many, as where ten thousand come back at once, calls again a while later."""
 _MOST_METADATA_BYTES = 8 << 10
-"""Of a call: the longest token, and as much again."""
+"""The most metadata of a call: the longest token, and as much again."""
 _MOST_CONNECTIONS = 12_288
-"""Of all nodes that there may be and of others; each holds some fifteen kilobytes, whoever made it."""
+"""The most connections, for all nodes that there may be and others; each holds some fifteen kilobytes."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
@@ -167,9 +173,9 @@ class MasterNotStarted(ElasticError):
 
 
 async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: Made | None = None) -> None:
-    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it.
+    """Run a master until ``has_to_end`` is set. MasterNotStarted; Superseded where another process has become it.
 
-    ``strategy`` is what makes the one that tunes, by default the library's.
+    ``strategy`` makes the tuning strategy, by default the library's.
     """
     token = _token_of(options)
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
@@ -238,7 +244,7 @@ async def _serve(
 async def _listening(
     options: MasterOptions, service: MasterService, health: Health, guard: Guard
 ) -> AsyncIterator[int]:
-    """The server while it answers, as the port it has."""
+    """Run the gRPC server within the context, which gives the port that it listens at."""
     door = Door(guard, open_service=SERVICE)
     server = grpc.aio.server(interceptors=(door,), options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     add_MasterServicer_to_server(service, server)  # type: ignore[no-untyped-call]
@@ -270,7 +276,7 @@ async def _listening(
 async def _metrics(
     options: MasterOptions, job: Job, service: MasterService, guard: Guard, token: str | None
 ) -> AsyncIterator[None]:
-    """What Prometheus asks, while it is answered; nothing where no port is named for it."""
+    """Run the server of metrics for Prometheus within the context, if the options name a port for it."""
     if options.metrics_port is None:
         yield
         return
@@ -302,7 +308,7 @@ async def _metrics(
 
 @contextlib.asynccontextmanager
 async def _writing_decisions(job: Job, service: MasterService, planning: PlanningThread) -> AsyncIterator[None]:
-    """What the tuner decides is written and told of as soon as it is heard; what is being written at the end is."""
+    """Write the tuner's decisions as soon as there are any, within the context; a write that is under way is ended."""
     is_over = False
 
     async def write() -> None:
@@ -327,7 +333,7 @@ async def _writing_decisions(job: Job, service: MasterService, planning: Plannin
 async def _keep_going(
     job: Job, service: MasterService, store: JobStore, executor: Executor, has_to_end: asyncio.Event
 ) -> None:
-    """What is due every second, until the end."""
+    """Do what is due every second (leases, tuner, store, freed memory) until the master ends."""
     freed = Freed()
     while not has_to_end.is_set():
         freed.give_back(asyncio.get_running_loop().time())
@@ -342,7 +348,7 @@ async def _keep_going(
 
 
 async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
-    """Store what has come; where that cannot be now, it is tried again with what comes next. Superseded."""
+    """Store what is new in the job; where that fails, it is stored with what comes next. Raises Superseded."""
     unsaved = job.take_unsaved()
     try:
         await asyncio.get_running_loop().run_in_executor(

@@ -49,8 +49,10 @@ __all__ = [
 
 
 class Allowances:
-    """Each peer may make ``at_once`` calls, and ``per_second`` in the long run. The peers least heard of are forgotten
-    beyond ``most_peers``: they begin anew, which gives them no more than anybody."""
+    """A rate limit for each peer: ``at_once`` calls at once, and ``per_second`` in the long run.
+
+    Beyond ``most_peers`` the peers heard of longest ago are forgotten: they begin anew, as any new peer.
+    """
 
     def __init__(self, *, per_second: float, at_once: float, most_peers: int) -> None:
         self._per_second, self._at_once, self._most_peers = per_second, at_once, most_peers
@@ -74,8 +76,8 @@ class Allowances:
 
 
 # --- who may call, and how often -------------------------------------------------------------------------------------
-# Guard: who may call a master, and how often; Door: what has every call of a server go by that, before any of its
-# message is read. Calls that may not be are answered with a status and a sentence.
+# Guard: who may call a master, and how often; Door: the interceptor that has every call admitted by the guard, before
+# any of its message is read. Calls that are not admitted are answered with a status and a sentence.
 
 _CODES = {
     "fenced": grpc.StatusCode.ABORTED,
@@ -89,7 +91,7 @@ _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
 _MOST_WAITING = 1_024
 _ENDED_PER_SECOND = 200.0
-"""Of those that wait, one after another: who came together would else be ended together, and come again so."""
+"""How many refused calls that wait are ended per second: callers that came together do not come again together."""
 _MOST_BYTES = {
     "Beat": MOST_BEAT_BYTES,
     "Join": MOST_BEAT_BYTES,
@@ -99,15 +101,15 @@ _MOST_BYTES = {
 }
 """The most bytes that a message of these methods may have."""
 _MOST_OTHER_BYTES = 16 << 10
-"""The most bytes that a message of any other method may have that wants the token."""
+"""The most bytes that a message of any other method with a token may have."""
 _MOST_PROBE_BYTES = 256
-"""The most bytes that a message of a method may have that wants no token."""
+"""The most bytes that a message of a method without a token may have."""
 _MOST_READING = 16
-"""Messages that are being read at once, of which each may have the most bytes that there may be; and as many of probes,
-which anybody may make: those must keep no agent waiting."""
+"""How many messages are read at once, each of which may be of the largest size; and as many of health probes, which
+anybody may make and which must not keep agents waiting."""
 _READ_SECONDS = 10.0
 _IPV6_BITS = 64
-"""Of an address, which one host may have all the rest of."""
+"""How many bits of an IPv6 address stand for a host, which may have all addresses with these bits."""
 
 if TYPE_CHECKING:
     Peer = grpc.aio.ServicerContext[Any, Any]
@@ -115,17 +117,17 @@ if TYPE_CHECKING:
 else:
     Peer = grpc.aio.ServicerContext
     _Interceptor = grpc.aio.ServerInterceptor
-"""Who calls, as gRPC gives it to a method."""
+"""The caller of a method, as gRPC's context of the call."""
 
 ANSWERED = (RequestRefused, ConfigError, ValueError, StaleVersion, StoreError)
-"""What may come of a call and is told to who has made it; anything else is a fault of the master."""
+"""The exceptions of a call that are answered to its caller; any other one is a fault of the master."""
 
 
 class CallEnded(Exception):
-    """A call is over, with a status and words for who has made it.
+    """A call ends with a gRPC status and words for its caller.
 
-    It is raised, and said to gRPC in one place, since what gRPC raises to end a call holds itself alive: of those who
-    have no token that would be kilobytes for each call, until somebody looks for garbage.
+    It is raised, and told to gRPC in one place, since the exception that gRPC raises to end a call refers to itself:
+    each call without a token would leave kilobytes until garbage is collected.
     """
 
     def __init__(self, code: grpc.StatusCode, words: str) -> None:
@@ -135,12 +137,12 @@ class CallEnded(Exception):
 
 
 class Guard:
-    """One master's. ``refusals`` counts what was refused, by reason.
+    """Admits calls to a master by their token and their rate; ``refusals`` counts what was refused, by reason.
 
-    A connection may make so many calls, and a host so many connections: else one that makes a connection for each call
-    would have no bound. All nodes that a master takes may come at once through one address, as they do when it is
-    started again, and few of them come anew later on. Who makes more of them is told so after a second, and so is
-    who calls without the token, again and again: most who are answered at once come again at once.
+    Calls are limited for each connection, and new connections for each host, which could else make a connection for
+    each call. All nodes that a master takes may come at once through one address, as when the master is started again;
+    later few of them connect anew. A host with too many new connections, or calls without the token, is refused only
+    after ``wait_seconds``: most callers that are answered at once call again at once.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Guard:
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
-        """Let the call be, or end it: Ended."""
+        """Admit a call, or raise CallEnded."""
         now, name = self._clock(), peer.peer()
         if self._credentials is not None and not self._is_theirs(peer):
             if not self._strangers.take(now, host_of(name)):
@@ -179,13 +181,13 @@ class Guard:
             self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
 
     async def admit_probe(self, peer: Peer) -> None:
-        """Let a call be that needs no token, or end it: Ended."""
+        """Admit a call that needs no token, or raise CallEnded."""
         if not self._probes.take(self._clock(), peer.peer()):
             await self._have_wait()
             self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """End a call by what went wrong with it, in words."""
+        """Raise CallEnded with the status and the words for ``error``; any other error is raised as it is."""
         words = on_one_line(str(error))[:_MOST_WORDS]
         if isinstance(error, RequestRefused):
             self._end(_CODES[error.kind], error.kind, words)
@@ -198,7 +200,7 @@ class Guard:
         raise error
 
     async def _have_wait(self) -> None:
-        """Let some time go by, where not too many wait already."""
+        """Delay the refusal of a call, unless too many calls wait already."""
         if self._num_waiting >= _MOST_WAITING:
             return
         self._num_waiting += 1
@@ -223,14 +225,14 @@ class Guard:
 
 
 class Door(_Interceptor):
-    """Of a server: each call goes by the guard before any of its message is read, and messages are small and few.
+    """The server's interceptor: it has the guard admit each call before the message is read, and limits message sizes.
 
-    To gRPC all calls are such as send a stream of messages, of which it reads none until asked. So what a caller
-    without the token has sent stays in the window of its connection, and is neither put together nor parsed.
+    To gRPC all methods take a stream of messages, of which it reads none until asked. So what a caller without the
+    token has sent stays in the flow-control window of its connection, and is neither assembled nor parsed.
     """
 
     def __init__(self, guard: Guard, *, open_service: str, read_seconds: float = _READ_SECONDS) -> None:
-        """The methods of ``open_service`` want no token."""
+        """``guard`` admits calls; the methods of ``open_service`` need no token."""
         self._guard = guard
         self._open = f"/{open_service}/"
         self._read_seconds = read_seconds
@@ -243,7 +245,7 @@ class Door(_Interceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """How a call is answered."""
+        """The handler of a call's method, behind the guard."""
         method = handler_call_details.method
         found = self._handlers.get(method)
         if found is None:
@@ -286,7 +288,7 @@ class Door(_Interceptor):
     async def _message(
         self, peer: Peer, name: str, most_bytes: int, parse: Callable[[bytes], Any], reading: asyncio.Semaphore
     ) -> Any:
-        """The one message of a call."""
+        """Read the one message of a call; CallEnded where it is late, too large or no such message."""
         async with reading:
             try:
                 data = await asyncio.wait_for(peer.read(), self._read_seconds)
@@ -311,7 +313,7 @@ class Door(_Interceptor):
 
 @contextlib.contextmanager
 def _ending(peer: Peer) -> Iterator[None]:
-    """Where a call that is over is said to be."""
+    """Tell gRPC the status and the words of a CallEnded that is raised within."""
     try:
         yield
     except CallEnded as error:
@@ -320,7 +322,7 @@ def _ending(peer: Peer) -> Iterator[None]:
 
 
 def host_of(peer: str) -> str:
-    """Where a connection comes from: ``ipv4:10.0.0.7:4711`` without its port, and of IPv6 the network of the host."""
+    """The host of a gRPC peer such as ``ipv4:10.0.0.7:4711``: the address without port, of IPv6 its /64 network."""
     kind, _, rest = unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind
@@ -348,17 +350,17 @@ _TOO_MANY_NEW = "too many new connections come from this host: wait a while, and
 _MOST_FOLLOWERS = 64
 _MOST_CHANGES = 1_000
 _MOST_GENERATED = 8
-"""One after another; what is refused may call for the next."""
+"""How many decisions of the tuner are written one after another; a refused one may call for the next."""
 _Result = TypeVar("_Result")
 
 
 def moment() -> Now:
-    """Now."""
+    """The present time, by the monotonic clock and in seconds since 1970."""
     return Now(clock=time.monotonic(), time=time.time())
 
 
 class _StatusOf:
-    """The status of one job."""
+    """The source of a job's status for ``Shown``."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -371,10 +373,10 @@ class _StatusOf:
 
 
 class MasterService(MasterServicer):
-    """The methods of the service Master, under their names there."""
+    """The gRPC service Master: its methods have the names of master.proto, and call ``Job`` and the store."""
 
     def __init__(self, job: Job, store: JobStore, executor: Executor, guard: Guard) -> None:
-        """``executor`` has one thread, the store's."""
+        """``executor`` has the one thread on which ``store`` is called."""
         self._job = job
         self._store = store
         self._executor = executor
@@ -386,7 +388,7 @@ class MasterService(MasterServicer):
         self._pushed = wire.ConfigPush()
         self._num_followers = 0
         self.counts: Counter[str] = Counter()
-        """Of what was answered."""
+        """How many calls and pushes of each kind were answered."""
 
     # ---- agents ----
 
@@ -507,7 +509,7 @@ class MasterService(MasterServicer):
     # ---- how ----
 
     async def tune(self) -> None:
-        """Write what the tuner has decided as versions of the config."""
+        """Store the tuner's decisions that are due as config versions, and tell nodes of them."""
         tuning = self._job.tuning
         if tuning.due is None:
             return
@@ -528,12 +530,12 @@ class MasterService(MasterServicer):
         self.tell_followers()
 
     def tell_followers(self) -> None:
-        """Events have come."""
+        """Wake the calls of ReadEvents that follow, as there are new events."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def end_streams(self) -> None:
-        """The master ends: nobody is told of anything any more."""
+        """End all nodes' streams of configs, as the master ends."""
         self._watchers.end_all()
 
     def _push(self) -> wire.ConfigPush:
@@ -547,6 +549,7 @@ class MasterService(MasterServicer):
         return self._pushed
 
     async def _written(self, make: Callable[[], Page], peer: Peer) -> wire.ConfigWritten:
+        """Store the page that ``make`` gives, enter it into the job, and answer with it."""
         try:
             async with self._writing:
                 before = self._job.book.newest
@@ -562,7 +565,7 @@ class MasterService(MasterServicer):
         )
 
     async def _take(self, page: Page) -> None:
-        """A page of a node's file, unless a newer one has come while others were stored."""
+        """Store and enter a page from a node's file, unless a newer version has come while others were stored."""
         async with self._writing:
             if page.config.version > self._job.book.version:
                 await self._stored(lambda: self._store.enter_page(page))
@@ -578,7 +581,7 @@ class MasterService(MasterServicer):
 
 
 # --- the standard health service of gRPC -----------------------------------------------------------------------------
-# The standard health service of gRPC, as probes ask it: written out here, since its package wants a newer protobuf.
+# It is written out here, since its package needs a newer protobuf.
 #
 # Anybody may ask, without the token: all that is said is whether the master serves.
 
@@ -590,7 +593,7 @@ _FIELD_ONE_TEXT = 0x0A
 
 
 class Health:
-    """Whether this master serves."""
+    """The standard gRPC health service, which says whether this master serves."""
 
     def __init__(self) -> None:
         self._is_serving = True
@@ -599,7 +602,7 @@ class Health:
 
     @property
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """For the server to answer with."""
+        """The gRPC handler of the health service's methods."""
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -609,7 +612,7 @@ class Health:
         )
 
     def end(self) -> None:
-        """It does no more."""
+        """Answer from now on that the master serves no more."""
         self._is_serving = False
         self._has_ended.set()
 
@@ -635,7 +638,7 @@ class Health:
 
 
 def _service_in(request: bytes) -> str | None:
-    """The service that a HealthCheckRequest asks for; None where it is none."""
+    """The service that a serialized HealthCheckRequest asks for; None where ``request`` is none."""
     if not request:
         return ""
     size = request[1] if len(request) > 1 else -1

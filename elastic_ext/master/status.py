@@ -1,4 +1,4 @@
-"""The status that a master shows to people, as messages, made no more often than it can afford."""
+"""The status of a job for people, as messages, made no more often than a master has time for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_EVENTS = 1_000
 
 
 def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobStatus:
-    """The job as it is now."""
+    """The status of a job at ``now``: nodes, config, progress, events, troubles, and what to do."""
     status = wire.JobStatus(
         time=now.time,
         job=job.name,
@@ -57,7 +57,7 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobSt
 
 
 def config_history(book: ConfigBook) -> wire.ConfigHistory:
-    """The versions that are kept."""
+    """The config versions that a master keeps, as a message."""
     return wire.ConfigHistory(
         entries=[
             wire.ConfigEntry(
@@ -74,7 +74,7 @@ def config_history(book: ConfigBook) -> wire.ConfigHistory:
 
 
 def tuning_report(tuning: Tuning, *, most: int = 0, after: int = 0) -> wire.TuningReport:
-    """How the tuner stands, and its decisions after the one of that number, the newest ``most`` of them."""
+    """The state of the tuner and its decisions after number ``after``, the newest ``most`` of them, or all for 0."""
     found = [each for each in tuning.decisions if each.number > after]
     return wire.TuningReport(
         status=_tuning_status(tuning), decisions=[_decision_message(each) for each in found[-most:]]
@@ -82,12 +82,12 @@ def tuning_report(tuning: Tuning, *, most: int = 0, after: int = 0) -> wire.Tuni
 
 
 def event_message(event: EventRecord) -> wire.JobEvent:
-    """An event, as it is sent."""
+    """The protobuf message of an event."""
     return filled(wire.JobEvent(), event)
 
 
 def newest_events(job: Job, wanted: int) -> list[wire.JobEvent]:
-    """So many as a status is asked for; some where it does not say."""
+    """The newest events, ``wanted`` of them, or 20 for 0."""
     return [event_message(each) for each in job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
 
 
@@ -166,17 +166,20 @@ _SHARE = 0.1  # ... and all else in no more than so much of the time
 
 
 class StatusSource(Protocol):
-    """Whoever knows how a job is now."""
+    """The source of a job's present status and events."""
 
     def status(self, request: wire.GetStatusRequest) -> wire.JobStatus:
         """The job's status, made anew."""
 
     def events(self, num: int) -> Sequence[wire.JobEvent]:
-        """The newest events, at most so many."""
+        """The newest events, at most ``num``."""
 
 
 class Shown:
-    """A job's status as people are shown it; ``clock`` never goes back."""
+    """A cache of a job's status for people, so that making it takes at most about a tenth of the master's time.
+
+    ``clock`` is monotonic, in seconds.
+    """
 
     def __init__(self, source: StatusSource, clock: Callable[[], float]) -> None:
         self._source = source
@@ -184,7 +187,7 @@ class Shown:
         self._kept: dict[bool, tuple[float, wire.JobStatus]] = {}  # without workers or with them: until when, and which
 
     def status(self, request: wire.GetStatusRequest) -> wire.JobStatus:
-        """As it is, or as it was when it was made last; events are always the newest."""
+        """The job's status, made anew or the last one that was made; its events are always the newest."""
         now = self._clock()
         until, kept = self._kept.get(request.without_workers, (now, None))
         if kept is not None and now < until:

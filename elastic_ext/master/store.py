@@ -1,4 +1,4 @@
-"""What a master must know again after a restart, in one sqlite file, and what waits to be written there."""
+"""The store of a master's state, which outlives its process, in one sqlite file; and the changes not yet stored."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
 _ADDED = """
 CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
+"""Tables that earlier versions of the library do not know, and leave alone."""
 _STRANGE = """
 SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index') UNION ALL
 SELECT m.name FROM sqlite_master AS m, pragma_table_xinfo(m.name) AS c WHERE m.type = 'table' AND c.hidden <> 0
 """
-"""What has values that are not kept but computed: views, triggers, and generated or hidden columns."""
-"""What earlier versions of the library do not know, and leave alone."""
+"""A query for whatever has values that are computed and not stored: views, triggers, generated or hidden columns."""
 
 
 class StoreError(ElasticError):
-    """What a master keeps cannot be read or written; what was there is as it was."""
+    """The store of a master cannot be read or written; its contents are as they were."""
 
 
 class Superseded(StoreError):
@@ -71,31 +71,33 @@ class Superseded(StoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """What there was as the store was opened."""
+    """The contents of a master's store, as it was opened."""
 
     job: str
-    """Empty before the first agent has said what it is called."""
+    """The name of the job; empty before the first agent has given it."""
     job_id: str
     epoch: int
     pages: tuple[Page, ...]
     events: tuple[EventRecord, ...]
     nodes: tuple[NodeRecord, ...]
     membership: str
-    """JSON; empty where there was none."""
+    """The newest membership plan as JSON; empty where there is none."""
     pairs: str
-    """What pairs of nodes have measured, as JSON; empty where there was none."""
+    """The report of what pairs of nodes have measured, as JSON; empty where there is none."""
     points: tuple[str, ...]
-    """JSON, oldest first."""
+    """The points of the metrics' history as JSON, oldest first."""
     decisions: tuple[Decision, ...] = ()
-    """Of the tuner."""
+    """The decisions of the tuner."""
 
 
 class JobStore:
-    """The store in ``folder``. One thread at a time calls it. What raises StoreError has changed nothing."""
+    """A master's store in ``folder``, for one thread at a time. A call that raises StoreError has changed nothing."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it, or make it. StoreError where that cannot be: another master has it, it is damaged, the disk is
-        full, or it is on storage over a network."""
+        """Open the store, or make it, and begin the next epoch.
+
+        StoreError where another master has it, it is damaged, the disk is full, or it is on network storage.
+        """
         try:
             mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
         except OSError:  # nothing is known of mounts here
@@ -129,11 +131,11 @@ class JobStore:
 
     @property
     def epoch(self) -> int:
-        """Which process this is, of those that have been this job's master."""
+        """The number of this process among those that have been this job's master, from 1."""
         return self._epoch
 
     def read(self) -> Stored:
-        """All that was kept."""
+        """The contents of the store."""
         with self._told("read"):
             meta = dict(self._db.execute("SELECT key, value FROM meta"))
             pages = self._db.execute("SELECT time, author, node_id, restores, text FROM pages ORDER BY version")
@@ -155,7 +157,7 @@ class JobStore:
             )
 
     def enter_page(self, page: Page, decision: Decision | None = None) -> None:
-        """The next version of the config; with the decision that it was written for, if any."""
+        """Store the next config version, with the tuner's decision that it was written for, if any."""
         with self._writing() as db:
             entry = page.entry
             row = (
@@ -186,7 +188,7 @@ class JobStore:
         pairs: str | None = None,
         decisions: Sequence[Decision] = (),
     ) -> None:
-        """What has come since the last call, all of it or nothing."""
+        """Store what is new since the last call, all of it or nothing; None and empty mean unchanged."""
         with self._writing() as db:
             db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?)", [(e.number, e.to_json()) for e in events])
             db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?)", [(n.node_id, n.to_json()) for n in nodes])
@@ -209,13 +211,13 @@ class JobStore:
                 )
 
     def close(self) -> None:
-        """Let go of it: another process may be its master."""
+        """Close the store, and unlock it for another process."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
         os.close(self._lock)
 
     def _begin(self) -> None:
-        """Make what is not there, and begin the next epoch."""
+        """Make tables that are missing, and begin the next epoch; StoreError for a file that no master has written."""
         db = self._db
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
@@ -240,7 +242,7 @@ class JobStore:
         db.execute("COMMIT")
 
     def _check_there(self) -> None:
-        """What is written must be found again: sqlite goes on with a file that was removed as if it were there."""
+        """Check that the file is still there and the same: sqlite would go on writing into one that was removed."""
         there = _file_at(self.path)
         if there == self._file:
             return
@@ -257,7 +259,7 @@ class JobStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction of this epoch."""
+        """A write transaction; Superseded where a later epoch has begun."""
         with self._told("written"):
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -272,6 +274,7 @@ class JobStore:
 
     @contextlib.contextmanager
     def _told(self, done: str) -> Iterator[None]:
+        """Raise StoreError in place of sqlite's errors and of damaged records, as the store is ``done`` ("read")."""
         try:
             yield
         except sqlite3.DatabaseError as error:
@@ -283,7 +286,7 @@ class JobStore:
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
-    """Which file is there; None where there is none."""
+    """The device and inode of the file at ``path``; None where there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -292,7 +295,7 @@ def _file_at(path: Path) -> tuple[int, int] | None:
 
 
 def network_in_words(folder: str, mountinfo: str) -> str | None:
-    """Why a store is not to lie in ``folder``, by the mounts of /proc/self/mountinfo; None where it may."""
+    """Why a store must not be in ``folder``, which is on network storage by ``mountinfo``; None where it may be."""
     mount = mount_of(folder, parse_mounts(mountinfo))
     if mount is None or not is_network(mount.file_system):
         return None
@@ -311,29 +314,28 @@ _AUTHORS: Mapping[str, Author] = {"person": "person", "generated": "generated", 
 
 
 # --- what is to be stored and is not yet -----------------------------------------------------------------------------
-# What of a job is to be stored and is not yet: gathered as it changes, given once, and taken back where it could not
-# be written.
+# Changes are gathered as they come, given once, and taken back where they could not be written.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsaved:
-    """What has come since the store was given something last."""
+    """The changes of a job since the store was last given some; None for a value that has not changed."""
 
     events: Sequence[EventRecord]
     nodes: Sequence[NodeRecord]
     forgotten: Sequence[str]
-    """Nodes that have been gone for long."""
+    """The ids of nodes to remove from the store, which have been gone for long."""
     membership: str | None
     job: str | None
-    """What it is called."""
+    """The name of the job."""
     pairs: str | None
     points: Sequence[tuple[float, str]]
     decisions: Sequence[Decision]
-    """Of the tuner."""
+    """The decisions of the tuner that are new or have changed."""
 
 
 class UnsavedChanges:
-    """What has changed in the parts of one job."""
+    """Gathers what has changed in the parts of one job and is not stored yet."""
 
     def __init__(
         self,
@@ -358,20 +360,20 @@ class UnsavedChanges:
         self._whole: set[Literal["membership", "job", "pairs"]] = set()
 
     def note_node(self, node_id: str) -> None:
-        """Something of a node is other than it was."""
+        """Note that a node has changed."""
         self._changed_nodes.add(node_id)
 
     def note_forgotten(self, node_id: str) -> None:
-        """A node is gone for good."""
+        """Note that a node is gone for good."""
         self._changed_nodes.discard(node_id)
         self._forgotten.append(node_id)
 
     def note(self, what: Literal["membership", "job", "pairs"]) -> None:
-        """There is a new one, to be stored as a whole."""
+        """Note that the membership plan, the job's name or the report of pairs is new, and to be stored as a whole."""
         self._whole.add(what)
 
     def take(self, job: str) -> Unsaved:
-        """What is to be stored; it is given once. ``job`` is what the job is called now."""
+        """The changes that are to be stored, each given once; ``job`` is the present name of the job."""
         nodes = [self._record(node) for each in self._changed_nodes if (node := self._nodes.get(each)) is not None]
         self._changed_nodes.clear()
         forgotten = [each for each in self._forgotten if self._nodes.get(each) is None]  # others have come back since
@@ -392,7 +394,7 @@ class UnsavedChanges:
         )
 
     def give_back(self, unsaved: Unsaved) -> None:
-        """It could not be stored, and is given again."""
+        """Take back changes that could not be stored; ``take`` gives them again."""
         self._log.give_back(unsaved.events)
         self._tuning.give_back(unsaved.decisions)
         self._forgotten += unsaved.forgotten

@@ -1,4 +1,4 @@
-"""A job's tuner as its master runs it: what the tuner hears, which decisions become configs, and their sentences."""
+"""A job's tuner as its master runs it: what is passed to it, which of its decisions become configs, and their words."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _logger = logging.getLogger(__name__)
 # --- what a tuner has decided, in words for people: in events, and in `elastic-ext tuning log` -----------------------
 
 Mode = Literal["off", "advise", "auto"]
-"""What a tuner may do."""
+"""What a tuner may do: nothing, decide and only say so, or decide and change the config."""
 _MOST_VALUE = 60
 
 
 def event_text(decision: Decision) -> str:
-    """All of it on a line."""
+    """A decision of the tuner on one line: its number, kind, outcome, changes, reason and rates."""
     parts = [f"decision {decision.number} ({decision.kind})"]
     if decision.outcome:
         parts[0] += f" is {decision.outcome}"
@@ -70,21 +70,21 @@ def event_text(decision: Decision) -> str:
 
 
 def changes_in_words(changes: Mapping[str, Any]) -> str:
-    """What is set to what."""
+    """The changes of a decision in words, as KEY=VALUE."""
     return ", ".join(
         f"{path} as at the start" if value is None else f"{path}={_value(value)}" for path, value in changes.items()
     )
 
 
 def rates_in_words(decision: Decision) -> str:
-    """What was expected and what came of it; empty where nothing of that is known."""
+    """The rates before a decision, predicted and measured, in words; empty where none is known."""
     return ", ".join(rates_of(decision.before, decision.predicted, decision.measured, decision.predicted_bytes))
 
 
 def rates_of(
     before: float | None, predicted: float | None, measured: float | None, predicted_bytes: int | None
 ) -> Iterator[str]:
-    """Each of those that are known."""
+    """Each known rate (samples per second), and the predicted peak of memory, in words."""
     rates = {"before": before, "predicted": predicted, "measured": measured}
     for word, rate in rates.items():
         if rate is not None:
@@ -98,12 +98,12 @@ def _value(value: Any) -> str:
 
 
 # --- one question after another, never two at once -------------------------------------------------------------------
-# Asking: what decides for a job is asked one thing after another, in the order in which things come, and never two at
-# once.
+# A *question* is one call of the tuning strategy (StrategyQueue); questions are asked in the order in which they come,
+# and never two at once.
 #
-# What it plans may take a part of a second, in which a master has others to answer. So that each question is handed to
-# whoever runs it, and the next one waits until its answer is there. Questions and answers come and go on one thread,
-# the master's; only what decides is used elsewhere. It does no I/O and reads no clock.
+# An answer may take a part of a second, in which a master has others to serve. So each question is handed to ``Run``,
+# which may use another thread, and the next one waits until the answer is there. Questions and answers come and go on
+# the master's thread; only the strategy is used elsewhere. It does no I/O and reads no clock.
 
 
 class StrategyStanding(Protocol):
@@ -118,7 +118,10 @@ class StrategyStanding(Protocol):
 
 
 class Strategy(Protocol):
-    """What decides. It gives decisions that are new, or that have changed under the same number."""
+    """A tuning strategy: it is told of the job and decides.
+
+    Methods give decisions that are new, or have changed under the same number.
+    """
 
     def take_facts(self, now: float, facts: JobFacts) -> list[Decision]: ...
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]: ...
@@ -136,47 +139,51 @@ class Strategy(Protocol):
 Made = Callable[[Mode, Sequence[Decision]], Strategy]
 Ask = Callable[[Strategy], Sequence[Decision]]
 Kind = Literal["facts", "seen", "tick", "other"]
-"""What is told: where much of it waits, the newest of its kind will do, but for what is other."""
+"""The kind of a question: of too many that wait, the oldest of their kind are left out, but for "other"."""
 Run = Callable[[Callable[[], Callable[[], None]]], None]
-"""Has something done, wherever that is, and then calls what it gives, where ``Run`` was called from."""
+"""Runs a piece of work, on whichever thread, and then calls its result on the thread that ``Run`` was called on."""
 
 MOST_WAITING: Mapping[Kind, int] = {"facts": 16, "seen": 16, "tick": 1}
-"""The oldest of more is left out: of what has not answered for so long nothing is learned any more."""
+"""How many questions of a kind may wait; the oldest of more are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
+    """One call of the strategy that waits for its turn."""
+
     now: float
     kind: Kind
     ask: Ask
     life: int
-    """Which strategy is asked: they are numbered."""
+    """The number of the strategy that is asked."""
     make: Callable[[Sequence[Decision]], Strategy] | None = None
-    """It is made first."""
+    """Makes the strategy before it is asked; None where it is made already."""
 
 
 def at_once(work: Callable[[], Callable[[], None]]) -> None:
-    """Runs it right here."""
+    """A ``Run`` that does the work at once, on the caller's thread."""
     work()()
 
 
 class StrategyOwner(Protocol):
-    """Whoever a strategy decides for. Times are seconds since 1970."""
+    """The owner of a strategy's queue, which takes its decisions. Times are seconds since 1970."""
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """All that was decided so far."""
+        """All decisions so far."""
 
     def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
-        """Hear of what was decided."""
+        """Take the strategy's new or changed decisions."""
 
     def take_failure(self, now: float, error: Exception) -> None:
-        """Hear that the strategy has failed, which has ended then."""
+        """Take the error with which the strategy has failed; it is asked no more."""
 
 
 class StrategyQueue:
-    """The questions that one job's tuning strategy is asked, one after another, off the event loop. Times are seconds
-    since 1970."""
+    """The queue of questions to a job's tuning strategy, asked one after another, where ``run`` runs them.
+
+    Times are seconds since 1970.
+    """
 
     def __init__(self, run: Run, owner: StrategyOwner) -> None:
         self._run = run
@@ -187,33 +194,33 @@ class StrategyQueue:
         self._strategy: Strategy | None = None  # for what runs alone, while something does
         self.has_begun = False
         self.standing: StrategyStanding | None = None
-        """As it was with its newest answer."""
+        """The strategy's state as of its newest answer; None before the first."""
 
     def begin(self, now: float, make: Callable[[Sequence[Decision]], Strategy], ask: Ask) -> None:
-        """Have a strategy, made of what is decided by then, and ask it something at once."""
+        """Make a strategy from the decisions known by then, and ask it ``ask`` first."""
         self._life += 1
         self.has_begun, self.standing = True, None
         self._add(_Question(now, "other", ask, self._life, make))
 
     def ask(self, now: float, ask: Ask, kind: Kind = "other") -> None:
-        """Tell it something, once all is answered that was asked before."""
+        """Ask the strategy something, once all earlier questions are answered."""
         assert self.has_begun, "nobody is there to be asked"
         self._leave_out(kind)
         self._add(_Question(now, kind, ask, self._life))
 
     def after(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once all is answered that was asked before; at once where nothing is asked."""
+        """Call ``then`` once all earlier questions are answered; at once where none waits."""
         self._add(then)
 
     def end(self) -> None:
-        """It is asked nothing any more; what it was asked before it still answers."""
+        """End the strategy: it still answers earlier questions, and is asked nothing new."""
         self.has_begun, self.standing = False, None
         self._go_on()
 
     # ---- how ----
 
     def _leave_out(self, kind: Kind) -> None:
-        """Make room for one more of that kind."""
+        """Leave out the oldest waiting questions of a kind, to make room for one more."""
         most = MOST_WAITING.get(kind)
         if most is None:
             return
@@ -226,7 +233,7 @@ class StrategyQueue:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Hand out what is next, unless something is under way."""
+        """Run the next question, unless one is being answered."""
         while self._waiting and not self._is_busy:
             what = self._waiting.popleft()
             if not isinstance(what, _Question):
@@ -239,7 +246,7 @@ class StrategyQueue:
             self._strategy = None
 
     def _answer(self, question: _Question, known: Sequence[Decision]) -> Callable[[], None]:
-        """Where it is run: what is to be done with the answer."""
+        """Ask the strategy, on the thread of ``Run``; gives what to call with the answer on the master's thread."""
         try:
             if question.make is not None:
                 self._strategy = question.make(known)
@@ -257,7 +264,7 @@ class StrategyQueue:
         self._go_on()
 
     def _take_failure(self, question: _Question, error: Exception) -> None:
-        """It is not asked again, whatever waits for it."""
+        """Log the failure of a strategy, and drop all questions that wait for it."""
         self._is_busy = False
         _logger.error("the tuner has failed", exc_info=error)
         left = [each for each in self._waiting if not isinstance(each, _Question) or each.life != question.life]
@@ -273,32 +280,32 @@ class StrategyQueue:
 
 # --- a job's tuner as its master has it: told what the job tells, asked by people, heard in what it decides ----------
 # What is decided, and why, is up to the strategy. Here is what surrounds it: what it is to hear of what comes over the
-# wire, which of its decisions become versions of the config, what is kept of them, and that it never stands in the
-# master's way: it is asked one thing after another (Asking), and what it answers is taken whenever that comes. It does
-# no I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
+# wire, which of its decisions become versions of the config, what is kept of them, and that it never holds up the
+# master: it is asked one thing after another (StrategyQueue), and its answers are taken whenever they come. It does no
+# I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
 
 Action = Literal["pause", "resume", "undo"]
 
 MOST_DECISIONS = 1_000
-"""That are kept."""
+"""How many decisions are kept."""
 _PATIENCE_SECONDS = 30.0
 _PROBE_BEAT_SECONDS = 0.5
 _MOST_NODES = 32
-"""Of a job whose nodes may be asked to tell more often."""
+"""The most nodes of a job whose nodes are asked for more frequent beats while the tuner probes."""
 _LEAST_SECONDS = 20.0
 _LEAST_WINDOWS = 4
-"""Of each rank, under an earlier version, before a version that all nodes hold counts as refused."""
+"""How many windows each rank must report under an earlier version before one that all nodes hold counts as refused."""
 _SILENT = "nothing is known of what can be changed in this job: its rank 0 has told nothing of that yet"
 _OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
 
 
 Tell = Callable[[float, str, str], object]
-"""An event: when, of which kind, in which words."""
+"""Writes an event: its time (seconds since 1970), its kind, and its text."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A version that was written and is not known to be in force."""
+    """A config version that was written for a decision and is not yet known to be in force."""
 
     number: int
     version: int
@@ -307,7 +314,10 @@ class _Open:
 
 
 class Tuning:
-    """The tuner of one job. Times are seconds since 1970."""
+    """A job's tuner as its master runs it: it passes news to the strategy and keeps its decisions.
+
+    Times are seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -319,9 +329,9 @@ class Tuning:
         make: Made | None = None,
         run: Run = at_once,
     ) -> None:
-        """``mode`` is the one where the config names none; ``slow`` says who keeps the others waiting, in a sentence.
+        """``mode`` counts where the config names none; ``tell`` writes an event; ``slow`` names a straggler in words.
 
-        ``make`` is what makes a strategy, by default the library's, and ``run`` has it plan where it may take its time.
+        ``make`` makes a strategy, by default the library's, and ``run`` runs its planning, such as on another thread.
         """
         self._given = mode
         self._mode: Mode = mode
@@ -343,27 +353,27 @@ class Tuning:
 
     @property
     def mode(self) -> Mode:
-        """What it may do: by the newest config, or else as it was told at the start."""
+        """What the tuner may do: by the newest config, or else by the master's options."""
         return self._mode
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """Those that are kept, the oldest first."""
+        """The tuner's decisions that are kept, oldest first."""
         return [self._decisions[number] for number in sorted(self._decisions)]
 
     @property
     def due(self) -> Decision | None:
-        """The one that is to be written as the next version of the config, if any."""
+        """The decision that is to be written as the next config version; None where there is none."""
         return self._decisions[self._due[0]] if self._due else None
 
     def beat_seconds(self, usual: float, num_nodes: int) -> float:
-        """How often nodes should be heard of: more often while something is tried, if there are few."""
+        """The seconds between two beats of a node: fewer than ``usual`` while the tuner probes, if nodes are few."""
         standing = self._asking.standing
         is_trying = standing is not None and standing.stand == "probing"
         return min(usual, _PROBE_BEAT_SECONDS) if is_trying and num_nodes <= _MOST_NODES else usual
 
     def standing(self) -> tuple[str, str, float | None]:
-        """How it stands: a word, a sentence, and the best rate so far."""
+        """The tuner's state: a word, a sentence, and the best rate so far in samples per second (None if unknown)."""
         if self._failure:
             return "failed", self._failure, None
         if self._mode == "off":
@@ -378,7 +388,7 @@ class Tuning:
     # ---- what it is told ----
 
     def take_facts(self, now: float, text: str) -> None:
-        """What rank 0 says of the job, as it came over the wire."""
+        """Take the job's facts from rank 0, as JSON that has come over the wire; facts that cannot be are an event."""
         try:
             facts = facts_told(text)
         except ValueError as error:
@@ -392,7 +402,7 @@ class Tuning:
         self._ask(now, lambda strategy: strategy.take_facts(now, facts), kind="facts")
 
     def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
-        """What a node says of its workers, with the windows that they told of since."""
+        """Take the workers of a node's beat, with their profile windows."""
         if not self._asking.has_begun or not any(each.windows for each in workers):
             return
         self._seeing.take(now, workers)
@@ -400,7 +410,7 @@ class Tuning:
         self._see(now)
 
     def take_config(self, now: float, config: ElasticConfig, author: Author, *, number: int | None = None) -> None:
-        """A version that nodes are to have from now on; of the decision of that number, if it was written for one."""
+        """Take a new config version of the job; ``number`` is the decision that it was written for, if any."""
         if number in self._due:
             self._due.remove(number)
         if number is None:  # what was to be written was made from an older one
@@ -429,20 +439,20 @@ class Tuning:
             self._ask(now, lambda strategy: strategy.take_facts(now, facts))
 
     def refuse_version(self, now: float, version: int, why: str) -> None:
-        """Ranks do not take a version."""
+        """Note that ranks refuse a config version; the strategy hears of it if the version was written for it."""
         opened = self._open
         if opened is not None and opened.version == version:
             self._open = None
             self._ask(now, lambda strategy: strategy.refused(now, opened.number, why))
 
     def refuse_due(self, now: float, number: int, why: str) -> None:
-        """A decision that was ``due`` could not be written."""
+        """Note that a decision that was ``due`` could not be written as a config version."""
         if number in self._due:
             self._due.remove(number)
         self._ask(now, lambda strategy: strategy.refused(now, number, why))
 
     def tick(self, now: float, *, is_held: bool) -> None:
-        """About a second has passed; ``is_held`` says whether all nodes have the newest version in their files."""
+        """Do what is due about once a second; ``is_held`` says whether all nodes hold the newest config version."""
         if not self._asking.has_begun:
             return
         if self._open is not None and is_held and self._open.held_at is None:
@@ -452,7 +462,7 @@ class Tuning:
         self._ask(now, lambda strategy: strategy.tick(now), kind="tick")
 
     def control(self, now: float, action: str, reason: str) -> None:
-        """What a person asks of it; Refused where that cannot be."""
+        """Do what a person asks of the tuner: pause, resume or undo. RequestRefused where that cannot be."""
         if action not in get_args(Action):
             raise RequestRefused("invalid", f"action is {action[:60]!r}; allowed: {', '.join(get_args(Action))}")
         if self._mode == "off":
@@ -469,27 +479,27 @@ class Tuning:
             self._ask(now, lambda strategy: strategy.undo(now))
 
     def after(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once the strategy has answered all that it was told so far."""
+        """Call ``then`` once the strategy has answered all that it was asked so far."""
         self._asking.after(then)
 
     # ---- for the store ----
 
     def take_unsaved(self) -> list[Decision]:
-        """Decisions that are to be stored; each is given once as it is."""
+        """Decisions that are new or changed, for the store; each is given once for each change."""
         found = [self._decisions[number] for number in sorted(self._unsaved) if number in self._decisions]
         self._unsaved.clear()
         return found
 
     def give_back(self, decisions: Sequence[Decision]) -> None:
-        """They could not be stored, and are given again."""
+        """Take back decisions that could not be stored; ``take_unsaved`` gives them again."""
         self._unsaved.update(each.number for each in decisions)
 
     # ---- how ----
 
     def _ask(self, now: float, ask: Ask, *, kind: Kind = "other", begins: bool = False) -> None:
-        """Tell the strategy something; one that has failed is not asked any more.
+        """Ask the strategy something, unless the tuner is off or the strategy has failed.
 
-        It is made once there are facts for it, or where somebody ``begins`` it, of what was decided before.
+        The strategy is made once there are facts of the job, or with ``begins``, from the decisions made before.
         """
         if self._mode == "off" or self._failure:
             return
@@ -503,12 +513,13 @@ class Tuning:
             asking.ask(now, ask, kind)
 
     def take_failure(self, now: float, error: Exception) -> None:
-        """The strategy has failed, and decides nothing any more."""
+        """Note that the strategy has failed with ``error``, and decides nothing any more."""
         self._due.clear()
         self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
         self._tell(now, "tuning-failed", self._failure)
 
     def _see(self, now: float) -> None:
+        """Pass a round of measured steps to the strategy, if one is complete."""
         found = self._seeing.seen(now)
         if found is not None:
             seen = replace(found, slow_rank=self._slow())
@@ -532,7 +543,7 @@ class Tuning:
             del self._decisions[number]
 
     def _may_write(self, decision: Decision) -> bool:
-        """What is taken back is taken back by whoever has stopped the tuner, too."""
+        """Whether a decision may become a config version: in mode auto, or as an undo in any mode."""
         return self._mode == "auto" or decision.kind == "undo"
 
     def _note_written(self, number: int, version: int) -> None:
@@ -547,7 +558,7 @@ class Tuning:
             self._ask(now, lambda strategy, number=number: strategy.refused(now, number, why))  # type: ignore[misc]
 
     def _look_at_open(self, now: float) -> None:
-        """See whether ranks train under what was written last; where they do not in a good while, they refuse it."""
+        """Look whether ranks train under the version written last; if they do not for a while, it counts as refused."""
         opened = self._open
         if opened is None:
             return
@@ -562,9 +573,10 @@ class Tuning:
 
 
 def check_decision(decision: Decision, newest: Page | None, *, step: int) -> None:
-    """Late or Refused where a decision must not become the version after ``newest``, whatever has decided it.
+    """Check that a decision may become the version after ``newest``, whichever strategy has made it.
 
-    The size of steps is among its keys where a person lets them grow; one that was tried is always taken back.
+    RequestRefused where it changes a key that is not the tuner's; StaleVersion where ``newest`` is still to come into
+    force. The batch size is a key for a probe, where a person lets it grow, and for an undo.
     """
     is_let_grow = newest is not None and is_asked_for(newest.config.tuning)
     is_size_its_own = decision.kind == "undo" or (decision.kind == "probe" and is_let_grow)
@@ -580,13 +592,13 @@ def check_decision(decision: Decision, newest: Page | None, *, step: int) -> Non
 
 
 def is_to_come(newest: Page | None, *, step: int) -> bool:
-    """Whether the newest version is for a later step: what was decided waits for that."""
+    """Whether the newest config version comes into force at a later step; decisions wait for that."""
     begins = None if newest is None else newest.config.apply_at_step
     return begins is not None and step < begins
 
 
 def mode_in(config: ElasticConfig, given: Mode) -> Mode:
-    """What the tuner may do under ``config``; ``given`` is what counts where that says nothing."""
+    """What the tuner may do under ``config``; ``given`` counts where the config does not say."""
     return _MODES.get(config.tuning.mode or given, given)
 
 

@@ -1,1 +1,1 @@
-"""What an agent exchanges with a master, and which master that is."""
+"""The agent's side of its exchange with a master: the link, the messages, and the choice of a master."""

@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _PORT_FILE, _TOKEN_FILE, _STATE_FOLDER, _LOG_FILE = "master.port", "master.token", "master", "master.log"
 _MOST_STARTS = 10
-"""Of such that did not last long, one after another."""
+"""The most starts of the master, one after another, that did not last ``_STEADY_SECONDS``."""
 _STEADY_SECONDS = 60.0
 _END_SECONDS = 3.0
 _BEAT_SECONDS = 2  # of one node, which costs nothing
@@ -50,7 +50,7 @@ _MOST_WORDS = 300
 
 
 class OwnMaster:
-    """The master of one agent's job; the agent's link with it is the one that asks, on its thread."""
+    """A master that an agent starts as a process beside it, and starts again should it die; for the link's thread."""
 
     is_own = True
 
@@ -79,7 +79,7 @@ class OwnMaster:
         self._has_given_up = False
 
     def find(self) -> FoundMaster | None:
-        """Where it is; it is started where it is not there."""
+        """Where the master is, which is started if it does not run; None until it listens, or once it is given up."""
         if self._has_given_up:
             return None
         if self._process is None:
@@ -96,7 +96,7 @@ class OwnMaster:
         return FoundMaster(place=place, pid=self._process.pid)
 
     def close(self) -> None:
-        """End it."""
+        """End the master's process, and remove the files by which it is found."""
         self._has_given_up = True
         self._let_go()
         process, self._process = self._process, None
@@ -152,7 +152,7 @@ class OwnMaster:
         ]
 
     def _port(self) -> int | None:
-        """At which it listens, once it does."""
+        """The port at which the master listens; None until it does."""
         try:
             text = read_at_most(self._run_dir / _PORT_FILE, _MOST_PORT_BYTES).decode("ascii", "replace")
         except OSError:
@@ -197,7 +197,7 @@ class OwnMaster:
 
 
 def _ensure_token(path: Path) -> None:
-    """Have a token there: the one that the job has had before, or a new one."""
+    """Make a token in ``path`` unless there is a valid one, such as that of an earlier master of the job."""
     try:
         read_token(path)
     except ValueError as error:
@@ -217,7 +217,7 @@ _FIRST_SECONDS, _MOST_SECONDS = 0.2, 30.0
 
 
 def master_choice(options: argparse.Namespace) -> MasterChoice:
-    """What ``options`` ask for; ValueError for an address, a token or a certificate that cannot be used."""
+    """The master that the command line asks for; ValueError for an address, token or certificate of no use."""
     if options.master is None:
         _check_alone(options)
         return "own" if options.standalone else "none"
@@ -240,7 +240,7 @@ def master_choice(options: argparse.Namespace) -> MasterChoice:
 
 
 def _check_alone(options: argparse.Namespace) -> None:
-    """What is of a master that is named, and none is: somebody believes that this job has one, or is encrypted."""
+    """Refuse options of a named master where none is named: ValueError, as the user believes that there is one."""
     given = {"--token-file": options.token_file, "--master-ca": options.master_ca}
     names = [name for name, value in given.items() if value is not None]
     if names:
@@ -285,7 +285,7 @@ def link_with(
     started_at: float,
     tuning: Mode = "advise",
 ) -> MasterLink | None:
-    """The link of an agent that begins now; None where there is to be no master. ``tuning`` is for its own."""
+    """The link of an agent to its master, not started; None without a master. ``tuning`` is for the agent's own one."""
     if choice == "none":
         return None
     job = on_one_line(job)[:_MOST_NAME].encode(errors="replace").decode()  # as masters know it

@@ -1,5 +1,5 @@
-"""Who a node is to a master, the same name each time an agent starts in the same place and a higher number each time;
-and which master it has met."""
+"""A node's identity to a master: an id that stays the same for a run directory, and an incarnation that rises with each
+start of an agent there; and the identity of the master that the agent has met."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 1 << 63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSelf:
-    """What an agent says of itself when it joins."""
+    """A node's identity, as its agent gives it to the master when it joins."""
 
     node_id: str
     incarnation: int
@@ -37,18 +37,18 @@ class NodeSelf:
     started_at: float
     job: str
     agent_id: str = ""
-    """What the other agents of its job call it, another name at each start."""
+    """The agent's id in membership plans, which is new at each start."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Acquaintance:
-    """Which master an agent has met, so that another one in its place is not taken for it."""
+    """The job id and epoch of the master that an agent has met, by which it recognises another or an older one."""
 
     job_id: str = ""
     epoch: int = 0
 
     def check(self, epoch: int, job_id: str = "") -> None:
-        """MasterAbsent where somebody else has answered; else that is what is known from now on."""
+        """Check the epoch and job id in an answer, and remember them; MasterAbsent for another or an older master."""
         if job_id and self.job_id and job_id != self.job_id:
             raise MasterAbsent(f"the master of another job answers there (id {job_id[:80]}, not {self.job_id[:80]})")
         if epoch < self.epoch:
@@ -57,20 +57,20 @@ class Acquaintance:
 
 
 def node_id_of(run_dir: Path, host: str) -> str:
-    """The name of the node that has this run directory, on this machine.
+    """The id of the node that has this run directory on this machine; the same at each start of an agent.
 
-    Containers may have host name and path in common, so that a part of it is chance, which is kept in the directory. A
-    directory that is shared has one agent at a time, and is one place; one that was copied is another, although what
-    is kept in it was copied too. Where nothing can be kept, each start is a place of its own.
+    Containers may share host name and path, so that a part of the id is random and kept in the directory. A shared
+    directory has one agent at a time, and is one node; a copied one is another, although the random part was copied
+    too. Where nothing can be kept, each start is a node of its own.
     """
     place = f"{os.path.realpath(run_dir)}\n{_chance_in(run_dir)}"
     return f"{host}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
 def next_incarnation(run_dir: Path, *, now_ns: int) -> int:
-    """A number above those of all agents that have had this run directory before, whatever the clock says.
+    """The incarnation of an agent that starts: above those of all earlier agents in this run directory.
 
-    It is kept there; where that cannot be done, the clock alone has to tell them apart.
+    It is kept there, so that a clock put back does no harm; where it cannot be kept it is the clock, in nanoseconds.
     """
     path = run_dir / INCARNATION_FILE
     found = max(now_ns, _kept(path) + 1)
@@ -82,7 +82,7 @@ def next_incarnation(run_dir: Path, *, now_ns: int) -> int:
 
 
 def _chance_in(run_dir: Path) -> str:
-    """What tells this directory from all others of its path; made where there is none of it yet."""
+    """The random part of a node's id, kept in its run directory; made anew where there is none, or it was copied."""
     path = run_dir / PLACE_FILE
     try:
         inode = str(run_dir.stat().st_ino)  # a copy has another one
@@ -102,6 +102,7 @@ def _chance_in(run_dir: Path) -> str:
 
 
 def _kept(path: Path) -> int:
+    """The incarnation that is kept in ``path``; 0 where there is none."""
     try:
         text = read_at_most(path, _MOST_CHARACTERS).decode("ascii", "replace").strip()
     except OSError:

@@ -46,7 +46,7 @@ _GOES_ON = "training goes on"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkNews:
-    """A line for the journal."""
+    """A change of the link between an agent and its master, as an event for the journal."""
 
     kind: str
     text: str
@@ -54,7 +54,7 @@ class LinkNews:
 
 
 class LinkStory:
-    """What has happened between an agent and its master so far."""
+    """The state of the link between an agent and its master, which says what change is news for the journal."""
 
     def __init__(self) -> None:
         self._state: LinkState | None = None
@@ -63,7 +63,7 @@ class LinkStory:
         self._since = 0.0
 
     def see(self, state: LinkState, words: str, *, now: float) -> LinkNews | None:
-        """How it stands at ``now``, for the reason in ``words``; None where that was told before."""
+        """Note the link's ``state`` and its reason in ``words``; the news in that, None where it was told before."""
         if state == self._state != "refused":
             return None
         was_away = self._has_met and self._state != "joined"
@@ -113,28 +113,28 @@ _HANG_UP_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundMaster:
-    """Where a master is to be asked."""
+    """The address and credentials of a master that was found."""
 
     place: MasterPlace
     pid: int = 0
-    """Where this agent has started it; else 0."""
+    """The master's process where this agent has started it; else 0."""
 
 
 class MasterFinder(Protocol):
-    """What knows where the master is; used by the link's thread alone."""
+    """Finds the master for an agent's link; used by the link's thread alone."""
 
     is_own: bool
-    """Whether the agent starts it, so that there is nothing to wait for before workers are."""
+    """Whether the agent starts the master itself; then workers need not wait for the master's first word."""
 
     def find(self) -> FoundMaster | None:
-        """Where it is now; None where it is still coming up, and is asked for again at once."""
+        """Where the master is now; None while it is not up, and the link then asks again soon."""
 
     def close(self) -> None:
-        """It is needed no more."""
+        """End a master that this has started; called as the link closes."""
 
 
 class GivenMaster:
-    """One whose place somebody has named."""
+    """The finder of a master whose address the user has named."""
 
     is_own = False
 
@@ -149,7 +149,10 @@ class GivenMaster:
 
 
 class MasterLink:
-    """The link of one agent, from ``start`` to ``close``."""
+    """An agent's link to its master: a thread that finds the master, speaks with it, and reconnects.
+
+    It lasts from ``start`` to ``close``. Training never waits for it.
+    """
 
     def __init__(
         self, run_dir: Path, node: NodeSelf, finder: MasterFinder, tuner: ConfigTuner, journal: Journal
@@ -176,26 +179,26 @@ class MasterLink:
         self._session: MasterSession | None = None
 
     def start(self) -> None:
-        """Look for the master."""
+        """Start the thread that looks for the master and speaks with it."""
         self._rank_events.skip()
         self._journal.listen(self._note)
         self._thread.start()
 
     def begin_configs(self) -> None:
-        """Nodes have met: from now on this node's config is the job's, and newer ones of the master are taken."""
+        """Begin to exchange configs with the master; called once nodes have met and this node has the job's config."""
         if not self._config.is_in_use:
             self._config.begin()
             self.hurry()
 
     def refusal_within(self, seconds: float) -> str | None:
-        """Why the master does not want this node, if it says so to the first word in that time."""
+        """Why the master refuses this node, if it does so at the first contact within ``seconds``; else None."""
         if self._finder.is_own:
             return None
         self._answered.wait(seconds)
         return self._refusal
 
     def close(self, reason: str) -> None:
-        """Tell the master that this node leaves, and why, as far as it listens; soon over in any case."""
+        """Tell the master that this node leaves, and why, if it answers; this takes a few seconds at most."""
         self._reason = reason
         if not self._thread.close(_END_SECONDS) and (client := self._client) is not None:
             client.close()
@@ -218,7 +221,7 @@ class MasterLink:
             self._answered.set()
 
     def _try_once(self, report: NodeReporter) -> float:
-        """Speak with the master, whatever may go wrong with that; how long to wait then."""
+        """Connect to the master once, whatever fails; how many seconds to wait before the next try."""
         try:
             return self._try(report)
         except NodeFenced:
@@ -228,7 +231,7 @@ class MasterLink:
             return self._backoff.next_seconds()
 
     def _try(self, report: NodeReporter) -> float:
-        """Speak with the master as long as that goes well; how long to wait then. NodeFenced ends it for good."""
+        """Speak with the master while that works; seconds to wait before the next try. NodeFenced ends it for good."""
         from elastic_ext.master.client import MasterClient
 
         found = self._finder.find()
@@ -261,7 +264,7 @@ class MasterLink:
         return self._backoff.next_seconds()
 
     def _speak(self, client: MasterClient, found: FoundMaster, report: NodeReporter) -> None:
-        """One connection, until the agent ends."""
+        """Join the master over one connection and send beats, until the agent ends or the connection fails."""
         from .session import ConfigWatch, MasterSession
 
         watch = ConfigWatch(
@@ -295,7 +298,7 @@ class MasterLink:
             watch.close()
 
     def _await_hardware(self) -> None:
-        """So that a master which keeps out bad machines can tell at the first word; it is looked at meanwhile."""
+        """Wait shortly for this machine's hardware record, so that a master can refuse a bad machine as it joins."""
         deadline = time.monotonic() + (0.0 if self._finder.is_own else _HARDWARE_SECONDS)
         while time.monotonic() < deadline and not self._stopping.is_set():
             with contextlib.suppress(OSError):
@@ -304,7 +307,7 @@ class MasterLink:
             self._stopping.wait(_FIND_SECONDS)
 
     def hurry(self) -> None:
-        """Have the thread say the next thing at once."""
+        """Have the thread send the next beat at once."""
         session = self._session
         if session is not None:
             session.hurry()
@@ -316,27 +319,28 @@ class MasterLink:
         return self._known.epoch
 
     def wake(self) -> None:
-        """Have the thread go on, which may have something to say."""
+        """Wake the thread, which then looks whether a beat is due."""
         self._wake.set()
 
     def spread(self, seconds: float) -> None:
-        """What is taken next need not be acknowledged before some moment within so long."""
+        """Acknowledge the next config at a random moment within ``seconds``."""
         session = self._session
         if session is not None:
             session.spread(self._chance.uniform(0.0, 1.0) * seconds)
 
     def _note(self, event: JobEvent) -> None:
-        """Something has happened on this node."""
+        """Keep an event of the agent for the master."""
         self._outbox.put([event])
         self._wake.set()
 
     def _tell(self, state: LinkState, words: str) -> None:
+        """Note the link's state, and write an event where that is news."""
         news = self._story.see(state, words, now=time.monotonic())
         if news is not None and not self._stopping.is_set():
             self._journal.tell(news.kind, news.text, is_bad=news.is_bad)
 
     def _write_record(self, found: FoundMaster, *, job_id: str, epoch: int) -> None:
-        """Have those who look into the run directory find the master as well."""
+        """Write the master's address into the run directory, where commands look for it."""
         place = found.place
         record = MasterRecord(
             address=str(place.address),

@@ -1,5 +1,5 @@
-"""What waits to be exchanged with a master: events that are not delivered yet, and the config that the node holds or
-has to take. Needs no grpc.
+"""What an agent has to exchange with its master: events that are not delivered yet, and the node's config. Needs no
+grpc.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["EventOutbox", "HeldConfig", "NewestConfig"]
 
 
 class EventOutbox:
-    """The newest events that nobody has confirmed yet, and how many older ones had to go. Any thread may call."""
+    """The newest events that no master has confirmed yet, and how many older ones were dropped. Any thread may call."""
 
     def __init__(self, *, most: int) -> None:
         self._most = most
@@ -34,11 +34,13 @@ class EventOutbox:
         self._num_passed = 0  # lent ones that had to go before it was known whether they arrived
         self._num_gone = 0  # of all that have come
         self.lent_from = 1
-        """The number of the first event that was lent last, of all that have come, from 1: whoever has it need not take
-        it again."""
+        """The number of the first event that ``lend`` gave last, among all events ever put, from 1.
+
+        A master that has an event of this number leaves it out.
+        """
 
     def put(self, events: Iterable[JobEvent], *, num_dropped: int = 0) -> None:
-        """These have come; ``num_dropped`` others have, and were not kept."""
+        """Add new events; ``num_dropped`` is how many more there were that are not kept."""
         with self._lock:
             self._waiting.extend(events)
             self._num_dropped += num_dropped
@@ -50,7 +52,7 @@ class EventOutbox:
                     self._num_lent, self._num_passed = self._num_lent - 1, self._num_passed + 1
 
     def lend(self, most: int) -> tuple[tuple[JobEvent, ...], int]:
-        """The oldest ``most`` of them, and how many were dropped; they stay until ``confirm``."""
+        """The oldest events, at most ``most``, and how many were dropped; they stay here until ``confirm``."""
         with self._lock:
             found = tuple(self._waiting)[:most]
             self._num_lent, self._num_dropped_lent, self._num_passed = len(found), self._num_dropped, 0
@@ -58,13 +60,13 @@ class EventOutbox:
             return found, self._num_dropped
 
     def lend_less(self, num: int) -> None:
-        """Of what was lent last only the first ``num`` are; the others were not sent."""
+        """Count only the first ``num`` of the events lent last as lent; the others were not sent."""
         with self._lock:
             self._num_lent = min(self._num_lent, max(num - self._num_passed, 0))
             self._num_passed = min(self._num_passed, num)
 
     def confirm(self) -> None:
-        """What was lent last has arrived, or is not to be sent again."""
+        """Remove the events lent last: they have arrived, or are not to be sent again."""
         with self._lock:
             for _ in range(self._num_lent):
                 self._waiting.popleft()
@@ -93,7 +95,7 @@ class NewestConfig:
 
 
 class HeldConfig:
-    """What ``tuner`` has, for the threads that speak with a master; none of them holds up the agent's loop."""
+    """A node's config as the threads see it that speak with a master; they never hold up the agent's loop."""
 
     def __init__(self, tuner: ConfigTuner, stop: threading.Event) -> None:
         self._tuner = tuner
@@ -102,7 +104,7 @@ class HeldConfig:
         self._last = NewestConfig()
 
     def begin(self) -> None:
-        """Nodes have met, and what an earlier job has left is set aside: from now on there is something to say."""
+        """Begin to exchange configs: nodes have met, and the config of an earlier job is set aside."""
         self._is_in_use = True
 
     @property
@@ -110,7 +112,7 @@ class HeldConfig:
         return self._is_in_use
 
     def now(self) -> NewestConfig:
-        """What is held at this moment."""
+        """The config that the node's file holds now; version 0 where there is none, or ``begin`` was not called yet."""
         newest = self._tuner.newest() if self._is_in_use else None
         if newest is None:
             return NewestConfig()
@@ -121,11 +123,11 @@ class HeldConfig:
 
     @property
     def trouble(self) -> str:
-        """What keeps the node from the version that it should have; empty where nothing does."""
+        """Why the node does not have the config that it should have, in a sentence; empty where it has."""
         return self._tuner.trouble or ""
 
     def take(self, version: int, text: str) -> bool:
-        """Put the master's config into the file, whoever else writes there; whether it is held now."""
+        """Write the master's config into the node's file, with some patience for other writers; whether it is there."""
         if not self._is_in_use:
             return False
         deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -1,7 +1,7 @@
-"""NodeReport: what the files of a node's run directory say of it, as a master is told: its workers, how far they are,
-where their time goes, who belongs to the job, what the machine has.
+"""NodeReporter: a node's report for its master, made from the files of its run directory: its workers' progress and
+profile windows, the membership of the job, and the machine's hardware.
 
-Each file has one writer, which is not here. What is of an earlier agent in the same place is left out.
+Nothing here writes these files. Records of an earlier agent in the same directory are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["NodeReporter", "event_message", "wire_text"]
 _MOST_METRICS_BYTES = 64 << 10
 _MOST_HARDWARE_BYTES = _MOST_FACTS_BYTES = 256 << 10
 _MOST_WINDOWS = 512
-"""Of all workers of a node, in one message."""
+"""The most profile windows of all workers of a node in one message."""
 _MOST_WINDOWS_OF_RANK = 16
 _MOST_TEXT = 2000
 _MOST_WORD = 200
@@ -43,7 +43,7 @@ _Record = TypeVar("_Record")
 
 
 class NodeReporter:
-    """Collects what an agent tells its master about one node; ``since`` is when the agent was started."""
+    """Puts into each beat what the master does not have yet of one node; ``since`` is when the agent was started."""
 
     def __init__(self, run_dir: Path, *, since: Since) -> None:
         self._run_dir = run_dir
@@ -55,13 +55,15 @@ class NodeReporter:
         self._told_windows: dict[int, float] = {}
 
     def hardware(self) -> str:
-        """What the machine has, as JSON; empty where it is not known yet."""
+        """The machine's hardware record as JSON; empty where it is not written yet."""
         data = self._data(HARDWARE_FILE, _MOST_HARDWARE_BYTES)
         return "" if data is None else data.decode(errors="replace")
 
     def fill(self, request: pb.BeatRequest, most_bytes: int) -> None:
-        """Put into ``request`` what there is now, as far as it then has no more than ``most_bytes``: what has no room
-        comes another time, and what the master has is left out."""
+        """Put into ``request`` what the master does not have yet, so that it has no more than ``most_bytes``.
+
+        What has no room comes with a later request.
+        """
         self._told_plan, self._told_hardware = self._known_plan, self._known_hardware  # none of them is in it yet
         self._told_facts, self._told_windows = self._known_facts, {}
         record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
@@ -86,25 +88,25 @@ class NodeReporter:
             self._told_hardware = hardware
 
     def confirm(self) -> None:
-        """The master has what was filled in last."""
+        """Count as known to the master what ``fill`` put into the last request."""
         self._known_plan, self._known_hardware = self._told_plan, self._told_hardware
         self._known_facts = self._told_facts
         self._known_windows.update(self._told_windows)
 
     def forget(self) -> None:
-        """A master answers that may know nothing of this node; windows that one had are not told again."""
+        """Report everything again, as to a master that may not know this node; but not windows that a master had."""
         self._known_plan = self._told_plan = 0
         self._known_hardware = self._told_hardware = ""
         self._known_facts = self._told_facts = ""
 
     def forget_hardware(self) -> bool:
-        """The master asks for it: whether there is something that it was not told yet, and not only to be repeated."""
+        """Report the hardware again, as the master asks for it; whether that is hardware it was not told before."""
         is_new = self.hardware() != self._known_hardware
         self._known_hardware = self._told_hardware = ""
         return is_new
 
     def _facts(self, restart: int) -> str:
-        """What rank 0, which is of this node, says of the job, as JSON; empty where that is of an earlier process."""
+        """The job's facts (JobFacts) as rank 0, of this node, wrote them, as JSON; empty if an earlier process did."""
         data = self._data(JOB_FILE, _MOST_FACTS_BYTES)
         text = "" if data is None else data.decode(errors="replace").strip()
         if text == self._known_facts:
@@ -127,7 +129,7 @@ class NodeReporter:
         return [each for each in found if each is not None]
 
     def _new_windows(self, ranks: Sequence[int]) -> Mapping[int, Sequence[StepWindow]]:
-        """Those that have ended since the last ones that the master has, the newest where there are too many."""
+        """The profile windows of each rank that the master does not have yet; of too many the newest."""
         most = max(min(_MOST_WINDOWS_OF_RANK, _MOST_WINDOWS // max(len(ranks), 1)), 1)
         found = {}
         for rank, windows in tails_of(self._run_dir, ranks, most).items():
@@ -139,7 +141,7 @@ class NodeReporter:
         return found
 
     def _metrics_of(self, worker: WorkerSeen, restart: int) -> RankMetrics | None:
-        """What the worker has written of itself; None where that is of another process that had its rank before."""
+        """The metrics that a worker has written; None where an earlier process with its rank wrote them."""
         metrics = self._record(f"metrics-{worker.rank}.json", _MOST_METRICS_BYTES, RankMetrics.from_json)
         if metrics is None or metrics.generation != restart or metrics.time < self._began.seconds:
             return None
@@ -164,7 +166,7 @@ class NodeReporter:
 
 
 def event_message(event: JobEvent, node_id: str) -> pb.JobEvent:
-    """``event`` for the wire, cut to what is allowed there."""
+    """The protobuf message of an event, its texts cut to the lengths that a master takes."""
     try:
         return pb.JobEvent(
             time=event.time,
@@ -187,7 +189,7 @@ def wire_text(text: str, most: int = _MOST_TEXT) -> str:
 
 
 def _merged(request: pb.BeatRequest, more: pb.BeatRequest, most_bytes: int) -> bool:
-    """Whether ``more`` had room in ``request``, which has it then."""
+    """Merge ``more`` into ``request`` if the sum has no more than ``most_bytes``; whether it was merged."""
     if request.ByteSize() + more.ByteSize() > most_bytes:
         return False
     request.MergeFrom(more)
@@ -214,7 +216,7 @@ def _membership_message(plan: MembershipPlan) -> pb.Membership:
 
 
 def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Sequence[StepWindow]) -> pb.Worker | None:
-    """One worker as its agent sees it, and where that tells nothing as it sees itself; None for what cannot be sent."""
+    """The message of one worker: what its agent has observed, else what the worker has written; None if unsendable."""
     message = pb.Worker()
     try:
         if metrics is not None:

@@ -1,4 +1,4 @@
-"""One connection of an agent with a master, from joining to its end, and the stream of configs that comes over it."""
+"""One connection of an agent to a master: it joins, sends beats, and reads the stream of configs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 _FIRST_SECONDS, _MOST_SECONDS = 0.5, 15.0
 _STEADY_SECONDS = 10.0
-"""A stream that has lasted so long was in order."""
+"""A stream that has lasted so long counts as working: the next try after it comes without a long wait."""
 _END_SECONDS = 1.0
 
 
@@ -44,17 +44,20 @@ class WatchingLink(Protocol):
         """The newest epoch of a master that the agent has heard of."""
 
     def hurry(self) -> None:
-        """Say the next thing to the master at once."""
+        """Send the next beat to the master at once."""
 
     def wake(self) -> None:
-        """A config was taken, which the next message says."""
+        """Have the link look whether a beat is due, since a config was taken."""
 
     def spread(self, seconds: float) -> None:
-        """What is taken next need not be acknowledged before some moment within so long."""
+        """Acknowledge the next config at a random moment within ``seconds``."""
 
 
 class ConfigWatch:
-    """The stream of one connection, from ``start`` to ``close``; one that ends is asked for anew, after a while."""
+    """A thread that reads the master's stream of configs and takes each into the config file.
+
+    It asks for a new stream, after a while, where one ends; from ``start`` to ``close``.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class ConfigWatch:
         chance: random.Random,
     ) -> None:
         self.error: MasterError | None = None
-        """What has ended it for good, for the owner to raise."""
+        """The error that has ended the reading for good, for the owner to raise; None until then."""
         self._config = config
         self._node_id = node_id
         self._incarnation = incarnation
@@ -78,13 +81,13 @@ class ConfigWatch:
         self._thread: OwnedThread | None = None
 
     def start(self, client: MasterClient) -> None:
-        """Ask for configs; a second time changes nothing."""
+        """Start to read configs; a second call changes nothing."""
         if self._thread is None and not self._stop.is_set():
             self._thread = OwnedThread(partial(self._run, client), name="elastic_ext configs", stopping=self._stop)
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the stream and its thread."""
         self._stop.set()
         with self._lock:
             if self._stream is not None:
@@ -113,6 +116,7 @@ class ConfigWatch:
             _logger.exception("configs are not pushed to this agent any more")
 
     def _read(self, client: MasterClient) -> None:
+        """Read one stream to its end, and take each config that comes."""
         request = pb.WatchRequest(
             node_id=self._node_id,
             incarnation=self._incarnation,
@@ -136,16 +140,16 @@ class ConfigWatch:
 # A session ends with an error. What is done then, and when the next one begins, is up to link.py.
 
 _MOST_EVENTS = 200
-"""In one message."""
+"""The most events in one beat."""
 _LEAST_BEAT_SECONDS, _MOST_BEAT_SECONDS = 0.02, 60.0
-"""Whatever a master asks for."""
+"""The limits of the time between two beats, whatever a master asks for."""
 _SPARE_BYTES = 64 << 10
-"""Of a Beat, for events and for what is said in few words."""
+"""How much of a beat is kept for events and for small fields."""
 _NUMBERS_BYTES = 32  # what comes after them
 _AROUND_BYTES = 8  # of a message within another one: its number and length
 _MOST_SPREAD_SECONDS = 2.0
 _EVENT_SECONDS = 0.25
-"""Between two messages that only events call for."""
+"""The time between two beats that only events call for."""
 _CALL_SECONDS = 10.0
 _JOIN_SECONDS = 5.0
 _LAST_SECONDS = 1.0
@@ -153,17 +157,17 @@ _LAST_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Due:
-    """Why something is to be said."""
+    """The reasons for a beat before its usual time."""
 
     is_asked: bool = False
-    """The master has asked for something."""
+    """Whether a beat is wanted at once, as where the master has asked for something."""
     acknowledge_at: float | None = None
-    """A config was taken, and this is when to say so, by the same clock."""
+    """When to acknowledge a config that was taken, by the clock of ``beat_due``; None where none was taken."""
     has_events: bool = False
 
 
 def beat_due(*, said_at: float, beat_seconds: float, due: Due) -> float:
-    """When the next message is to go, by the clock that ``said_at`` is of: when the last one went."""
+    """When the next beat is due, after one at ``said_at``; both in seconds of the same clock."""
     if due.is_asked:
         return said_at + _LEAST_BEAT_SECONDS
     if due.acknowledge_at is not None:
@@ -172,7 +176,7 @@ def beat_due(*, said_at: float, beat_seconds: float, due: Due) -> float:
 
 
 class MasterSession:
-    """One connection; used by one thread but for ``config``, which has its own."""
+    """The exchange of one agent with one master over one connection: join, beats, end. Used by the link's thread."""
 
     def __init__(
         self,
@@ -201,7 +205,7 @@ class MasterSession:
         self._num_dropped = 0
 
     def join(self) -> pb.JoinReply:
-        """Begin; MasterError where that cannot be."""
+        """Join the master's job; MasterError where that fails."""
         node = self._node
         reply = self._client.join(
             pb.JoinRequest(
@@ -230,16 +234,16 @@ class MasterSession:
         return reply
 
     def hurry(self) -> None:
-        """Say the next thing at once; from any thread."""
+        """Have the next beat sent at once; from any thread."""
         self._is_asked = True
 
     def spread(self, seconds: float) -> None:
-        """A config that comes now is to be acknowledged in so long; from any thread."""
+        """Acknowledge a config that comes now in ``seconds``, at most a few; from any thread."""
         within = min(seconds, _MOST_SPREAD_SECONDS) if seconds > 0 else 0.0
         self._acknowledge_at = time.monotonic() + within
 
     def due_at(self) -> float:
-        """When there is something to say, by ``time.monotonic``."""
+        """When the next beat is due, by ``time.monotonic``."""
         is_news = self._config.now().version != self._told.version
         due = Due(
             is_asked=self._is_asked,
@@ -249,7 +253,7 @@ class MasterSession:
         return beat_due(said_at=self._said_at, beat_seconds=self._beat_seconds, due=due)
 
     def beat(self) -> None:
-        """Say what there is to say, and do what the answer asks for; MasterError ends the session."""
+        """Send a beat (held config, workers, events), and do what the answer asks for; MasterError ends the session."""
         if self._config.is_in_use:
             self._watch.start(self._client)
         if self._watch.error is not None:
@@ -270,7 +274,7 @@ class MasterSession:
         self._take(reply, held)
 
     def end(self, reason: str) -> None:
-        """Say the last things, as far as that can be done quickly."""
+        """Send the last events, and say that this node leaves, as far as that can be done quickly."""
         try:
             self._client.beat(self._request(self._config.now()), timeout_seconds=_LAST_SECONDS)
             self._outbox.confirm()
@@ -306,7 +310,7 @@ class MasterSession:
         return request
 
     def _events(self, most_bytes: int) -> list[pb.JobEvent]:
-        """The oldest events that wait, as many as that many bytes hold; the others wait on."""
+        """Messages of the oldest events that wait, no more than ``most_bytes`` of them; the others go on waiting."""
         node_id = wire_text(self._node.node_id)
         found: list[pb.JobEvent] = []
         events, self._num_dropped = self._outbox.lend(_MOST_EVENTS)
@@ -344,7 +348,7 @@ class MasterSession:
 
 
 def _is_for_good(error: MasterError) -> bool:
-    """Whether the same message would come to the same end another time."""
+    """Whether the same message would fail again, so that it must not be sent again."""
     if isinstance(error, MasterRefused):
         return error.about == "words"
     return type(error) is MasterError

@@ -1,6 +1,6 @@
-"""What the files of a run directory hold, read in bounded time and memory; what it means is status.py's.
+"""The records in the files of a run directory, read in bounded time and memory; status.py says what they mean.
 
-A file that is torn or damaged is named and left out. Nothing is written here, and nobody is asked.
+A file that is torn or damaged is named and left out. Nothing is written here, and no process is asked.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _MOST_EVENTS = 20
 _MOST_WINDOWS = 32
 _LATEST = 1e11  # seconds since 1970; what lies beyond is no date
 _SLACK_SECONDS = 60.0
-"""By so much the clock may have been put right while a process ran."""
+"""How far the clock may have been corrected while a process ran."""
 _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSeen:
-    """One line of a file of events."""
+    """An event in a run directory, with the process that wrote it."""
 
     time: float
     source: str
-    """Who wrote it: ``agent``, or ``rank 3``."""
+    """The writer of the event: ``agent``, or a rank, such as ``rank 3``."""
     step: int | None = None
     kind: str
     text: str
@@ -69,39 +69,39 @@ class RunFiles:
 
     path: str
     time: float
-    """When it was read, seconds since 1970."""
+    """When the run directory was read, in seconds since 1970."""
     host: str
-    """This machine."""
+    """The name of the machine that has read it."""
     agent: AgentRecord | None = None
     is_agent_running: bool = False
     master: MasterRecord | None = None
-    """That the agent speaks with, or has spoken with last."""
+    """The master that the agent speaks with, or has spoken with last."""
     membership: MembershipPlan | None = None
     workers: WorkersRecord | None = None
     metrics: tuple[RankMetrics, ...] = ()
     living: frozenset[int] = frozenset()
-    """The pids in the workers' record and in the metrics that are still those processes' on this machine."""
+    """The pids in the workers' record and in the metrics whose processes are alive on this machine."""
     model: ModelProfile | None = None
-    """What the first of the ranks trains that has said so."""
+    """The model that is trained, by the first rank that has written of it."""
     profiles: NodeProfiles = field(default_factory=NodeProfiles)
     config: ElasticConfig | None = None
     config_refusal: str = ""
     config_time: float | None = None
     """When the config file was written."""
     events: tuple[EventSeen, ...] = ()
-    """The last ones of all ranks and the agent, oldest first."""
+    """The last events of all ranks and the agent, oldest first."""
     damaged: tuple[str, ...] = ()
-    """What could not be read, each in a sentence."""
+    """The files that could not be read, each in a sentence."""
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether something of this library lies there; OSError where it cannot be looked at."""
+    """Whether a folder has files of a run directory; OSError where it cannot be read."""
     known = (AGENT_FILE, MEMBERSHIP_FILE, WORKERS_FILE, CONFIG_FILE)
     return any(name in known or _METRICS.fullmatch(name) or _EVENTS.fullmatch(name) for name in os.listdir(path))
 
 
 def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
-    """All that is there at ``now``; OSError where the directory itself cannot be read."""
+    """Read a run directory at ``now`` (seconds since 1970) on this machine, ``host``; OSError where that fails."""
     reader = _Reader(path)
     names = sorted(os.listdir(path))
     agent = reader.record(AGENT_FILE, MOST_BYTES, AgentRecord.from_json)
@@ -139,7 +139,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
 
 
 class _Reader:
-    """Reads files of one folder, and notes what is wrong with them."""
+    """Reads files of one run directory, and notes which are damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.damaged: list[str] = []
@@ -164,7 +164,7 @@ class _Reader:
         return self.record(name, _MOST_METRICS_BYTES, ModelProfile.from_json)
 
     def config(self, path: Path) -> tuple[ElasticConfig | None, str]:
-        """What the config file holds, or why it is refused; neither where there is none."""
+        """The config in a config file, and why it is refused if it is; None and empty where there is no file."""
         try:
             return ElasticConfig.parse(read_at_most(path, MAX_BYTES)), ""
         except (FileNotFoundError, NotADirectoryError):
@@ -175,7 +175,7 @@ class _Reader:
             return None, str(error)
 
     def events(self, names: list[str]) -> tuple[EventSeen, ...]:
-        """The last events of the files that were written last."""
+        """The last events of all these event files; of too many files, of those written last."""
         stamps = {name: _stamp_or_none(self._folder / name) or 0 for name in names}
         found: list[EventSeen] = []
         for name in sorted(names, key=lambda name: stamps[name])[-_MOST_TAILS:]:
@@ -192,7 +192,7 @@ class _Reader:
         return tuple(sorted(found, key=lambda event: event.time)[-_MOST_EVENTS:])
 
     def _tail(self, name: str) -> list[bytes]:
-        """The last whole lines; one that has no end yet is still being written."""
+        """The last whole lines of an event file; a line without an end is still being written, and left out."""
         try:
             with open_regular(self._folder / name) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -205,7 +205,7 @@ class _Reader:
 
 
 def _event_of(line: bytes, source: str) -> EventSeen | None:
-    """The event in a line, whoever wrote it; None if it is none."""
+    """The event in a line that ``source`` wrote; None where the line is none."""
     try:
         event = record_of(EventSeen, {**object_of(line.decode()), "source": source})
     except ValueError:
@@ -218,7 +218,7 @@ def _event_of(line: bytes, source: str) -> EventSeen | None:
 def _living(
     agent: AgentRecord | None, workers: WorkersRecord | None, metrics: tuple[RankMetrics, ...], host: str
 ) -> frozenset[int]:
-    """The pids that are still those of the processes that were meant, of those on this machine."""
+    """The pids of workers and of ranks' metrics whose processes are alive on this machine, not replaced by others."""
     exactly: dict[int, bool] = {}
     if workers is not None and agent is not None and agent.host == host:
         exactly = {
@@ -236,12 +236,13 @@ def _living(
 
 
 def _started_by_clock(agent: AgentRecord) -> AgentRecord:
-    """An agent of this machine with the time of its start by the clock as it is now, if that was put back since."""
+    """An agent's record with its start by the clock as it is now, if the clock was put back since it started."""
     started = _started(ProcessIdentity(pid=agent.pid, start_ticks=agent.start_ticks), _boot_time())
     return replace(agent, time=started) if 0 < started < agent.time - _SLACK_SECONDS else agent
 
 
 def _started(process: ProcessIdentity, booted: float) -> float:
+    """When a process was started, in seconds since 1970."""
     return booted + process.start_ticks / os.sysconf("SC_CLK_TCK")
 
 

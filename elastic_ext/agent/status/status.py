@@ -30,22 +30,22 @@ __all__ = ["ConfigStatus", "NodeStatus", "ProfileStatus", "RankStatus", "profile
 
 _SECONDS = 60.0
 _NUM_ROUNDS = 3
-"""Nobody is named who was slow in fewer."""
+"""In how many rounds a worker must be slow to be named a straggler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileStatus:
-    """Of the last minute in which steps were taken, or of the last window, where that is longer."""
+    """Where the time of this node's ranks goes: over the last minute of steps, or the last window if that is longer."""
 
     verdict: Verdict
     stragglers: tuple[Straggler, ...]
-    """Those of this node, the slowest first."""
+    """The stragglers among this node's ranks, the slowest first."""
     mfu: float | None
-    """Which part of what its device can do at best the model did, in a rank in the middle; None where not known."""
+    """Model FLOPs utilisation of the median rank, from 0 to 1; None where it is not known."""
 
 
 def profile_of(profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> ProfileStatus | None:
-    """What the profiles of these ranks say; None if they say nothing."""
+    """The profile of the ranks that ``metrics`` are of; None where these have no profile windows."""
     windows = {rank: row for rank, row in profiles.windows.items() if rank in metrics}
     present = present_windows(windows, seconds=_SECONDS)
     if not present:
@@ -74,7 +74,7 @@ def _views(rows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetr
 
 
 def _stragglers(windows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> tuple[Straggler, ...]:
-    """Those who were slow in each of the last rounds, however long these are."""
+    """The ranks of this node that were slow in each of the last rounds."""
     rounds, found = Stragglers(), list[Straggler]()
     for each in rounds_of(present_windows(windows, seconds=math.inf), _NUM_ROUNDS):
         views = _views({rank: (window,) for rank, window in each.items()}, profiles, metrics)
@@ -98,10 +98,10 @@ def _mfu(views: Sequence[RankView], metrics: Mapping[int, RankMetrics]) -> float
 # it says counts for nothing now.
 
 _SILENT_SECONDS = 60.0
-"""Workers' records come every few seconds, metrics every ten."""
+"""How long a rank may write nothing at least: workers' records come every few seconds, metrics every ten."""
 _SILENT_STEPS = 10.0
 _LAG_SECONDS = 60.0
-"""A version that is in the file for so long should be in force."""
+"""How long a version may be in the config file before it is a trouble that it is not in force."""
 _MOST_NAMED = 8
 _BEGAN = "training-began"
 
@@ -111,21 +111,21 @@ RankState = Literal["running", "succeeded", "failed", "left", "ended", "unknown"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """One rank on this node; None for what is not known."""
+    """The status of one rank on this node; fields that are not known are None."""
 
     rank: int
     local_rank: int | None
     pid: int
     state: RankState
-    """``left`` where it was told to end, ``ended`` where nothing says how, ``unknown`` where it runs on another machine
-    and has been silent."""
+    """The state of the rank's process: ``left`` where it was told to end, ``ended`` where nothing says how it ended,
+    ``unknown`` where it runs on another machine and has been silent."""
     exit_code: int | None
     seen_seconds: float
-    """How long ago it was last heard of."""
+    """How many seconds ago the rank was last heard of."""
     step: int | None
     steps_per_second: float | None
     samples_per_second: float | None
-    """Of all ranks together."""
+    """The samples per second of all ranks together."""
     memory_bytes: int | None
     accelerator_bytes: int | None
     cpu_percent: float | None
@@ -135,10 +135,10 @@ class RankStatus:
     activity_seconds: float | None
     trouble: str | None
     measures: Measures
-    """The values that the rank has written; of those with a field above, the agent's view comes first."""
+    """The metrics that the rank has written; a field above has the agent's value of its metric, if there is one."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The status of a rank as JSON has it, its metrics beside the other values."""
+        """The status of a rank as values for JSON, its metrics beside the other values."""
         found = asdict(self)
         del found["measures"]
         return {**found, **{name: value for name, value in self.measures.told().items() if name not in found}}
@@ -146,10 +146,10 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigStatus:
-    """What the config file holds, and what training runs under."""
+    """The config version in the config file, and the versions in force on this node's ranks."""
 
     file_version: int | None
-    """None where there is no file, or it is refused."""
+    """The version in the config file; None where there is no file, or it is refused."""
     refusal: str
     in_force: tuple[int, ...]
     """The versions in force on the ranks of this node; one, as a rule."""
@@ -166,29 +166,29 @@ class NodeStatus:
     agent: AgentRecord | None
     is_agent_running: bool
     master: MasterRecord | None
-    """That the agent speaks with, or has spoken with last."""
+    """The master that the agent speaks with; None where the agent has ended, or has none."""
     membership: MembershipPlan | None
     restart: int | None
-    """How often the job's processes were started again."""
+    """How often the job's processes were restarted after a failure."""
     world_size: int | None
     goes_on_from: int | None
-    """The step from which training can go on that was told to end, and has; None for any other."""
+    """The step from which training can go on, where it was told to end and has saved; else None."""
     model: ModelProfile | None
     profile: ProfileStatus | None
     config: ConfigStatus
     ranks: tuple[RankStatus, ...]
     troubles: tuple[str, ...]
     notes: tuple[str, ...]
-    """What is worth knowing and is no trouble."""
+    """Sentences that are worth knowing and are no trouble."""
     events: tuple[EventSeen, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """It as JSON has it, with ``healthy``, which is whether there is no trouble."""
+        """The status as values for JSON, with ``healthy``, which is True where there is no trouble."""
         return {**asdict(self), "ranks": [each.to_dict() for each in self.ranks], "healthy": not self.troubles}
 
 
 def status_of(files: RunFiles) -> NodeStatus:
-    """What these files say."""
+    """The status of a job on this node, by the records of its run directory."""
     files = _without_former_agent(files)
     metrics, left = _told_apart(files)
     ranks = _ranks(files, metrics)
@@ -241,7 +241,7 @@ def status_of(files: RunFiles) -> NodeStatus:
 
 
 def _without_former_agent(files: RunFiles) -> RunFiles:
-    """The files without the records that are of an agent before the one that runs, or before a start without one."""
+    """The files without records of an earlier agent, or of an agent before a later start without one."""
     agent, workers = files.agent, files.workers
     if agent is not None and workers is not None and workers.time < agent.time:
         workers = None
@@ -257,7 +257,7 @@ def _without_former_agent(files: RunFiles) -> RunFiles:
 
 
 def _told_apart(files: RunFiles) -> tuple[dict[int, RankMetrics], list[RankMetrics]]:
-    """The metrics that are of the present processes, by rank, and those that are left."""
+    """The metrics of the present processes, by rank, and the metrics that are left of an earlier start."""
     workers = {each.rank: each for each in files.workers.workers} if files.workers else None
     candidates = [each for each in files.metrics if files.agent is None or each.time >= files.agent.time]
     if workers is not None:
@@ -271,12 +271,12 @@ def _told_apart(files: RunFiles) -> tuple[dict[int, RankMetrics], list[RankMetri
 
 
 def _is_of(metrics: RankMetrics, worker: WorkerSeen, files: RunFiles) -> bool:
-    """Whether a worker, or a process that it has started, has written these; not one that it has replaced."""
+    """Whether ``metrics`` are of this worker or a process that it has started, not of one that it has replaced."""
     return metrics.pid == worker.pid or metrics.pid in files.living or worker.pid not in files.living
 
 
 def _start_of(metrics: RankMetrics) -> tuple[str, int, int]:
-    """What the ranks of one start of a job have in common."""
+    """The job, generation and world size of a rank's metrics, which the ranks of one start have in common."""
     return metrics.job, metrics.generation, metrics.world_size
 
 
@@ -363,8 +363,10 @@ def _agent_troubles(files: RunFiles) -> Iterator[str]:
 
 
 def _goes_on_from(files: RunFiles) -> int | None:
-    """From which step training can go on that was told to end; None where its ranks do not say so, or said it before
-    training began anew."""
+    """The step from which training that was told to end can go on; None where its ranks do not say so.
+
+    What ranks said before training began anew does not count.
+    """
     since = 0.0 if files.agent is None else files.agent.time
     told = [each for each in files.events if each.kind in (_BEGAN, CAN_GO_ON, TOLD_TO_END) and each.time >= since]
     return told[-1].step if told and told[-1].kind == CAN_GO_ON else None
@@ -397,12 +399,12 @@ def _metric_words(ranks: Sequence[RankStatus]) -> Iterator[tuple[bool, str]]:
 
 
 def _patience_with(steps_per_second: float | None) -> float:
-    """How long a rank may be silent, which writes between two steps alone."""
+    """How many seconds a rank may write nothing, as it writes only between two steps."""
     return max(_SILENT_SECONDS, _SILENT_STEPS / steps_per_second if steps_per_second and steps_per_second > 0 else 0.0)
 
 
 def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterator[tuple[bool, str]]:
-    """What is to be said of the config of a job that runs: whether it is a trouble, and the words."""
+    """The sentences about the config of a running job, each with whether it is a trouble."""
     if config.refusal:
         yield True, _refused_in_words(config)
     if not config.in_force:

@@ -22,7 +22,7 @@ _NUM_PHASES = 2
 
 
 def words(status: NodeStatus) -> str:
-    """All that there is to say, on several lines."""
+    """The status of one job in full, on several lines."""
     lines = [_heading(status)]
     lines += [f"  {name:<14} {text}" for name, text in _facts(status)]
     if status.ranks:
@@ -38,7 +38,7 @@ def words(status: NodeStatus) -> str:
 
 
 def line_of(status: NodeStatus) -> str:
-    """The most important of it, on one line."""
+    """The most important of one job's status, on one line."""
     running = [each for each in status.ranks if each.state == "running"]
     parts = [status.state if status.state != "running" else f"running, {_ranks_in_words(len(running))}"]
     steps = [each.step for each in status.ranks if each.step is not None]
@@ -155,7 +155,7 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
 
 
 def _largest_in_words(shares: Mapping[str, float]) -> str:
-    """What takes most time."""
+    """The phases that take most of a rank's time, with their shares."""
     largest = sorted(shares.items(), key=lambda each: -each[1])[:_NUM_PHASES]
     return ", ".join(f"{label} {share:.0%}" for label, share in largest)
 

@@ -1,12 +1,12 @@
-"""Hanging: whether a node's workers get on, and if they do not, whether that is a hang, and whose; pure.
+"""Hang detection: whether a node's workers make progress, and if not, whether that is a hang, and of which ranks; pure.
 
-Time counts within steps, between two of them, at boundaries and in changes: how much is too much follows from what
-such took before. Outside of steps (between epochs, in an evaluation that says so) a loop may do what it likes for as
-long as it likes, and others wait for it: that is said, and is no hang.
+Time limits hold within steps, between two steps, at boundaries and in changes of the config: a limit follows from how
+long the same took before. Outside of steps (between epochs, in an evaluation that says so) a loop may take as long as
+it likes, and others wait for it: that is reported, and is no hang.
 
 Words: a worker's *place* is how many steps it has ended, how many micro-steps of the next one, whether it has begun a
-save before that, and whether it has come to what ranks do together. Who is at another's place or behind it, and may
-still come, is a reason to wait: a *hang* is where somebody waits and nobody is one.
+save before that, and whether it has come to what ranks do together. A worker at another's place or behind it, that may
+still come, is a reason for the other to wait: a *hang* is where a worker is over its limit and has no such reason.
 """
 
 from __future__ import annotations
@@ -66,18 +66,19 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangLimits:
-    """How long a worker may take."""
+    """How long a worker may take for a step, and for what else it does, before that is a hang."""
 
     step_seconds: float | None = None
-    """In a step; None for ten times what the slowest of a hundred steps took, and no less than ``least_seconds``."""
+    """The limit for a step; None for ``factor`` times the slowest in a hundred steps, at least ``least_seconds``."""
     least_seconds: float = 30.0
     factor: float = 10.0
     first_seconds: float = 300.0
-    """In each of the first steps, which compile and choose, and in a change; also where ``step_seconds`` is less."""
+    """The limit for each of the first steps, which compile and choose kernels, and for a change; or the limit for other
+    steps, if that is more."""
     between_seconds: float = 600.0
-    """Between two steps, or ``factor`` times the longest time that it has taken there, if that is more."""
+    """The limit between two steps, or ``factor`` times the longest time that the worker took there, if that is more."""
     long_seconds: float = 1800.0
-    """For starting, resuming, a checkpoint that training waits for, and between two of the first steps."""
+    """The limit for starting, resuming, a checkpoint that training waits for, and between two of the first steps."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -86,7 +87,7 @@ class HangLimits:
 
     @classmethod
     def of(cls, given: str) -> HangLimits | None:
-        """What ``auto``, ``off`` or a number of seconds asks for; None for off. ValueError for anything else."""
+        """The limits that ``auto``, ``off`` or a number of seconds asks for; None for off. ValueError otherwise."""
         word = given.strip().lower()
         if word in ("", "auto"):
             return cls()
@@ -98,14 +99,17 @@ class HangLimits:
             raise ValueError(f"the hang limit is {given!r}; allowed: auto, off, or seconds > 0") from None
 
     def usual_seconds(self, durations: Sequence[float]) -> float:
-        """For a step after such ones."""
+        """The limit for a step, where steps before it took ``durations`` (seconds)."""
         if self.step_seconds is not None:
             return self.step_seconds
         slowest = sorted(durations)[math.ceil(0.99 * len(durations)) - 1] if durations else 0.0
         return max(self.least_seconds, self.factor * slowest)
 
     def seconds_for(self, reading: PulseReading, durations: Sequence[float], longest_between: float = 0.0) -> float:
-        """For what a worker does; without end outside of steps. So long it has been between two at most."""
+        """The limit for what a worker does by its heartbeat; infinite outside of steps.
+
+        ``longest_between`` is the longest time, in seconds, that it has been between two steps so far.
+        """
         usual = self.usual_seconds(durations)
         if reading.activity in _LONG:
             return max(self.long_seconds, usual)
@@ -120,14 +124,14 @@ class HangLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLook:
-    """One worker at one moment."""
+    """What was observed of one worker at one moment: its heartbeat and the state of its process."""
 
     rank: int
     pid: int
     reading: PulseReading | None
-    """None where it tells nothing."""
+    """The worker's heartbeat; None where it writes none."""
     process_state: str
-    """As Linux has it: R runs, S sleeps, D sleeps and cannot be woken, T is stopped; empty where that is not known."""
+    """Linux' letter: R runs, S sleeps, D sleeps and cannot be woken, T is stopped; empty where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,85 +141,89 @@ class WorkerStanding:
     rank: int
     progress: Progress = "getting on"
     reason: str = ""
-    """Why it does not get on, in a sentence."""
+    """Why the worker makes no progress, or little, in a sentence; empty where it makes progress."""
     activity: str | None = None
-    """In a word; None where it tells nothing."""
+    """What the worker does, in a word or two; None where it writes no heartbeat."""
     seconds: float = 0.0
-    """For how long it has been seen to do that."""
+    """How long the worker has been seen to do that."""
     where: str = ""
-    """What it does, in words: ``in step 101``."""
+    """What the worker does, with the step: ``in step 101``."""
     place: Place | None = None
+    """How far the worker is: ended steps, micro-steps, whether a save has begun, whether it is in a joint operation.
+
+    None where it writes no heartbeat.
+    """
     limit_seconds: float | None = None
-    """None where it may take as long as it likes."""
+    """How long the worker may do that; None where there is no limit."""
     is_over: bool = False
-    """It has taken longer than that."""
+    """Whether the worker has taken longer than its limit."""
     is_held: bool = False
-    """A signal or a debugger has stopped it."""
+    """Whether a signal or a debugger has stopped the worker's process."""
 
     @property
     def may_come(self) -> bool:
-        """Whether others may still wait for it."""
+        """Whether other workers may still wait for this one: it is within its limit, not stopped, and has not ended."""
         return not (self.is_over or self.is_held or self.activity == _WORDS[Activity.ENDED])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """Workers that will not get on."""
+    """A hang of training: the ranks that make no progress, and why."""
 
     ranks: tuple[int, ...]
-    """Those that it may be for; the others wait for them."""
+    """The ranks that may be the cause; the others wait for them."""
     reason: str
     seconds: float
-    """How long the first of them has been where it is."""
+    """The longest time that one of the stuck workers has been where it is."""
     may_be_elsewhere: bool
-    """It may as well be for a rank that is not among those that were looked at."""
+    """Whether a rank that was not looked at, on another node, may be the cause as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangVerdict:
-    """Which of the workers that train together hang, and who waits for whom."""
+    """Which of the workers that train together hang, or which rank waits for which."""
 
     hang: Hang | None = None
     said: str = ""
-    """Who waits for whom, where that is no hang."""
+    """Which rank waits for which, or is stopped, in words, where that is no hang."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What was seen of one worker so far."""
+    """What was observed of one worker so far."""
 
     key: object = None
-    """Another one whenever it has got on."""
+    """What the worker does and since when; it differs whenever the worker has made progress."""
     activity: Activity | None = None
     seconds: float = 0.0
     num_asleep: int = 0
-    """Looks one after another that found it asleep where nothing can wake it."""
+    """How many looks in a row found the process in state D, asleep where nothing can wake it."""
     num_boundaries: int = 0
     longest_between: float = 0.0
-    """Two steps, in seconds."""
+    """The longest time between two steps so far, in seconds."""
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DURATIONS))
 
 
 class Judge:
-    """Judges a node's workers by what is seen of them, look by look."""
+    """Judges whether a node's workers make progress, look by look, from their heartbeats and process states."""
 
     def __init__(self, limits: HangLimits | None) -> None:
-        """Without ``limits`` nobody is stuck for taking long."""
+        """Without ``limits`` no worker is stuck for taking long."""
         self._limits = limits
         self._workers: dict[int, _Worker] = {}
         self._looked_at: float | None = None
 
     def look(self, now: float, looks: Sequence[WorkerLook]) -> tuple[WorkerStanding, ...]:
-        """How each stands; ``now`` is on the clock of ``time.monotonic``.
+        """The standing of each worker; ``now`` is in seconds of ``time.monotonic``.
 
-        What lies between two looks counts for a few seconds at most: who looks may have been stopped, or the machine.
+        The time between two looks counts for a few seconds at most: the agent or the machine may have been stopped.
         """
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _MOST_BETWEEN_LOOKS)
         self._looked_at = now
         return tuple(self._judge(now, passed, look) for look in looks)
 
     def forget(self) -> None:
-        """Other workers come."""
+        """Forget the workers of the round before, as others start."""
         self._workers.clear()
 
     def _judge(self, now: float, passed: float, look: WorkerLook) -> WorkerStanding:
@@ -264,9 +272,10 @@ class Judge:
 
 
 def find_hang(standings: Sequence[WorkerStanding], *, world_size: int) -> HangVerdict:
-    """Whether workers that train together hang, and if not, who waits for whom; some of ``world_size`` are looked at.
+    """Whether workers that train together hang, and if not, which rank waits for which.
 
-    They may be those of several nodes: then what looked like a hang on one may be a rank of another that evaluates.
+    ``standings`` are of some or all of ``world_size`` ranks, of one node or several: what looks like a hang on one node
+    may be a wait for a rank of another that evaluates.
     """
     over = [each for each in standings if each.is_over and each.place is not None]
     if not over:
@@ -300,14 +309,14 @@ def find_hang(standings: Sequence[WorkerStanding], *, world_size: int) -> HangVe
 
 
 class WaitingNews:
-    """When to tell who waits for whom: as it begins, and again each time that it has lasted twice as long."""
+    """When to log which rank waits for which: as the wait begins, and each time that it has lasted twice as long."""
 
     def __init__(self) -> None:
         self._who = ""
         self._since = self._next = 0.0
 
     def is_due(self, said: str, now: float) -> bool:
-        """Whether ``HangVerdict.said`` is to be told at this time, in seconds of a clock that only goes forward."""
+        """Whether to log ``HangVerdict.said`` at ``now``, in seconds of a clock that only goes forward."""
         who = _SECONDS_IN_WORDS.sub("", said)
         if who != self._who:
             self._who, self._since, self._next = who, now, now
@@ -318,12 +327,12 @@ class WaitingNews:
 
 
 def standings_to_json(standings: Sequence[WorkerStanding]) -> str:
-    """As one line, for the agents of other nodes."""
+    """The standings of workers as one line of JSON, for the agents of other nodes."""
     return json.dumps([asdict(each) for each in standings])
 
 
 def standings_from_json(text: str) -> tuple[WorkerStanding, ...]:
-    """What ``standings_to_json`` gave; ValueError for anything else."""
+    """The standings that ``standings_to_json`` wrote; ValueError for anything else."""
     try:
         return records_of(WorkerStanding, json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -331,7 +340,7 @@ def standings_from_json(text: str) -> tuple[WorkerStanding, ...]:
 
 
 def ranks_in_words(standings: Sequence[WorkerStanding]) -> str:
-    """``rank 1``, ``ranks 0, 2 and 3``."""
+    """The ranks of these standings in words, such as ``rank 1`` or ``ranks 0, 2 and 3``."""
     numbers = [str(rank) for rank in sorted(each.rank for each in standings)]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -339,7 +348,7 @@ def ranks_in_words(standings: Sequence[WorkerStanding]) -> str:
 
 
 def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, passed: float) -> None:
-    """Note in ``worker`` what is new."""
+    """Note in ``worker`` what a look shows: its activity and for how long, and the durations of its steps."""
     key = (reading.pid, reading.restart, reading.activity, reading.since_ns)
     if key != worker.key:
         if worker.activity is Activity.BETWEEN:

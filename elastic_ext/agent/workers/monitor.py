@@ -36,31 +36,31 @@ class ProcessSample:
     """The processor time and memory of a worker and of the processes that it has started."""
 
     state: str
-    """The worker's own, a letter as Linux has it."""
+    """The state of the worker's own process, as Linux' letter, such as R or S."""
     cpu_percent: float | None
-    """Of one core, since the sample before; None in the first."""
+    """Processor time since the sample before, in percent of one core; None in the first sample."""
     memory_bytes: int
-    """What they share is counted as often as they have it."""
+    """Resident memory of all these processes; memory that they share counts once for each."""
     num_threads: int
-    """The worker's own."""
+    """How many threads the worker's own process has."""
     children: tuple[int, ...]
-    """The pids of those that it has started, and those these have."""
+    """The pids of the worker's child processes, and of their children."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuUse:
-    """What a process has of the machine's GPUs."""
+    """The GPU memory and GPU time that one process uses."""
 
     memory_bytes: int | None
     percent: float | None
-    """Of the time, on the busiest one; None where that is not told."""
+    """The part of the time that its busiest GPU computes for it, in percent; None where the driver does not tell."""
 
 
 class GpuProbe(Protocol):
-    """What tells of processes on GPUs."""
+    """A source of what processes use of the machine's GPUs."""
 
     def by_pid(self) -> Mapping[int, GpuUse]:
-        """What each process has that is on one."""
+        """What each process that uses a GPU has of it, by pid."""
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -68,7 +68,7 @@ class GpuProbe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Stat:
-    """What stands in /proc/<pid>/stat."""
+    """The fields of /proc/<pid>/stat that are used here."""
 
     state: str
     parent: int
@@ -79,7 +79,7 @@ class _Stat:
 
 
 class ProcessTable:
-    """Samples of processes and those that they have started."""
+    """Takes samples of processes, each with its child processes."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -87,7 +87,7 @@ class ProcessTable:
         self._ticks: dict[int, tuple[float, int, int]] = {}  # pid -> when, start, ticks of it and its children
 
     def sample(self, process: ProcessIdentity, now: float) -> ProcessSample | None:
-        """What ``process`` takes at the time ``now``; None if it has ended."""
+        """The sample of ``process`` and its children at the time ``now`` (``time.monotonic``); None if it has ended."""
         own = _stat_of(process.pid)
         if own is None or own.start_ticks != process.start_ticks or own.state in ("Z", "X"):
             self._ticks.pop(process.pid, None)
@@ -111,7 +111,7 @@ class ProcessTable:
         )
 
     def _look_up(self, now: float) -> None:
-        """Find out who has started whom, now and then."""
+        """List which process is whose child, at most every few seconds."""
         if self._looked_up_at is not None and now - self._looked_up_at < _TREE_SECONDS:
             return
         self._looked_up_at = now
@@ -121,6 +121,7 @@ class ProcessTable:
                 self._children.setdefault(found.parent, []).append(int(entry))
 
     def _below(self, pid: int) -> list[int]:
+        """The pids of a process' children, and of their children."""
         found = list(self._children.get(pid, ()))
         for each in found:  # which grows
             found += self._children.get(each, ())
@@ -128,7 +129,7 @@ class ProcessTable:
 
 
 class NvidiaGpus:
-    """NVIDIA's GPUs, as the driver's library tells of them."""
+    """What processes use of NVIDIA GPUs, as the driver's library (NVML) tells it."""
 
     def __init__(self, library: Any, handles: Sequence[Any]) -> None:
         self._library = library
@@ -137,7 +138,7 @@ class NvidiaGpus:
 
     @classmethod
     def open(cls) -> NvidiaGpus | None:
-        """Those of this machine; None where there are none, or no driver."""
+        """The NVIDIA GPUs of this machine; None where there is no driver."""
         import pynvml
 
         try:
@@ -149,7 +150,7 @@ class NvidiaGpus:
         return cls(pynvml, handles)
 
     def by_pid(self) -> Mapping[int, GpuUse]:
-        """What each process has that is on one; in a container that has processes of its own, mostly nothing."""
+        """What each process that uses a GPU has of it, by pid; mostly empty in a container with pids of its own."""
         memory: dict[int, int | None] = {}
         percent: dict[int, float] = {}
         for index, handle in enumerate(self._handles):
@@ -173,7 +174,7 @@ class NvidiaGpus:
 
 
 def _stat_of(pid: int) -> _Stat | None:
-    """What the system tells of a process; None if it has gone."""
+    """The fields of /proc/<pid>/stat of a process; None if it has gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             values = file.read().rpartition(b")")[2].split()  # its name, in parentheses, may hold anything
@@ -198,7 +199,7 @@ _RATE_SECONDS = 30.0  # that a step rate is the mean of, about
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """A worker to look at."""
+    """A worker process of this node that an agent watches: its ranks, its pid, and how it has ended if it has."""
 
     local_rank: int
     rank: int
@@ -209,20 +210,20 @@ class Watched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersLook:
-    """What one look at a node's workers has shown."""
+    """What one look of an agent at its node's workers has shown."""
 
     record: WorkersRecord
-    """For workers.json."""
+    """What each worker does, for the file workers.json."""
     standings: tuple[WorkerStanding, ...]
-    """For find_hang, with those of other nodes."""
+    """Each worker's progress, for ``find_hang`` together with those of other nodes."""
     hang: Hang | None
-    """By the workers of this node alone."""
+    """A hang, judged by the workers of this node alone."""
     said: str
-    """Who waits for whom, where that is no hang."""
+    """Which rank waits for which, in words, where that is no hang."""
 
 
 class Monitor:
-    """Looks at the workers of one node."""
+    """Observes the workers of one node about once a second: heartbeats, metrics, processor time, memory, and GPUs."""
 
     def __init__(
         self,
@@ -234,7 +235,7 @@ class Monitor:
         every_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` counts from when ``time.monotonic`` does. Without ``limits`` nothing is a hang."""
+        """``clock`` gives the time of ``time.monotonic``. Without ``limits`` nothing is a hang."""
         self._run_dir = run_dir
         self._pulse_dir = pulse_dir
         self._gpus = gpus
@@ -256,7 +257,7 @@ class Monitor:
         world_size: int,
         at_once: bool = False,
     ) -> WorkersLook | None:
-        """What there is to see now; None, at no cost, where it is not yet time, unless it is asked for ``at_once``."""
+        """What the workers do now; None, at no cost, where the next look is not due, unless ``at_once`` is given."""
         now = self._clock()
         if now < self._due_at and not at_once:
             return None
@@ -288,8 +289,7 @@ class Monitor:
         return WorkersLook(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
 
     def forget(self) -> None:
-        """Other workers come: nothing that was seen so far is of them. What is left of their
-        pulses is removed."""
+        """Forget the workers of the round before, as others start, and remove their heartbeat files."""
         self._judge.forget()
         self._readings.clear()
         self._rates.clear()
@@ -304,7 +304,7 @@ class Monitor:
             self._gpus.close()
 
     def _reading(self, worker: Watched, sample: ProcessSample) -> PulseReading | None:
-        """What its pulse says, or said last: its own, or that of a process which it has started to train."""
+        """The last heartbeat that was read of a worker, or of its child process that trains; None before the first."""
         reading = read_pulse(pulse_file(self._pulse_dir, worker.rank))
         if reading is not None and reading.pid in (worker.process.pid, *sample.children):
             self._readings[worker.process] = reading
@@ -320,6 +320,7 @@ class Monitor:
         standing: WorkerStanding | None,
         uses: Mapping[int, GpuUse],
     ) -> WorkerSeen:
+        """The record of one worker for workers.json."""
         if sample is None or standing is None:
             return WorkerSeen(
                 local_rank=worker.local_rank,
@@ -354,7 +355,7 @@ class Monitor:
     def _progress(
         self, worker: Watched, now: float, restart: int, sample: ProcessSample, reading: PulseReading | None
     ) -> tuple[int | None, float | None]:
-        """How many steps a worker has taken, and how many in a second."""
+        """The last step of a worker and its steps per second, by its heartbeat, else by its metrics file."""
         if reading is None:
             return self._progress_by_metrics(worker, restart, sample)
         counted = self._rates.setdefault(worker.process, deque())
@@ -369,7 +370,7 @@ class Monitor:
     def _progress_by_metrics(
         self, worker: Watched, restart: int, sample: ProcessSample
     ) -> tuple[int | None, float | None]:
-        """The same by what it writes of itself every few seconds."""
+        """The last step of a worker and its steps per second, by the metrics file that it writes every few seconds."""
         file = self._run_dir / f"metrics-{worker.rank}.json"
         try:
             written = file.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Stacks of all threads of a node's workers: collected when a hang is suspected, parsed, and told in a line."""
+"""The stacks of all threads of a node's workers: collected when training hangs, parsed, and summed up in a line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TOGETHER = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A function that is being run."""
+    """One frame of a thread's stack: a function that is being run."""
 
     file: str
     line: int | None
@@ -51,7 +51,7 @@ class Frame:
 
     @property
     def is_in_a_library(self) -> bool:
-        """Whether it is of torch, say, or ours, and not the script's."""
+        """Whether the function belongs to a library, such as torch or this one, and not to the user's script."""
         return any(part in self.file for part in _LIBRARIES)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread of a process; the innermost function comes first."""
+    """One thread of a process with its stack; the innermost function comes first."""
 
     ident: int
     frames: tuple[Frame, ...]
@@ -68,18 +68,18 @@ class Thread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Where:
-    """Where a rank is."""
+    """Where in its code a rank's training thread is."""
 
     rank: int
     thread: str
     frame: Frame | None
-    """The innermost one of the script, or the innermost of all; None where it runs no Python."""
+    """The innermost frame of the user's script, else the innermost of all; None where the thread runs no Python."""
     within: Frame | None
-    """The innermost of all, where that is another."""
+    """The innermost frame of all, where that is not ``frame``."""
 
     @property
     def is_together(self) -> bool:
-        """Whether it is in what all ranks do together: where one that waits for others is, as a rule."""
+        """Whether the rank is in code that all ranks run together, such as a collective: it most likely waits there."""
         innermost = self.within or self.frame
         return innermost is not None and any(part in innermost.file for part in _TOGETHER)
 
@@ -89,7 +89,7 @@ class Where:
 
 
 def parse_stacks(text: str) -> tuple[Thread, ...]:
-    """The threads of the last dump in ``text``, in its order; what is none of a dump is passed over."""
+    """The threads of faulthandler's last dump in ``text``, in its order; other lines are skipped."""
     threads: list[tuple[int, list[Frame]]] = []
     seen: set[int] = set()
     for line in text.splitlines():
@@ -106,7 +106,7 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
 
 
 def where_of(rank: int, threads: Sequence[Thread], thread: int) -> Where | None:
-    """Where a rank is whose training goes on in ``thread``; None if that is not among them."""
+    """Where a rank is that trains in the thread with the id ``thread``; None if it is not among ``threads``."""
     found = next((each for each in threads if each.ident == thread), None)
     if found is None:
         return None
@@ -118,7 +118,7 @@ def where_of(rank: int, threads: Sequence[Thread], thread: int) -> Where | None:
 
 
 def told_apart(found: Sequence[Where]) -> str:
-    """Whom to look at first, in words: who is not in what all do together, while others are; empty where none is."""
+    """The ranks to look at first, in words: those outside of collectives while others are in one; empty if none is."""
     apart = [each for each in found if not each.is_together]
     if not apart or len(apart) == len(found):
         return ""
@@ -188,14 +188,14 @@ _SYSCALLS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """What was found."""
+    """The stacks of a node's workers, as they were captured."""
 
     path: Path | None
-    """The file that has all of it; None where it could not be written."""
+    """The file that has all the stacks; None where it could not be written."""
     places: tuple[Where, ...]
-    """Where the ranks are of which that is known, for the log."""
+    """Where each rank is whose stack is known, for the log."""
     look_at: str
-    """Who is elsewhere than the others, in words; empty where nobody is."""
+    """The ranks that are elsewhere than the others, in words; empty where none is."""
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ class _StacksRequest:
     reading: PulseReading | None = None
     file: int = -1
     start: int = 0
-    """Where in the file what it writes now begins."""
+    """The offset in the file at which this answer begins."""
     size: int = 0
     num_still: int = 0
     text: str = ""
@@ -215,6 +215,7 @@ class _StacksRequest:
 
     @property
     def is_done(self) -> bool:
+        """Whether the worker has written its stacks, or writes none."""
         return self.file == -1 or (self.size > self.start and self.num_still >= _NUM_STILL)
 
 
@@ -227,10 +228,10 @@ def capture(
     patience_seconds: float = 5.0,
     py_spy: str | None = None,
 ) -> Captured:
-    """Ask all ``workers`` for their stacks, and write down what they say; takes about ``patience_seconds`` at most.
+    """Ask all ``workers`` for their stacks, and write them into a file in ``run_dir``.
 
-    ``py_spy`` is the program of that name, where it is to be used. Nothing is raised: this comes before the end of a
-    job whose reason is another one.
+    A worker is asked over its pipe first, then by a signal, then by the program ``py_spy`` if its path is given: in all
+    at most 2.5 times ``patience_seconds``. Nothing is raised: the hang is the error to be reported.
     """
     asked = [_prepared(each, pulse_dir) for each in workers]
     by_thread = [each for each in asked if each.file != -1 and ask_for_stacks(stacks_pipe(pulse_dir, each.worker.rank))]
@@ -255,7 +256,7 @@ def capture(
 
 
 def _prepared(worker: Watched, pulse_dir: Path) -> _StacksRequest:
-    """A worker with the file that it writes its stacks to, if it is one that does."""
+    """The request for a worker's stacks, with the open file that the worker writes them to, if it does."""
     asked = _StacksRequest(worker=worker, state=_state_of(worker.process.pid))
     reading = asked.reading = read_pulse(pulse_file(pulse_dir, worker.rank))
     if reading is None or reading.stacks_signal == 0:
@@ -274,7 +275,7 @@ def _prepared(worker: Watched, pulse_dir: Path) -> _StacksRequest:
 
 
 def _send_signal(asked: _StacksRequest) -> None:
-    """Have faulthandler write them, as the process itself does not come to it."""
+    """Signal a worker, so that its faulthandler writes the stacks even where no Python code can run."""
     reading = asked.reading
     assert reading is not None, "its pulse says where it writes"
     try:
@@ -292,7 +293,7 @@ def _send_signal(asked: _StacksRequest) -> None:
 
 
 def _open_stacks(reading: PulseReading) -> int:
-    """The file that a process writes its stacks to, wherever that lies; OSError where it has another one there now."""
+    """The open file that a process writes its stacks to; OSError where its descriptor is of another file by now."""
     path = f"/proc/{reading.pid}/fd/{reading.stacks_descriptor}"
     if os.stat(path).st_ino != reading.stacks_inode:
         raise FileNotFoundError(f"it has closed the file for them, and has another one as number {path}")
@@ -300,7 +301,7 @@ def _open_stacks(reading: PulseReading) -> int:
 
 
 def _wait(asked: Sequence[_StacksRequest], patience_seconds: float) -> None:
-    """Return when all have written what they write, or have not."""
+    """Wait until all asked workers have written their stacks, or the time is over, and read what they wrote."""
     deadline = time.monotonic() + patience_seconds
     while not all(each.is_done for each in asked) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -332,7 +333,7 @@ def _where(asked: _StacksRequest) -> Where | None:
 
 
 def _ask_py_spy(asked: Sequence[_StacksRequest], py_spy: str | None, patience_seconds: float) -> None:
-    """Have it look at those that say nothing themselves."""
+    """Have py-spy dump the stacks of workers that did not write any themselves."""
     if py_spy is None:
         return
     running: list[tuple[_StacksRequest, subprocess.Popen[bytes]]] = []
@@ -358,7 +359,7 @@ def _ask_py_spy(asked: Sequence[_StacksRequest], py_spy: str | None, patience_se
 
 
 def _threads(pid: int) -> list[str]:
-    """What the system tells of each thread of a process: its name, state, and what it waits in."""
+    """A line for each thread of a process, by /proc: its name, its state, and the system call that it waits in."""
     lines = []
     with contextlib.suppress(OSError):
         threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
@@ -376,7 +377,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _state_of(pid: int, thread: int | None = None) -> str:
-    """A letter, as Linux has it; empty for what has gone."""
+    """The state of a process or thread as Linux' letter; empty where it has gone."""
     text = _read(Path(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"))
     return text.rpartition(")")[2].split()[0] if text else ""
 
@@ -398,7 +399,7 @@ def _read(path: Path) -> str:
 
 
 def _section(asked: _StacksRequest, most: int) -> str:
-    """What there is of one worker."""
+    """The section of the stacks file for one worker."""
     worker = asked.worker
     lines = [f"==== rank {worker.rank} (process {worker.process.pid}, state {asked.state or 'ended'})"]
     if asked.problem:
@@ -409,7 +410,7 @@ def _section(asked: _StacksRequest, most: int) -> str:
 
 
 def _write(text: str, run_dir: Path) -> Path | None:
-    """Write it beside the last ones, of which some are kept."""
+    """Write a stacks file into the run directory, where the newest few are kept; None where that fails."""
     folder = run_dir / "stacks"
     path = folder / f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}.txt"
     try:

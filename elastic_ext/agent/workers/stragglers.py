@@ -1,7 +1,8 @@
-"""Which workers keep the others waiting, by what each is busy with by itself: looked at every few seconds.
+"""Stragglers: the workers that keep the others waiting, found every few seconds from each worker's local time.
 
-A *round* is what all workers of a job took for their own part of a step since the round before. Each agent reads that
-of its own workers, from the ends of their profiles; the first of them judges all, and the others hear from it.
+A worker's local time is what its own work of a step takes, without waiting for others. A *round* here is the local
+times of all workers since the round before. Each agent reads those of its own workers, from the ends of their profiles;
+the agent of the first node judges all, and the others hear from it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ROUND, _SLOW = "local-times", "slow-workers"
 
 
 class Board(Protocol):
-    """What nodes tell one another on, as ranks/node_board.py has it."""
+    """The board of a round, on which nodes exchange messages (``RoundBoard`` in ranks/node_board.py)."""
 
     @property
     def place(self) -> int: ...
@@ -43,7 +44,7 @@ class Board(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowWorker:
-    """One that is slow now."""
+    """A worker that is a straggler now."""
 
     rank: int
     host: str
@@ -52,7 +53,7 @@ class SlowWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowNews:
-    """What has changed: a worker is slow, or is so no more."""
+    """News of a straggler: a worker has become slow, or is slow no longer."""
 
     rank: int
     host: str
@@ -62,18 +63,21 @@ class SlowNews:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRound:
-    """A round of one node's workers."""
+    """The local times of one node's workers in one round of measurements."""
 
     until: float
+    """When the last profile window in it ends, in seconds since 1970."""
     config: tuple[int, int]
+    """The version and revision of the config that was in force."""
     times: tuple[LocalTime, ...]
 
     def to_row(self) -> list[Any]:
+        """The round as values for JSON."""
         return [self.until, *self.config, [asdict(each) for each in self.times]]
 
     @classmethod
     def from_row(cls, row: Any) -> NodeRound:
-        """The round that ``to_row`` gave; ValueError for anything else."""
+        """The round that ``to_row`` made ``row`` of; ValueError for anything else."""
         try:
             until, version, revision, times = row
             return cls(
@@ -86,17 +90,17 @@ class NodeRound:
 
 
 class StragglerRounds:
-    """Which nodes are slow, judged from rounds of measurements of all nodes; pure."""
+    """Judges which workers are slow, from rounds of local times of all nodes; pure."""
 
     def __init__(self) -> None:
         self.slow: tuple[SlowWorker, ...] = ()
-        """Who is slow by now."""
+        """The workers that are slow by now."""
         self._stragglers = Stragglers()
         self._counted: dict[int, float] = {}  # place -> until when its rounds have been judged
         self._calm: dict[tuple[int, str], int] = {}  # rounds, of those who are slow
 
     def see(self, rounds: Mapping[int, NodeRound]) -> None:
-        """What all nodes have told last, by their places; a round is judged once each of them has told anew."""
+        """Judge the newest round of each node, by place, once every node has a new one and all have one config."""
         if any(each.until <= self._counted.get(place, 0.0) for place, each in rounds.items()):
             return
         if len({each.config for each in rounds.values()}) > 1:
@@ -107,7 +111,7 @@ class StragglerRounds:
         self.slow = self._with_calm(named)
 
     def _with_calm(self, named: Sequence[Straggler]) -> tuple[SlowWorker, ...]:
-        """Those who are named, and those who were not long ago."""
+        """The workers named as stragglers now, and those that were named not long ago."""
         found = {(each.rank, each.host): each for each in self.slow}
         fresh = {(each.rank, each.host): each for each in named}
         self._calm = {key: 0 if key in fresh else self._calm.get(key, 0) + 1 for key in {**found, **fresh}}
@@ -117,7 +121,7 @@ class StragglerRounds:
 
 
 class SlowWorkers:
-    """Those of one job, as one of its agents sees them."""
+    """Finds a job's stragglers together with the agents of other nodes, and says what has changed."""
 
     def __init__(
         self,
@@ -134,14 +138,17 @@ class SlowWorkers:
         self.forget(since=0.0)
 
     def forget(self, *, since: float) -> None:
-        """Other workers come, started at ``since``, in seconds since 1970."""
+        """Begin anew, as other workers start at ``since``, in seconds since 1970."""
         self._due_at = self._clock() + self._every_seconds
         self._since = since
         self._rounds = StragglerRounds()
         self._told: tuple[SlowWorker, ...] = ()
 
     def look(self, ranks: Sequence[int], board: Board | None) -> list[SlowNews]:
-        """What has changed, by the workers of this node that run, and on ``board`` by those of other nodes."""
+        """The news of stragglers, if a look is due; ``ranks`` are this node's running workers.
+
+        Nodes exchange their rounds on ``board``; None where there is no other node.
+        """
         now = self._clock()
         if now < self._due_at:
             return []
@@ -162,7 +169,7 @@ class SlowWorkers:
         return self._news(self._rounds.slow)
 
     def _own_round(self, ranks: Sequence[int]) -> NodeRound | None:
-        """None as long as some of them have told of too little since the round before."""
+        """The local times of this node's workers since the round before; None until each has written enough windows."""
         tails = tails_of(self._run_dir, ranks, _NUM_WINDOWS)
         windows = present_windows(tails, seconds=math.inf, since=self._since)
         views = [self._view(rank, row) for rank, row in windows.items()]
@@ -179,6 +186,7 @@ class SlowWorkers:
         return view_of(windows, host=self._host, measures=measures, trace=trace)
 
     def _news(self, slow: tuple[SlowWorker, ...]) -> list[SlowNews]:
+        """What has changed since the last look, where ``slow`` are the stragglers now."""
         before, self._told = self._told, slow
         known, present = ({(each.rank, each.host) for each in row} for row in (before, slow))
         found = [
@@ -195,5 +203,6 @@ class SlowWorkers:
 
 
 def _announced(board: Board) -> tuple[SlowWorker, ...]:
+    """The stragglers that the first node has announced."""
     rows = board.announced(_SLOW)
     return () if rows is None else records_of(SlowWorker, rows)

@@ -39,7 +39,7 @@ __all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments
 
 
 # --- the workers of one node, each behind a process context of its own, as torch's agent sees one for all ------------
-# One that fails leaves the others as they are: whoever watches decides when those end. What they print goes where torch
+# A worker that fails leaves the others as they are: the agent decides when those end. What they print goes where torch
 # sends it.
 
 _LEFT_SECONDS = 3.0  # for what a worker has started and left behind
@@ -47,11 +47,11 @@ _MOST_THREADS = 32
 
 
 class WorkerNotStarted(ElasticError):
-    """A worker could not be started; it says why."""
+    """A worker process could not be started; the message says why."""
 
 
 class Workers(PContext):
-    """What torch's agent calls a process context."""
+    """The worker processes of a node in one round; for torch's agent they are one process context."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Workers(PContext):
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs, log_line_prefixes, stdout_filters, stderr_filters)
         self.patience_seconds = 30.0
-        """How long workers have to end by themselves when they are told to."""
+        """How long workers have to end by themselves, once signalled, before they are killed."""
         self._start_method = start_method
         self._as_given = as_given
         self._numa = numa
@@ -80,11 +80,11 @@ class Workers(PContext):
 
     @property
     def processes(self) -> Mapping[int, ProcessIdentity]:
-        """The workers by local rank, those that have ended too."""
+        """The worker processes by local rank, also those that have ended."""
         return self._processes
 
     def watched(self, ranks: Mapping[int, int]) -> tuple[Watched, ...]:
-        """The workers with their ranks, by local rank, and how those have ended that have."""
+        """The workers, each with its rank, process, state and exit code; ``ranks`` gives the rank by local rank."""
         found = []
         for local_rank, process in self._processes.items():
             result = self._ended.get(local_rank)
@@ -129,7 +129,7 @@ class Workers(PContext):
         )
 
     def _poll(self) -> RunProcsResult | None:
-        """How the workers have ended: some if any has failed, all if none has; None before that."""
+        """The result once any worker has failed or all have ended well; None before that."""
         for local_rank, context in self._contexts.items():
             if local_rank not in self._ended and (result := context.wait(0)) is not None:
                 self._ended[local_rank] = result
@@ -146,7 +146,10 @@ class Workers(PContext):
         )
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End all at once, in the time that is theirs whatever torch says, and then what they have left behind."""
+        """End all workers at the same time, within ``patience_seconds``, then processes that they have left behind.
+
+        Torch's ``timeout`` is not used.
+        """
         if not self._contexts:
             return
         with ThreadPoolExecutor(min(len(self._contexts), _MOST_THREADS), "elastic_ext ending workers") as threads:
@@ -161,7 +164,7 @@ class Workers(PContext):
 
 
 class _Settled(LogsSpecs):
-    """Where one worker's output goes, as it was settled for all of them together."""
+    """The log files of one worker, as they were chosen for all workers together."""
 
     def __init__(self, stdout: str, stderr: str, error_file: str) -> None:
         super().__init__()
@@ -180,35 +183,35 @@ class _Settled(LogsSpecs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How workers of this node are started, whatever the round."""
+    """The settings by which an agent starts its workers, the same in every round."""
 
     node_id: str
     host: str
     environment: Mapping[str, str]
-    """What every worker is told of where its things lie."""
+    """The variables that every worker gets besides its ranks: the job's name, its paths, and its limits."""
     inherited: Mapping[str, str]
-    """The agent's own environment, which workers have but for what they are told otherwise."""
+    """The agent's own environment, which workers inherit where no other variables are set for them."""
     as_given: Callable[[], AbstractContextManager[None]]
-    """Entered while workers are started: until it is left, this process has that environment."""
+    """A context that is entered while workers are started; within it this process has the environment ``inherited``."""
     is_python: bool
-    """Whether workers are run by Python, which is given something to run first."""
+    """Whether workers are run by Python, which then runs the ``at_start`` folder's sitecustomize first."""
     start_method: str
     log_line_prefix_template: str | None
     shutdown_seconds: float
     silence_seconds: float
-    """How long it takes until a node that is gone is known to be."""
+    """How long it takes until the other nodes know that a node is gone."""
     min_nodes: int
 
 
 def environments(launch: Launch, group: WorkerGroup, *, restart_count: int) -> dict[int, dict[str, str]]:
-    """What the workers of a round are told, by local rank."""
+    """The environment variables for each worker of a round, by local rank."""
     return {worker.local_rank: _environment(launch, group, worker, restart_count) for worker in group.workers}
 
 
 def workers_of(
     launch: Launch, group: WorkerGroup, envs: dict[int, dict[str, str]], logs: LogsSpecs, *, round_number: int
 ) -> Workers:
-    """The workers of a round, not started yet; ``envs`` gets where each writes what ends it."""
+    """The workers of a round, not started yet; each worker's error file is added to its row of ``envs``."""
     spec = group.spec
     assert spec.entrypoint is not None, "the launcher gives one"
     return Workers(
@@ -271,7 +274,7 @@ def _prefixes(launch: Launch, group: WorkerGroup) -> dict[int, str] | None:
 
 
 class _ByRound(LogsSpecs):
-    """Logs of each round beside those of the earlier ones: torch counts failures, and would write over them."""
+    """Log files in a folder for each round: torch names folders by failures, and would write over a round's logs."""
 
     def __init__(self, inner: LogsSpecs, number: int) -> None:
         super().__init__()
@@ -292,19 +295,23 @@ class _ByRound(LogsSpecs):
         return found
 
 
-# --- what tells an agent to end, from its first moment to its last: one counts, and others change nothing ------------
-# Torch has handlers of its own, set as workers are started, which raise at every one: a second would break off the
-# ending of workers, and leave these behind.
+# --- the signals that tell an agent to end: the first one counts, and later ones change nothing ----------------------
+# Torch has handlers of its own, set as workers are started, which raise at every signal: a second one would break off
+# the ending of workers, and leave these behind.
 
 _AGAIN_SECONDS = 1.0
 
 
 class StopSignals:
-    """The signals of these names. In another thread than the main one there are none."""
+    """Handles the signals that end an agent: the first is kept in ``told``, and raised only between two calls.
+
+    ``let_through`` begins to raise it, ``hold`` ends that. ``names`` are separated by commas. Outside of the main
+    thread no signal is handled.
+    """
 
     def __init__(self, names: str) -> None:
         self.told: signal.Signals | None = None
-        """The first that came."""
+        """The first stop signal that came; None until then."""
         found = [getattr(signal, name.strip(), None) for name in names.split(",")]
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -326,22 +333,22 @@ class StopSignals:
             signal.signal(signal.SIGALRM, self._alarm_before)
 
     def take(self) -> None:
-        """Have them from now on, whoever had them; but not a SIGHUP that nohup has had ignored."""
+        """Set the handlers of these signals, in place of any other ones; a SIGHUP that nohup ignores stays ignored."""
         for number, before in self._before.items():
             is_nohup = number == signal.SIGHUP and before == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if is_nohup else self._note)
 
     def hold(self) -> None:
-        """From now on one that comes is noted, for whoever looks."""
+        """Keep a signal that comes from now on in ``told``, and raise nothing."""
         self._is_raised = False
         if self._alarm_before is not None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def let_through(self) -> None:
-        """From now on one that comes is raised, as SignalException, and so is one that has come.
+        """Raise a signal that comes from now on, or has come, as SignalException.
 
-        It is raised again and again until ``hold()`` is called: the first may come to what passes over exceptions, as
-        logging does while it writes.
+        It is raised once a second until ``hold()`` is called: the first may be raised in code that swallows exceptions,
+        as logging does while it writes.
         """
         self._is_raised = True
         if self._before and self._alarm_before is None:

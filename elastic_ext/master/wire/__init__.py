@@ -1,4 +1,4 @@
-"""What agents, people and the master say to one another, over gRPC: master.proto, and the stubs made from it.
+"""The gRPC messages between agents, people and the master: master.proto, the stubs made from it, and conversions.
 
 The stubs are made by `make stubs` with the oldest compiler whose code the oldest supported protobuf loads; newer ones
 load it too.
@@ -92,8 +92,10 @@ def metrics_of(message: Message) -> dict[str, float]:
 
 
 def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
-    """Put ``values`` of metrics into a Worker or a Progress, each into its field or else into the map; a value that
-    cannot be is left out."""
+    """Put the metrics ``values``, by name, into a Worker or a Progress; values out of bounds are left out.
+
+    A metric without a field of its own goes into the map ``metrics``.
+    """
     for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
         value = values.get(name)
         if value is None or not 0 <= value <= unit.most:
@@ -105,7 +107,7 @@ def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
 
 
 def window_message(window: StepWindow) -> master_pb2.StepWindow:
-    """``window`` for the wire."""
+    """The protobuf message of a profile window."""
     return filled(master_pb2.StepWindow(), window)
 
 
@@ -120,7 +122,7 @@ def window_record(message: master_pb2.StepWindow) -> StepWindow:
 
 
 def _is_repeated(field: Any) -> bool:
-    """Newer runtimes tell so in one way, older ones in another."""
+    """Whether a field of a message is a list or a map; newer and older protobuf runtimes tell this differently."""
     found = getattr(field, "is_repeated", None)
     return bool(found() if callable(found) else found) if found is not None else field.label == field.LABEL_REPEATED
 

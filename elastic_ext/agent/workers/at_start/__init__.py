@@ -1,1 +1,1 @@
-"""What runs first in a worker's Python, before its script: the folder is put in front of PYTHONPATH."""
+"""The sitecustomize that Python runs in a worker before its script: the agent puts this folder first in PYTHONPATH."""

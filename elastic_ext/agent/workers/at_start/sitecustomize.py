@@ -9,7 +9,7 @@ import sys
 
 
 def _step_aside() -> None:
-    """Leave no trace: the path as it was, and the next sitecustomize run."""
+    """Take this folder out of sys.path and PYTHONPATH, and run the machine's own sitecustomize if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
