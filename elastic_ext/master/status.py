@@ -112,10 +112,6 @@ def _decision_message(decision: Decision) -> wire.TuningDecision:
     return message
 
 
-def _newest_events(job: Job, wanted: int) -> list[EventRecord]:
-    return list(job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS)))
-
-
 def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
     facts = job.fleet.facts(node.node_id)
     troubles = [each for each in (node.trouble, node.refusal) if each]
