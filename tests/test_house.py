@@ -558,6 +558,7 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
     "fsdp.checkpoint.saving.background:BackgroundSave": "one save's thread, and what its stages are done by",
+    "master.tuning:Tuning": "where it runs a strategy, who makes that, and who is told, with a clock for tests",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }
 
@@ -565,11 +566,20 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
 def constructor_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
     """Constructors that take more than a reader keeps in mind, and reasons for such that are none any more."""
     faults, large = [], set()
+    aliases = [
+        target.id
+        for source in sources.values()
+        for node in parsed(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Callable[")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    calls = re.compile(rf"\b({'|'.join(['Callable', *aliases])})\b")
     for module, source in sorted(sources.items()):
         for node in (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)):
             for made in (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"):
                 given = [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs][1:]
-                functions = [each for each in given if each.annotation and "Callable" in ast.unparse(each.annotation)]
+                functions = [each for each in given if each.annotation and calls.search(ast.unparse(each.annotation))]
                 if len(given) <= MOST_ARGUMENTS and len(functions) <= MOST_CALLABLES:
                     continue
                 large.add(place := f"{module}:{node.name}")

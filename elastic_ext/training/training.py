@@ -1,10 +1,10 @@
 """Training: one training on this rank, as the object by which its parts reach each other.
 
 ``ElasticTrainer`` makes it of what it was given, ``prepare()`` adds the parts that need optimizers and the other ranks.
-A part is made of this one object, and reads from it, when it acts, the parts that are made after it.
+Those parts are made of this one object, and read from it, when they act, the parts that are made after them.
 
 What happens at the moments of a training (it begins, passes a boundary, was resharded, went back, ends) is said in
-session.py, in order: no part listens to another.
+session.py, in order.
 """
 
 from __future__ import annotations

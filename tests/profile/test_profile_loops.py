@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader
 from elastic_ext.profile.phases import Phase, Timeline
@@ -403,6 +403,31 @@ class SlowFor(torch.utils.data.TensorDataset):
         time.sleep(5 * PLANTED if index == 80 else 0.0)
         found: Any = super().__getitem__(index)  # type: ignore[no-untyped-call]
         return found
+
+
+@pytest.mark.parametrize("loader_class", [ElasticDataLoader, DataLoader])
+def test_hooks_are_on_the_model_in_steps_that_are_measured_and_where_a_wait_may_be_an_evaluation(
+    tmp_path: Path, loader_class: Any
+) -> None:
+    model, found = nn.Linear(6, 5), []
+    loader = loader_class(TensorDataset(*make_data(300, torch.float32)), batch_size=1)
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=1)
+    with trainer:
+        optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        with trainer.epoch(0):
+            for inputs, targets in loader:
+                with trainer.step():
+                    found.append(len(model._forward_pre_hooks))
+                    loss_of(model, inputs, targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    measured = sum(each.num_detailed for each in windows_of(tmp_path))
+    assert 64 <= measured < 300 and not model._forward_pre_hooks
+    if loader_class is ElasticDataLoader:
+        assert found[:64] == [found[0]] * 64 and min(found) < found[0]
+        assert sum(each == found[0] for each in found) == measured
+    else:
+        assert min(found) == found[0]
 
 
 @pytest.mark.parametrize("loader_class", [ElasticDataLoader, DataLoader])
