@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
+from elastic_ext import ElasticDataLoader
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.probe import Probe
 from elastic_ext.records.metrics import StepWindow
@@ -264,6 +266,27 @@ def test_a_step_that_compiles_in_one_graph_does_so_with_a_profile(
         is_seen = compiled is itself
         assert (num_detailed >= 64) is is_seen and ("forward" in in_steps) is is_seen
         assert is_seen or in_steps["step"] > in_steps.get("other", 0.0)
+
+
+@pytest.mark.parametrize("compiled", [one_function, wrapped, itself, its_blocks])
+def test_hooks_that_could_rest_do_not_where_something_is_compiled(tmp_path: Path, compiled: Compile) -> None:
+    """A compiler would make its graph anew each time that they come and go, as they do beside this loader."""
+    model, graphs = TwoBlocks().double(), Graphs()
+    step = compiled(model, graphs)
+    loader = ElasticDataLoader(TensorDataset(*make_data(8 * 160)), 8)
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=8)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.125))
+    num_compiled, num_hooks = [], set()
+    with trainer, trainer.epoch():
+        for inputs, targets in loader:
+            with trainer.step():
+                step(inputs, targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+            num_compiled.append(graphs.num_compiled)
+            num_hooks.add(len(model._forward_pre_hooks))
+    assert num_compiled[0] == num_compiled[-1] > 0 and not counters["graph_break"]
+    assert len(num_hooks) == 1 and 0 not in num_hooks
 
 
 @pytest.mark.slow
