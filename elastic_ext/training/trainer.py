@@ -182,10 +182,10 @@ class ElasticTrainer:
         follow_options: FollowOptions | None = None,
         memory_model: MemoryModel | None = None,
     ) -> None:
-        steps = _given("step_options", step_options, StepOptions)
-        following = _given("follow_options", follow_options, FollowOptions)
-        saving = _given("checkpoint_options", checkpoint_options, CheckpointOptions)
-        factory = _given("memory_model", memory_model, MemoryModel).factory()
+        steps = _options_of("step_options", step_options, StepOptions)
+        following = _options_of("follow_options", follow_options, FollowOptions)
+        saving = _options_of("checkpoint_options", checkpoint_options, CheckpointOptions)
+        factory = _options_of("memory_model", memory_model, MemoryModel).factory()
         check_flag("use_fsdp", use_fsdp)
         check_checkpoints(checkpoint_interval, shared_storage_path, job=following.job)
         refuse_in_analysis(os.environ)
@@ -565,7 +565,7 @@ class ElasticTrainer:
         return self._session
 
 
-def _given(name: str, value: _Default | None, kind: type[_Default]) -> _Default:
+def _options_of(name: str, value: _Default | None, kind: type[_Default]) -> _Default:
     """``value``, or the options of that kind that hold by default; ValueError for anything else."""
     if value is None:
         return kind()
