@@ -20,12 +20,14 @@ from tests.support.loops import Every, RecordingApplier, errors_of, follower_of,
 from tests.support.ranks import RankPool
 from tests.support.thinning import the_first
 
+NUM_STEPS = 10_000  # more than ranks take before their deadline is over
+
 # --- ranks that die, fail or come apart -----------------------------------------------------------------------------
 
 
 def any_step(rank: int, phase: str, action: Literal["kill", "raise"]) -> Faults:
-    """A fault at the first step from 5 on that comes to this phase."""
-    return Faults(*(Fault(rank=rank, step=step, phase=phase, action=action) for step in range(5, 40)))
+    """A fault at the first step from 5 on that comes to this phase, however late a change of the file is seen."""
+    return Faults(*(Fault(rank=rank, step=step, phase=phase, action=action) for step in range(5, NUM_STEPS)))
 
 
 def follow_and_die(rank: int, folder: Path, faults: Faults) -> None:
@@ -36,7 +38,7 @@ def follow_and_die(rank: int, folder: Path, faults: Faults) -> None:
 
     with follower_of(folder, rank, timeout_seconds=600.0) as follower:
         follower.add(RecordingApplier(before=strike))
-        for step in range(10_000):
+        for step in range(NUM_STEPS):
             if step % 5 == 0:
                 put(folder, rank, rate(step + 1, 0.1 + step))
             faults.at(rank=rank, step=step, phase="step")
