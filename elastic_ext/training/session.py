@@ -345,7 +345,7 @@ class Session:
         self.follower.go_back(self._counts.global_step)
         self._progress.advance(self._counts.num_steps - num_steps)
         self._is_exception_told = False
-        steps.torn = None
+        steps.go_on(passes_over=skips)
         saving.go_back()
         return loaded.path
 

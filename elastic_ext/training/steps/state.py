@@ -1,13 +1,15 @@
 """StepState: where the step under way stands; one object that the trainer writes and its optimizers read.
 
-What these words mean is said in training/trainer.py.
+What these words mean is said in training/trainer.py. The phases of steps and what leads from one to the next are the
+table ``TRANSITIONS``: what it does not list does not happen.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from elastic_ext.training.remarks import Remarks
@@ -15,7 +17,89 @@ from elastic_ext.training.remarks import Remarks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StepState"]
+__all__ = ["TRANSITIONS", "StepEvent", "StepPhase", "StepState"]
+
+
+class StepPhase(IntEnum):
+    """Where a rank's loop stands in its steps."""
+
+    UNBEGUN = 0
+    """Before the first step."""
+    IDLE = 1
+    """Between two steps, after one that has ended."""
+    TAKEN_BACK = 2
+    """Between two steps, after one that was taken back."""
+    PARTIAL = 3
+    """Between two micro-steps of a step."""
+    OWING = 4
+    """After a step that has ended, before its boundary, which an exception kept this rank from passing."""
+    TORN = 5
+    """After a step that left parameters half updated, or while a checkpoint is loaded: going back to one helps."""
+    LOST = 6
+    """After a failure that no checkpoint mends in this process."""
+    GATHERING = 7
+    """Within a micro-step after which the step goes on."""
+    ENDING = 8
+    """Within the micro-step that ends a step."""
+    UNDONE = 9
+    """Within a micro-step whose step was taken back."""
+
+
+class StepEvent(IntEnum):
+    """What leads from one phase of a step to another."""
+
+    ENTER = 0
+    """A micro-step begins after which the step goes on."""
+    ENTER_LAST = 1
+    """The micro-step begins that ends the step."""
+    LEAVE = 2
+    """A micro-step has ended, and the step has not."""
+    END = 3
+    """The step has ended."""
+    BREAK_OFF = 4
+    """The step has ended, and an exception leaves it before its boundary."""
+    PASS = 5
+    """The boundary that was owed is passed."""
+    TAKE_BACK = 6
+    """The step is taken back."""
+    LEAVE_UNDONE = 7
+    """The micro-step whose step was taken back is left."""
+    TEAR = 8
+    """Parameters are half updated, or a checkpoint begins to be loaded."""
+    GIVE_UP = 9
+    """Training cannot go on in this process."""
+    LOAD = 10
+    """A checkpoint was loaded, and the samples since do not come again."""
+    LOAD_TO_REPLAY = 11
+    """A checkpoint was loaded, and the samples since come again."""
+
+
+_BETWEEN = (StepPhase.UNBEGUN, StepPhase.IDLE, StepPhase.TAKEN_BACK)
+_WITHIN = (StepPhase.GATHERING, StepPhase.ENDING)
+
+
+def _to(phase: StepPhase, *before: StepPhase) -> Mapping[StepPhase, StepPhase]:
+    return dict.fromkeys(before, phase)
+
+
+TRANSITIONS: Mapping[StepEvent, Mapping[StepPhase, StepPhase]] = {
+    StepEvent.ENTER: _to(StepPhase.GATHERING, *_BETWEEN, StepPhase.PARTIAL),
+    StepEvent.ENTER_LAST: _to(StepPhase.ENDING, *_BETWEEN, StepPhase.PARTIAL),
+    StepEvent.LEAVE: _to(StepPhase.PARTIAL, *_WITHIN),  # the last one too, where the step is to be taken back
+    StepEvent.END: _to(StepPhase.IDLE, StepPhase.ENDING),
+    StepEvent.BREAK_OFF: _to(StepPhase.OWING, StepPhase.ENDING),
+    StepEvent.PASS: _to(StepPhase.IDLE, StepPhase.OWING),
+    StepEvent.TAKE_BACK: _to(StepPhase.TAKEN_BACK, StepPhase.PARTIAL) | _to(StepPhase.UNDONE, *_WITHIN),
+    StepEvent.LEAVE_UNDONE: _to(StepPhase.TAKEN_BACK, StepPhase.UNDONE),
+    StepEvent.TEAR: _to(StepPhase.TORN, *_BETWEEN, *_WITHIN, StepPhase.TORN),
+    StepEvent.GIVE_UP: _to(StepPhase.LOST, *_BETWEEN, *_WITHIN, StepPhase.TORN, StepPhase.LOST),
+    StepEvent.LOAD: _to(StepPhase.IDLE, StepPhase.TORN),
+    StepEvent.LOAD_TO_REPLAY: _to(StepPhase.TAKEN_BACK, StepPhase.TORN),
+}
+"""The phase that follows each event, by the phase before; what is not listed does not happen."""
+
+_INSIDE = StepPhase.GATHERING  # it, and those after it, are within a micro-step
+_ENDING = StepPhase.ENDING
 
 
 @dataclass(slots=True)
@@ -28,10 +112,8 @@ class StepState:
     """The number of micro-steps of the step under way, or of the one that ended last."""
     index: int = 0
     """The index, from 0, of the micro-step under way, or of the next one."""
-    is_inside: bool = False
-    """Whether the loop is within ``with trainer.step()``."""
-    is_last: bool = False
-    """Whether the micro-step under way is the one that commits the step."""
+    phase: StepPhase = StepPhase.UNBEGUN
+    """Where the loop stands."""
     weight: float = 1.0
     """The weight of this micro-batch's mean loss in the gradient of the step."""
     has_forward: bool = False
@@ -75,6 +157,16 @@ class StepState:
     """What is logged about the loop, each remark once."""
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the loop is within ``with trainer.step()``."""
+        return self.phase >= _INSIDE
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-step under way is the one that ends the step."""
+        return self.phase is _ENDING
+
+    @property
     def is_torn(self) -> bool:
         """Whether an optimizer began to step and did not end."""
         return self.num_begun > self.num_stepped
@@ -87,4 +179,11 @@ class StepState:
         """Begin the state of the next step, after one has ended or was rolled back."""
         self.number += 1
         self.index = self.num_begun = self.num_stepped = 0
-        self.is_last = self.is_guarded = self.is_shared = False
+        self.is_guarded = self.is_shared = False
+
+    def move(self, event: StepEvent) -> None:
+        """Come to the phase that follows ``event``."""
+        try:
+            self.phase = TRANSITIONS[event][self.phase]
+        except KeyError:
+            raise AssertionError(f"{event.name} of a step that is {self.phase.name}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from elastic_ext.training.remarks import is_looked_at, next_look
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .oom_guard import StepFailure
 from .rollback import Retry, Rollback, Snapshot
+from .state import TRANSITIONS, StepEvent, StepPhase
 
 if TYPE_CHECKING:
     from elastic_ext.training.training import Training
@@ -72,6 +73,15 @@ _ALL_LEAVE = (
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
+class Weights(NamedTuple):
+    """The weights of a step's micro-steps."""
+
+    each: tuple[float, ...]
+    """That of each micro-step's mean loss in the gradient of the step."""
+    late: float = 1.0
+    """That of all gradients before the last micro-step, which come to it with none: 1.0 where each has its own."""
+
+
 class Steps:
     """This rank's steps, from the first micro-step of one to its boundary.
 
@@ -82,16 +92,12 @@ class Steps:
         gradients, batches, optimizers = training.gradients, training.batches, training.prepared.optimizers
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
-        self.is_committing = False
-        """Whether the micro-step under way, or the one that ended last, ends a step."""
         self.num_backwards = 0
         """Micro-steps with a backward pass, in all steps that have ended."""
         self.doubt = ""
         """What this rank left out of its last step, so that other ranks may wait, in words; empty for nothing."""
         self.torn: TornStepError | None = None
         """The error after which no further step is taken; None where steps can be."""
-        self.can_mend = True
-        """Whether training can go on after ``torn`` once a checkpoint is loaded."""
         self.num_torn = 0
         """Micro-steps that the torn step had taken."""
         self.by_function = self._was_by_function = False
@@ -113,7 +119,6 @@ class Steps:
         self._rhythm = Rhythm(self._checks)
         self._was_handed = False  # a batch, by the dataloader, since training began
         self._enters_with_batch = False  # steps begin with one that the loop has taken before
-        self._is_taken_back = False  # what the dataloader had handed out, and no step has begun since
         self._shares_always = training.options.sync_every_micro_step
         self._counts = training.counts
         self._pass_boundary = training.session.pass_boundary
@@ -123,17 +128,11 @@ class Steps:
         # Said once, where other ranks would say the same.
         self._tells_of_infinities = training.ranks.rank == 0 and self._scaler is not None
         self._step = RankStep(weights=(1.0,), num_samples=None)
-        self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
-        self._late_weight = 1.0
-        self._by_turns = self._weights, self._late_weight  # where nothing is left of the step before
+        self._weights = self._by_turns = Weights(self._step.weights)
         self._keeps_batch = True
         self._num_own_backwards = 0  # of the step under way
-        self._is_shared = True  # in the micro-step under way, or the last one
-        self._was_rolled_back = self._must_meet = False
-        self._retry = Retry()  # of the step that was rolled back last
+        self._to_meet: Retry | None = None  # of the step that was taken back last, where other ranks wait for it
         self._num_exchanges = 0  # when the step began
-        self._owes_boundary = False  # an exception kept this rank from passing it
-        self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
         self._to_do_first: Callable[[], None] | None = None
@@ -158,13 +157,23 @@ class Steps:
 
     @property
     def has_not_begun(self) -> bool:
-        """Whether no step was ever begun."""
-        return not self._has_begun
+        """Whether no step was ever begun, and no checkpoint gone back to."""
+        return self._state.phase is StepPhase.UNBEGUN
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether the micro-step under way, or the one that ended last, ends a step."""
+        return self._state.phase in (StepPhase.ENDING, StepPhase.IDLE, StepPhase.OWING)
 
     @property
     def is_partial(self) -> bool:
-        """Whether some micro-steps of a step were taken, and not all."""
-        return self._state.index > 0
+        """Whether the loop is between two micro-steps of a step."""
+        return self._state.phase is StepPhase.PARTIAL
+
+    @property
+    def can_mend(self) -> bool:
+        """Whether training can go on once a checkpoint is loaded, where no further step can be taken."""
+        return self._state.phase is not StepPhase.LOST
 
     @property
     def is_inside(self) -> bool:
@@ -176,12 +185,14 @@ class Steps:
         state = self._state
         if state.is_inside:
             raise StepError(_INSIDE)
+        if self.torn is not None:
+            raise self.torn
         if self._counted is not None:
             num_handed = self._counted.num_handed
             if num_handed > state.index + 1:
                 self._refuse_taken_ahead(num_handed)
             state.check_batch = None if num_handed > state.index else self._check_batch
-            if num_handed == 0 and self._is_taken_back and self._enters_with_batch:
+            if num_handed == 0 and self._enters_with_batch and state.phase is StepPhase.TAKEN_BACK:
                 raise StepError(_STALE)
         state.has_forward = state.has_backward = state.is_exact = False
         if self._schedules and state.index == 0:
@@ -195,7 +206,7 @@ class Steps:
             and state.number < self._next_look
             and self._batches.next_step() is self._step
         ):
-            state.is_last = state.is_inside = True
+            state.move(StepEvent.ENTER_LAST)
             return
         if state.index == 0:
             self._begin(self.keep_batch)
@@ -203,18 +214,17 @@ class Steps:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
         elif state.is_guarded and not self.by_function:
             raise StepError(_MIXED)
-        state.weight = self._weights[state.index]
+        state.weight = self._weights.each[state.index]
         is_last = state.index + 1 == state.num_micro_steps
-        state.is_last = self.is_committing = is_last
-        state.is_inside = True
+        state.move(StepEvent.ENTER_LAST if is_last else StepEvent.ENTER)
         is_shared = (is_last or self._shares_always or self._gradients.shares_first) and not (
             state.is_guarded and self._guarding.holds_back
         )
-        self._is_shared, sharing = is_shared, self._gradients.sharing
+        sharing = self._gradients.sharing
         if is_shared is not sharing.is_sharing:
             sharing.share(now=is_shared)
-        if is_last and self._late_weight != 1.0:
-            self._gradients.weigh_gathered(self._late_weight)
+        if is_last and self._weights.late != 1.0:
+            self._gradients.weigh_gathered(self._weights.late)
         if self._checks.is_looking:
             self._checks.begin_micro_step()
 
@@ -228,32 +238,33 @@ class Steps:
             self._fail(error)
             return
         state = self._state
-        if state.check_batch is not None and not self._was_rolled_back:
-            self._check_at_end(state.check_batch)
-        if state.is_guarded and state.is_last and not state.is_shared:
-            self._share_at_end()
-        state.is_inside = False
-        if self._was_rolled_back:
-            self._was_rolled_back = False
+        if state.phase is StepPhase.UNDONE:
+            state.move(StepEvent.LEAVE_UNDONE)
             return
+        is_last = state.is_last
+        if state.check_batch is not None:
+            self._check_at_end(state.check_batch)
+        if state.is_guarded and is_last and not state.is_shared:
+            self._share_at_end()
         if state.num_begun > state.num_stepped:
             self._raise_if_torn(None)
-        bare = self._bare_steps() if state.is_last and self._schedules else None
+        bare = self._bare_steps() if is_last and self._schedules else None
         if bare is not None and state.num_begun == 0:
             self._take_back()
             raise bare
-        if not state.is_last:
+        if not is_last:
             self._check()
             if state.has_backward:
                 self._keep_left_gradients()
+            state.move(StepEvent.LEAVE)
         self._num_own_backwards += state.has_backward
         if self._gradients.awaited:
             self._gradients.answer()
             self.doubt = _NO_BACKWARD
-        elif state.is_last:
+        elif is_last:
             self.doubt = "" if state.num_stepped == state.num_optimizers else _NO_STEP
-        if state.is_last:
-            self._end()
+        if is_last:
+            self._end(StepEvent.END)
             self._pass_boundary()
             if bare is not None:  # the step stands, on all ranks
                 raise bare
@@ -271,18 +282,17 @@ class Steps:
     def _fail(self, error: BaseException) -> None:
         """Handle an exception that leaves a micro-step: roll the step back, or see that it is torn or has committed."""
         state = self._state
-        if self._was_rolled_back:
-            state.is_inside = self._was_rolled_back = False
+        if state.phase is StepPhase.UNDONE:
+            state.move(StepEvent.LEAVE_UNDONE)
             return
         self._raise_if_torn(error)
         self._raise_if_stuck(error)
         if state.num_begun and state.has_committed:
-            state.is_inside = False
             self._num_own_backwards += state.has_backward
-            self._end()
+            self._end(StepEvent.BREAK_OFF)
             self._undoing.forget()
-            self._owes_boundary, self._is_like_before = True, False
-        elif self.torn is None:
+            self._is_like_before = False
+        elif state.is_inside:
             why = _TOO_EARLY if not state.is_last and _is_of_bare_scaler(error) else None
             why = NO_GRADIENTS_HERE if _is_without_gradients(error) else why
             is_too_small = refuses_one(error)
@@ -299,7 +309,7 @@ class Steps:
                 if not (self.by_function or is_too_small):
                     advise(error, _USE_A_FUNCTION)
             self.rollback()
-            state.is_inside = self._was_rolled_back = False
+            state.move(StepEvent.LEAVE_UNDONE)
             if why is not None:
                 raise StepError(why) from error
 
@@ -310,21 +320,21 @@ class Steps:
             raise StepError(
                 "an optimizer has stepped, so the step cannot be rolled back; leave it before optimizer.step()"
             )
-        num_taken = state.index + state.is_inside
-        if num_taken == 0:
+        if state.phase not in TRANSITIONS[StepEvent.TAKE_BACK]:
             return
+        num_taken = state.index + state.is_inside
         self._raise_if_stuck(None)
         gradients = self._gradients
         is_called = state.index > 0 or state.has_forward
-        is_exchanging = state.is_inside and state.has_forward and (self._is_shared or state.is_shared)
+        is_exchanging = state.is_inside and state.has_forward and (gradients.sharing.is_sharing or state.is_shared)
         is_exchanging |= is_called and gradients.sharing.exchanges_always
-        self._must_meet |= gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
-        self._was_rolled_back = state.is_inside
+        must_meet = gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
         if self._checks.is_looking:
             self._checks.end_step(has_committed=False)
-        self._retry = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
+        if must_meet or self._to_meet is not None:
+            self._to_meet = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
         self._is_like_before = False
-        self._is_taken_back = True
+        state.move(StepEvent.TAKE_BACK)
         self._undoing.roll_back(num_taken, is_called=is_called)
 
     def weigh_anew(self) -> None:
@@ -342,8 +352,8 @@ class Steps:
 
     def settle(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
-        if self._owes_boundary:
-            self._owes_boundary = False
+        if self._state.phase is StepPhase.OWING:
+            self._state.move(StepEvent.PASS)
             self._pass_boundary()
 
     def catch_up(self) -> None:
@@ -352,9 +362,9 @@ class Steps:
         Called between two steps.
         """
         self.settle()
-        if self._must_meet:
-            self._follower.retry(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
-            self._must_meet = False
+        if self._to_meet is not None:
+            self._follower.retry(self._to_meet.purpose, self._to_meet.num_exchanges, self._to_meet.num_lost)
+            self._to_meet = None
             self._gradients.sharing.wait()
         if self._gradients.awaited:
             self._gradients.answer()
@@ -362,7 +372,7 @@ class Steps:
 
     def expect_checkpoint(self) -> None:
         """Let no step be taken while a checkpoint is loaded: a failure would leave a part of it in memory."""
-        self.can_mend = True
+        self._state.move(StepEvent.TEAR)
         self.torn = TornStepError(
             "going back to a checkpoint failed halfway, and memory holds parts of it: resume from a checkpoint, or "
             "have all ranks call trainer.rewind() for another one"
@@ -370,8 +380,8 @@ class Steps:
 
     def give_up(self, why: str) -> None:
         """Let no further step be taken, for the reason ``why``; called between two steps."""
-        self.can_mend, self.num_torn = False, 0
-        self._is_like_before = False
+        self._state.move(StepEvent.GIVE_UP)
+        self.num_torn, self._is_like_before = 0, False
         self.torn = TornStepError(why)
 
     def start_over(self, *, passes_over: bool) -> None:
@@ -380,9 +390,13 @@ class Steps:
         ``passes_over`` says that the samples of a torn step do not come again.
         """
         self._undoing.start_over(self.num_torn, passes_over=passes_over)
-        self._is_taken_back = not passes_over
         self.num_torn = 0
         self._is_like_before, self.doubt = False, ""
+
+    def go_on(self, *, passes_over: bool) -> None:
+        """Let steps be taken again, once all parts of training are as the checkpoint has them."""
+        self._state.move(StepEvent.LOAD if passes_over else StepEvent.LOAD_TO_REPLAY)
+        self.torn = None
 
     def end_epoch(self) -> None:
         """Warn, as an epoch or training ends, if no optimizer has stepped at all."""
@@ -394,14 +408,13 @@ class Steps:
             told = f"{self._state.index} of {self._step.num_micro_steps} micro-steps"
             self.doubt = f"left a step after {told} ({why})"
             self.rollback()
-            self._must_meet = False  # the end that comes now compares all ranks
+            self._to_meet = None  # the end that comes now compares all ranks
             advice = _ALL_LEAVE if self._gradients.are_exchanged else ""
             _logger.warning("%s of a step were dropped: %s%s", told, why, advice)
 
     def _begin(self, keep_batch: bool) -> None:
         """Begin a step."""
-        if self.torn is not None:
-            raise self.torn
+        is_first = self.has_not_begun
         self.settle()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
@@ -417,18 +430,15 @@ class Steps:
             state.num_micro_steps = step.num_micro_steps
             state.keeps_batch = keep_batch and self._batches.keeps(step)
             self._set_weights(step.weights)
-        self._weights, self._late_weight = self._by_turns
+        self._weights = self._by_turns
         state.on_cleared = None
-        if self._late_weight != 1.0 and self._optimizers[0].may_have_left_gradients:
-            self._weights, self._late_weight = step.weights, 1.0  # what is left is not to be weighed again
+        if self._weights.late != 1.0 and self._optimizers[0].may_have_left_gradients:
+            self._weights = Weights(step.weights)  # what is left is not to be weighed again
             state.on_cleared = self._weigh_once
-        self._is_taken_back = False
         if self._counted is not None:
             self._enters_with_batch = self._counted.num_handed > 0
-        if not self._has_begun:
-            self._has_begun = True
-            if state.keeps_batch:  # gradients from before are no part of a step
-                self._undoing.forget_gradients()
+        if is_first and state.keeps_batch:  # gradients from before are no part of a step
+            self._undoing.forget_gradients()
         gradients = self._gradients
         self._was_by_function = self.by_function
         state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due(step.largest)
@@ -461,8 +471,6 @@ class Steps:
 
         Other ranks learn of it as of any failure between steps.
         """
-        if self.torn is not None:
-            raise self.torn
         number = self._state.index + 1
         self.rollback()
         self._batches.rollback(0)  # which has no part in a step that has not begun
@@ -487,9 +495,7 @@ class Steps:
             check()
         except StepError:
             if self._state.num_begun == 0:
-                self._state.index += 1  # this micro-step took its samples
-                self._state.is_inside = False
-                self.rollback()
+                self._take_back()
             raise
 
     def _weigh_once(self) -> None:
@@ -497,8 +503,8 @@ class Steps:
         state = self._state
         state.on_cleared = None
         if state.is_inside and state.index == 0 and not state.has_backward:
-            self._weights, self._late_weight = self._by_turns
-            state.weight = self._weights[0]
+            self._weights = self._by_turns
+            state.weight = self._weights.each[0]
 
     def _keep_left_gradients(self) -> None:
         """Have optimizers not clear what the step before has left, since a backward pass has added to it."""
@@ -522,14 +528,15 @@ class Steps:
         common = weights[0]
         is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
         if is_late and self._scaler is None and self._gradients.can_wait_for_weights:  # scaled ones fill their range
-            self._by_turns = (1.0,) * (len(weights) - 1) + (common,), common
+            self._by_turns = Weights((1.0,) * (len(weights) - 1) + (common,), late=common)
         else:
-            self._by_turns = weights, 1.0
-        self._weights, self._late_weight = self._by_turns
+            self._by_turns = Weights(weights)
+        self._weights = self._by_turns
 
-    def _end(self) -> None:
-        """Count and commit a step that has ended on this rank, and begin the state of the next."""
+    def _end(self, event: StepEvent) -> None:
+        """Count and commit a step that has ended on this rank by ``event``, and begin the state of the next."""
         state, counts = self._state, self._counts
+        state.move(event)
         if self._counted is not None and not self._was_handed:
             self._was_handed = self._counted.num_handed > 0
         self._batches.commit(state.num_micro_steps)
@@ -603,7 +610,8 @@ class Steps:
             raise
 
     def _take_back(self) -> None:
-        """Undo the step after the micro-step that has just ended."""
+        """Undo the step after the micro-step that ends now."""
+        self._state.move(StepEvent.LEAVE)
         self._state.index += 1  # this micro-step took its samples
         self.rollback()
 
@@ -619,8 +627,8 @@ class Steps:
 
     def _tear(self, why: str, error: BaseException | None, *, can_mend: bool) -> None:
         """Let no further step be taken, for the reason ``why``; ``can_mend`` where loading a checkpoint helps."""
-        self.can_mend, self.num_torn = can_mend, self._state.index + 1
-        self._state.is_inside = self._state.is_last = self._is_like_before = False
+        self._state.move(StepEvent.TEAR if can_mend else StepEvent.GIVE_UP)
+        self.num_torn, self._is_like_before = self._state.index + 1, False
         self.torn = TornStepError(why)
         if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is
             raise self.torn from error
