@@ -78,7 +78,7 @@ _BETWEEN = (StepPhase.UNBEGUN, StepPhase.IDLE, StepPhase.TAKEN_BACK)
 _WITHIN = (StepPhase.GATHERING, StepPhase.ENDING)
 
 
-def _to(phase: StepPhase, *before: StepPhase) -> Mapping[StepPhase, StepPhase]:
+def _to(phase: StepPhase, *before: StepPhase) -> dict[StepPhase, StepPhase]:
     return dict.fromkeys(before, phase)
 
 

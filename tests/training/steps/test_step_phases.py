@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -133,7 +132,7 @@ class Loop:
 
 
 @pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[StepEvent, StepPhase]]]:
+def moves(monkeypatch: pytest.MonkeyPatch) -> set[tuple[StepEvent, StepPhase]]:
     """The moves that were made, each an event and the phase before."""
     made: set[tuple[StepEvent, StepPhase]] = set()
     move = StepState.move
@@ -144,7 +143,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[StepEvent, Step
         made.add((event, before))
 
     monkeypatch.setattr(StepState, "move", noting)
-    yield made
+    return made
 
 
 def test_steps_come_to_all_phases_in_turn(tmp_path: Path) -> None:
