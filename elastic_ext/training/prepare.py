@@ -274,7 +274,7 @@ def _have_batches_seen(training: Training) -> None:
         shown = loader if isinstance(loader, ShowingSource) else training.attempts
         shown.on_batch = analyzer.see_batch
     if isinstance(loader, ReenteredSource):
-        loader.is_in_step = lambda: state.is_inside
+        loader.is_in_step = lambda: state.phase.is_inside
 
 
 # --- where this rank's time goes, and the memory of its steps --------------------------------------------------------

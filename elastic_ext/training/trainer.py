@@ -393,7 +393,7 @@ class ElasticTrainer:
         With ``num_items``, ``loss`` is a sum over so many items of this micro-batch, such as tokens; the step's
         gradient is the mean over the items of all its micro-batches on all ranks.
         """
-        if not self._training.state.is_inside:
+        if not self._training.state.phase.is_inside:
             raise StepError("trainer.backward() was called outside of `with trainer.step():`")
         if self._training.accelerated is not None:
             loss = self._training.accelerated.scaled(loss)
@@ -411,7 +411,7 @@ class ElasticTrainer:
 
         The norm is that of the whole model, however it is spread over ranks.
         """
-        if not self._training.state.is_last:
+        if not self._training.state.phase.is_last:
             return None
         if self._training.accelerated is not None:
             self._training.accelerated.unscale()

@@ -248,7 +248,7 @@ class Gradients:
         weight = state.weight
         is_first = not state.has_backward and (weighing.counts or weight != 1.0)  # else others may have gone unseen
         self._note_pass(is_counted=num_items is not None, is_first=is_first)
-        is_gathering = self._tampering.is_looking and not state.is_last
+        is_gathering = self._tampering.is_looking and not state.phase.is_last
         if is_gathering and self._tampering.has_seen_change():
             raise StepError(_CHANGED)
         if num_items is not None:
@@ -271,9 +271,9 @@ class Gradients:
         state.has_backward = True
         if is_gathering:
             self._tampering.note(self._trained())
-        if state.is_guarded and state.is_last:
+        if state.is_guarded and state.phase.is_last:
             self._share_guarded()
-        if state.is_last and num_items is not None:
+        if state.phase.is_last and num_items is not None:
             self._divide()
 
     def clip(
@@ -319,7 +319,7 @@ class Gradients:
         self._weighing.refuse_pipeline()
         if self.on_unused is not None and state.has_backward:
             self._look_for_unused(self.on_unused)
-        if state.is_last:
+        if state.phase.is_last:
             unfinished = self.sharing.why_unfinished()
             if unfinished is not None:
                 raise StepError(unfinished)
@@ -330,7 +330,7 @@ class Gradients:
             if self._num_items is not None and not self._is_divided:
                 raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         self._note_witness()
-        if not state.is_last:
+        if not state.phase.is_last:
             sharing = self.sharing
             is_shown = state.has_backward and (sharing.shows_gathered or sharing.is_sharing)
             if is_shown and (self._witness is None or self._witness[0].grad is None):
@@ -357,7 +357,7 @@ class Gradients:
         if is_found:
             tell()
             self.on_unused = None
-        elif self._tampering.is_looking and not self._state.is_last:
+        elif self._tampering.is_looking and not self._state.phase.is_last:
             self._unshared = self.sharing.versions_of_unshared()
 
     def answer(self) -> None:
@@ -373,7 +373,9 @@ class Gradients:
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             finally:
                 self._weighing.is_exact = False
-            if self._has_counted and self._state.is_last and not self._is_divided:  # they add their items up as well
+            if (
+                self._has_counted and self._state.phase.is_last and not self._is_divided
+            ):  # they add their items up as well
                 self.sharing.add_up(torch.zeros((), dtype=torch.float64, device=outputs[0].device))
         for part in cleared:  # after the step has committed
             part.grad = None
@@ -428,7 +430,7 @@ class Gradients:
         state = self._state
         if self._num_items is None and not self.sharing.is_average:
             raise StepError(_DIVIDED)
-        if state.is_last and state.has_backward:
+        if state.phase.is_last and state.has_backward:
             raise StepError(_UNCOUNTED.format("it was called twice in the last micro-step"))
         count = torch.as_tensor(num_items, dtype=torch.float64, device=loss.device).detach()
         self._num_items = count.clone() if self._num_items is None else self._num_items + count
@@ -501,11 +503,11 @@ class Gradients:
             raise StepError(_OVERRIDDEN)
         is_first, self._state.has_backward = not self._state.has_backward, True
         self.awaited.clear()
-        if self._tampering.is_looking and not self._state.is_last:
+        if self._tampering.is_looking and not self._state.phase.is_last:
             after_pass(lambda: self._tampering.note(self._trained()))
         if not self._weighing.is_exact:
             self._note_pass(is_counted=False, is_first=is_first)
-            if self._state.is_guarded and self._state.is_last and self._sharing_pass != current_pass():
+            if self._state.is_guarded and self._state.phase.is_last and self._sharing_pass != current_pass():
                 self._sharing_pass = current_pass()
                 after_pass(self._share_guarded)
 
@@ -516,7 +518,7 @@ class Gradients:
             self._note_witness()
 
     def _after_sharing_buffers(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
+        if self._state.phase.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
             self._has_shared_buffers = True
             self.on_shared_buffers()
 

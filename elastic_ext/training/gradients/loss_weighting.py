@@ -241,7 +241,7 @@ class Weighing:
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self._state
-        if (state.weight == 1.0 and not self.counts) or not (state.is_inside and torch.is_grad_enabled()):
+        if (state.weight == 1.0 and not self.counts) or not (state.phase.is_inside and torch.is_grad_enabled()):
             return None
         if not state.has_forward:
             state.has_forward = True
@@ -265,7 +265,7 @@ class Weighing:
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         state = self._state
-        if (state.weight == 1.0 and not self.counts) or not (state.is_inside and torch.is_grad_enabled()):
+        if (state.weight == 1.0 and not self.counts) or not (state.phase.is_inside and torch.is_grad_enabled()):
             return None
         self._depth = max(self._depth - 1, 0)
         if self._depth > 0:
@@ -349,7 +349,7 @@ class Weighing:
 
     def _weigh_outside(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """The weighed gradient of a parameter that is trained and not the model's; None to leave it."""
-        if not self._state.is_inside or self.is_exact or torch.is_grad_enabled():
+        if not self._state.phase.is_inside or self.is_exact or torch.is_grad_enabled():
             return None
         return gradient * self._state.weight
 

@@ -136,7 +136,7 @@ class _ScaledSteps:
         finally:
             optimizer.scaled_by = self.step
         state = self._state
-        if not state.is_last:
+        if not state.phase.is_last:
             return result
         number, called = self._called
         if number != state.number:

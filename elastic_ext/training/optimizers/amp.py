@@ -59,7 +59,7 @@ class ElasticScaler:
             result = self.inner.step(optimizer if prepared is None else prepared, *arguments, **options)
             if self._state.num_stepped == num_stepped:
                 self._left_out_in = self._state.number
-                if self._is_enabled and self._state.is_inside and self._state.on_left_out is not None:
+                if self._is_enabled and self._state.phase.is_inside and self._state.on_left_out is not None:
                     self._state.on_left_out()
             return result
         finally:
@@ -71,7 +71,8 @@ class ElasticScaler:
         """Update the scale where the step ends, else do nothing."""
         if self._is_acting("update"):
             state = self._state
-            if state.is_inside and state.num_begun == 0 and self._kept_in != state.number:  # it may be rolled back
+            may_come_again = state.phase.is_inside and state.num_begun == 0
+            if may_come_again and self._kept_in != state.number:
                 self._kept_in = state.number
                 held = [getattr(self.inner, name, None) for name in _SIZES]
                 self._sizes = [size.clone() for size in held if size is not None]
@@ -114,8 +115,8 @@ class ElasticScaler:
     def _is_acting(self, name: str) -> bool:
         """Whether a call of the method ``name`` does what it does in torch: where a step ends, and outside of steps."""
         state = self._state
-        if state.is_inside:
-            return state.is_last
+        if state.phase.is_inside:
+            return state.phase.is_last
         if state.index > 0:
             raise StepError(
                 f"scaler.{name}() was called between two micro-steps of a step; call it within `with trainer.step():`, "

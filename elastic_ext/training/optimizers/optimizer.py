@@ -142,8 +142,8 @@ class ElasticOptimizer(Optimizer):
         state = self._state
         if state is None:
             return self._step_alone(closure)
-        if not state.is_last:
-            if not state.is_inside:
+        if not state.phase.is_last:
+            if not state.phase.is_inside:
                 if state.index == 0 and _is_idle(self.param_groups):
                     return self.inner.step()  # torch.distributed.checkpoint has it make its state so
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`")
@@ -200,7 +200,7 @@ class ElasticOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler must not divide gradients in place; always while a step accumulates them."""
         state = self._state
-        is_gathering = state is not None and state.is_inside and not state.is_last
+        is_gathering = state is not None and state.phase.is_inside and not state.phase.is_last
         return is_gathering or getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -211,7 +211,7 @@ class ElasticOptimizer(Optimizer):
             or state.num_micro_steps == 1
             or (self._may_zero and self._stepped_in >= state.number - 1)  # else they were dropped with a step since
         ):
-            if state is not None and state.is_inside and not self._may_zero and self._has_gradient():
+            if state is not None and state.phase.is_inside and not self._may_zero and self._has_gradient():
                 self._cleared_in = state.number
             self.inner.zero_grad(set_to_none)
             self.num_zeroed += 1
@@ -221,7 +221,7 @@ class ElasticOptimizer(Optimizer):
         elif state.num_optimizers > 1 and self._gathered is not None:
             number, witness = self._gathered
             if number == state.number and witness is not None and witness != self._witness():
-                if not state.is_last:
+                if not state.phase.is_last:
                     raise StepError(_GATHERED)
                 self._mixed_in = state.number  # its step() raises; where that is left out, they are dropped
 
@@ -372,7 +372,7 @@ class ElasticOptimizer(Optimizer):
 
     def _before_inner(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """Raise where the loop steps the wrapped optimizer itself: it would step in every micro-step."""
-        if self._state is not None and self._state.is_inside and not self._is_called:
+        if self._state is not None and self._state.phase.is_inside and not self._is_called:
             raise StepError(
                 "the bare optimizer's step() was called within `with trainer.step():`; call that of the one that "
                 "prepare() returned"
@@ -518,7 +518,7 @@ class ElasticLRScheduler:
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step the schedule if the optimizer stepped in this micro-step; between steps, as after an epoch, always."""
         state = self._state
-        if not state.is_inside:
+        if not state.phase.is_inside:
             if state.index > 0:
                 raise StepError(
                     "scheduler.step() was called between two micro-steps of a step; call it within "
@@ -536,7 +536,7 @@ class ElasticLRScheduler:
                 self.inner.step(*arguments, **options)
                 self.note()
                 state.num_scheduled += 1
-            elif state.is_last:
+            elif state.phase.is_last:
                 self._early_in = state.number
 
     @property

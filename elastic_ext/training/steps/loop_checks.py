@@ -187,7 +187,7 @@ class LoopChecks:
             self._num_missing += 1
         if seen.other_sizes is not None and not seen.has_whole_batch:
             self._note_other_sizes(seen.other_sizes)
-        if self._left and self._state.is_last:
+        if self._left and self._state.phase.is_last:
             left, self._left = self._left, []
             if any(each.is_used for each in left):
                 self.say(_LEFT_OVER)
@@ -227,7 +227,7 @@ class LoopChecks:
     def _see_forward(self, module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
-        if not self._state.is_inside or not torch.is_grad_enabled():
+        if not self._state.phase.is_inside or not torch.is_grad_enabled():
             return
         seen = self._seen
         self._see_sizes(given, named)

@@ -134,7 +134,7 @@ class Rollback:
     def why_stuck(self) -> str | None:
         """Why the step cannot be rolled back, since a pass through the model was begun; None where it can."""
         state = self._state
-        if not (state.is_inside and state.has_forward and state.num_begun == 0):
+        if not (state.phase.is_inside and state.has_forward and state.num_begun == 0):
             return None
         why = self._gradients.sharing.why_not_forget()
         return None if why is None else f"a step failed after the model was called, and {why}; resume from a checkpoint"

@@ -23,6 +23,17 @@ __all__ = ["TRANSITIONS", "StepEvent", "StepPhase", "StepState"]
 class StepPhase(IntEnum):
     """Where a rank's loop stands in its steps."""
 
+    is_inside: bool
+    """Whether the loop is within ``with trainer.step()``."""
+    is_last: bool
+    """Whether it is within the micro-step that ends the step."""
+
+    def __new__(cls, number: int, is_inside: bool = False, is_last: bool = False) -> StepPhase:
+        self = int.__new__(cls, number)
+        self._value_ = number
+        self.is_inside, self.is_last = is_inside, is_last
+        return self
+
     UNBEGUN = 0
     """Before the first step."""
     IDLE = 1
@@ -37,11 +48,11 @@ class StepPhase(IntEnum):
     """After a step that left parameters half updated, or while a checkpoint is loaded: going back to one helps."""
     LOST = 6
     """After a failure that no checkpoint mends in this process."""
-    GATHERING = 7
+    GATHERING = 7, True
     """Within a micro-step after which the step goes on."""
-    ENDING = 8
+    ENDING = 8, True, True
     """Within the micro-step that ends a step."""
-    UNDONE = 9
+    UNDONE = 9, True
     """Within a micro-step whose step was taken back."""
 
 
@@ -98,9 +109,6 @@ TRANSITIONS: Mapping[StepEvent, Mapping[StepPhase, StepPhase]] = {
 }
 """The phase that follows each event, by the phase before; what is not listed does not happen."""
 
-_INSIDE = StepPhase.GATHERING  # it, and those after it, are within a micro-step
-_ENDING = StepPhase.ENDING
-
 
 @dataclass(slots=True)
 class StepState:
@@ -155,16 +163,6 @@ class StepState:
     """How often schedules have stepped, since training began in this process."""
     remarks: Remarks = field(default_factory=Remarks)
     """What is logged about the loop, each remark once."""
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the loop is within ``with trainer.step()``."""
-        return self.phase >= _INSIDE
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the micro-step under way is the one that ends the step."""
-        return self.phase is _ENDING
 
     @property
     def is_torn(self) -> bool:

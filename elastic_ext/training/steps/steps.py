@@ -178,12 +178,12 @@ class Steps:
     @property
     def is_inside(self) -> bool:
         """Whether a micro-step is under way."""
-        return self._state.is_inside
+        return self._state.phase.is_inside
 
     def __enter__(self) -> None:
         """Begin a micro-step."""
         state = self._state
-        if state.is_inside:
+        if state.phase.is_inside:
             raise StepError(_INSIDE)
         if self.torn is not None:
             raise self.torn
@@ -241,7 +241,7 @@ class Steps:
         if state.phase is StepPhase.UNDONE:
             state.move(StepEvent.LEAVE_UNDONE)
             return
-        is_last = state.is_last
+        is_last = state.phase.is_last
         if state.check_batch is not None:
             self._check_at_end(state.check_batch)
         if state.is_guarded and is_last and not state.is_shared:
@@ -292,8 +292,8 @@ class Steps:
             self._end(StepEvent.BREAK_OFF)
             self._undoing.forget()
             self._is_like_before = False
-        elif state.is_inside:
-            why = _TOO_EARLY if not state.is_last and _is_of_bare_scaler(error) else None
+        elif state.phase.is_inside:
+            why = _TOO_EARLY if not state.phase.is_last and _is_of_bare_scaler(error) else None
             why = NO_GRADIENTS_HERE if _is_without_gradients(error) else why
             is_too_small = refuses_one(error)
             if is_too_small or is_out_of_memory(error):
@@ -322,11 +322,13 @@ class Steps:
             )
         if state.phase not in TRANSITIONS[StepEvent.TAKE_BACK]:
             return
-        num_taken = state.index + state.is_inside
+        num_taken = state.index + state.phase.is_inside
         self._raise_if_stuck(None)
         gradients = self._gradients
         is_called = state.index > 0 or state.has_forward
-        is_exchanging = state.is_inside and state.has_forward and (gradients.sharing.is_sharing or state.is_shared)
+        is_exchanging = (
+            state.phase.is_inside and state.has_forward and (gradients.sharing.is_sharing or state.is_shared)
+        )
         is_exchanging |= is_called and gradients.sharing.exchanges_always
         must_meet = gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
         if self._checks.is_looking:
@@ -486,7 +488,7 @@ class Steps:
         if num_handed == 0 and not self._was_handed:
             kind = type(self._batches.loader).__name__
             raise StepError(_NOT_READ.format(kind=kind, num=state.num_micro_steps))
-        if state.is_last:
+        if state.phase.is_last:
             self._checks.say(FEWER_BATCHES, num=state.num_micro_steps, handed=num_handed)
 
     def _check_at_end(self, check: Callable[[], None]) -> None:
@@ -502,7 +504,7 @@ class Steps:
         """Weigh this step's gradients once, at its end, since nothing is left of the step before."""
         state = self._state
         state.on_cleared = None
-        if state.is_inside and state.index == 0 and not state.has_backward:
+        if state.phase.is_inside and state.index == 0 and not state.has_backward:
             self._weights = self._by_turns
             state.weight = self._weights.each[0]
 

@@ -328,7 +328,7 @@ class Run:
         return bits_of(state, self.optimizer.state_dict(), counts, self.source.committed)
 
     def at(self, phase: str) -> None:
-        if self.trainer._training.state.is_inside:
+        if self.trainer._training.state.phase.is_inside:
             self.faults.at(rank=self.rank, step=self.trainer.global_step, phase=f"{phase} {self.index}")
 
     def micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:

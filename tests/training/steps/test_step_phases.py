@@ -57,9 +57,8 @@ def test_only_a_loaded_checkpoint_leads_out_of_a_torn_step_and_nothing_out_of_a_
 
 def test_what_is_within_a_micro_step_and_what_ends_one_follows_from_the_phase() -> None:
     for phase in StepPhase:
-        state = StepState(phase=phase)
-        assert state.is_inside is (phase in WITHIN)
-        assert state.is_last is (phase is StepPhase.ENDING)
+        assert phase.is_inside is (phase in WITHIN)
+        assert phase.is_last is (phase is StepPhase.ENDING)
 
 
 # ---- loops ----
