@@ -373,9 +373,7 @@ class Gradients:
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             finally:
                 self._weighing.is_exact = False
-            if (
-                self._has_counted and self._state.phase.is_last and not self._is_divided
-            ):  # they add their items up as well
+            if self._has_counted and self._state.phase.is_last and not self._is_divided:  # others add up their items
                 self.sharing.add_up(torch.zeros((), dtype=torch.float64, device=outputs[0].device))
         for part in cleared:  # after the step has committed
             part.grad = None
