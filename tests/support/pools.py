@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 import psutil
@@ -30,6 +30,8 @@ from elastic_ext.data.workers.worker_process import Work
 
 if TYPE_CHECKING:
     import pytest
+
+_Taken = TypeVar("_Taken")
 
 FORK = multiprocessing.get_context("fork")
 
@@ -379,6 +381,16 @@ def _is_left(name: str) -> bool:
     """Whether a piece of shared memory is torch's, and was made by this process or by one that is gone."""
     made_by = name.split("_")[1] if name.startswith("torch_") else ""
     return made_by.isdigit() and (int(made_by) == os.getpid() or not psutil.pid_exists(int(made_by)))
+
+
+def however_late(take: Callable[[], _Taken]) -> _Taken:
+    """What ``take`` gives, asked again as often as it times out: the machine may be busy."""
+    while True:
+        try:
+            return take()
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
 
 
 @contextlib.contextmanager

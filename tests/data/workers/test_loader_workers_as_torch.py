@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.support import pools
 from tests.support.loading import Numbers, OpenGate, SizedSamples, changed, indices_in, loader_of, settled
-from tests.support.pools import Raise, WaitAt, gate, kill_for_good, open_gate, opened
+from tests.support.pools import Raise, WaitAt, gate, however_late, kill_for_good, open_gate, opened
 
 pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 
@@ -414,7 +414,8 @@ def test_batches_come_in_the_samplers_order_whoever_is_quicker(loader_class: Any
 def test_a_batch_that_does_not_come_within_the_timeout_is_an_error(loader_class: Any, tmp_path: Path) -> None:
     never = gate(tmp_path / "never")
     batches = iter(loader_class(SizedSamples({2: WaitAt(never)}, 4), num_workers=1, timeout=0.3))
-    next(batches), next(batches)
+    for _ in range(2):
+        however_late(lambda: next(batches))
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.3 seconds"):
         next(batches)
     open_gate(never)

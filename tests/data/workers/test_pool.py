@@ -665,7 +665,9 @@ def test_dataset_that_cannot_be_sent_to_a_worker_is_an_error(waits: bool) -> Non
 def test_hung_worker_is_an_error_that_says_where_it_hangs() -> None:
     made = work({3: pools.hang_for_ever, 0: pools.pid})
     with Pool(made, context=FORK, timeout_seconds=0.5, end_seconds=0.1) as pool:
-        ((pid,),) = batches_made(pool, 1, [[0]])
+        pool.resize(1)
+        pool.submit(0, [0])
+        (pid,) = pools.however_late(lambda: pool.take(0))
         pool.submit(1, [2, 3])
         with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 0\.5 seconds") as caught:
             pool.take(1)
