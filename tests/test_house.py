@@ -557,7 +557,6 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
     "agent.workers.workers:Workers": "what torch's agent starts workers with",
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
-    "fsdp.checkpoint.saving.background:BackgroundSave": "one save's thread, and what its stages are done by",
     "master.tuning:Tuning": "where it runs a strategy, who makes that, and who is told, with a clock for tests",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.contents import FileKind
 from elastic_ext.fsdp.checkpoint.coordination import agree_and_gather, failure_of, gather_or_raise, joined_failure
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
@@ -26,7 +26,6 @@ from elastic_ext.ranks.group import Ranks
 
 from .background import PATIENCE_SECONDS, BackgroundSave
 from .collect import SaveRequest, ToSave
-from .rank_files import Shard, make_folder
 from .saver import Met, Saver, beginning
 from .staging import Copying, Staging, free_bytes, why_no_room
 
@@ -108,54 +107,25 @@ class LiveSaver:
         met = self._meet_after_the_last(request, manner)
         if met is None:
             return None
-        name, generation, replaces = request.name, met.generation, request.replaces  # a thread keeps no tensors alive
-        writing = self._saver.writing(folder, name, met)
-        seconds = self._storage.seconds
-        letters = Letters(self._store, name=generation, rank=self._ranks.rank, seconds=seconds)
-        shards: dict[FileKind, Shard] = {}
-        later: list[tuple[WrittenPart, memoryview]] = []
-
-        def copy() -> None:
-            if copying is not None:
-                copying.run()
-
-        def write() -> dict[str, list[object]]:
-            rows = writing.write(shards)
-            if copying is not None:
-                copying.make_sure(seconds)
-            return rows
-
-        def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-            writing.commit(draft, of_ranks)
-
+        writing, seconds = self._saver.writing(folder, request.name, met, draft), self._storage.seconds
         save = BackgroundSave(
-            writing.path,
-            letters,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.world_size,
+            writing,
+            Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds),
+            staging,
+            replaces=request.replaces,
+            retention=self._saver.retention,
             seconds=seconds,
-            copy=copy,
-            make_folder=lambda: make_folder(folder, name, generation, draft.lineage, replaces=replaces),
-            write=write,
-            commit=commit,
-            discard=writing.discard,
-            on_made=lambda: staging.forget(generation),
             after=after,
-            clear=lambda: self._saver.retain(folder, draft.lineage),
         )
         self.drop_held()
         if manner.starts:
             self._under_way, self._on_end = save, on_end
         try:
-            held = staging.hold(met.parts, later if manner.overlaps else None)
-            for kind, staged in held.items():
-                shards[kind] = Shard(staged.pieces, staged.data)
-
-            def keep() -> None:
-                staging.keep(held, lambda: writing.record(draft))
-
-            copying = self._copying = Copying(later, keep) if later else None
-            if copying is None:
+            later: list[tuple[WrittenPart, memoryview]] = []
+            save.shards = staging.hold(met.parts, later if manner.overlaps else None)
+            keep = partial(staging.keep, save.shards, writing)
+            save.copying = self._copying = Copying(later, keep) if later else None
+            if not later:
                 keep()
             if manner.starts:
                 save.start()

@@ -15,7 +15,7 @@ import torch
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.contents import KINDS, VALUES, Contents, FileKind, Inventory, meta_of
 from elastic_ext.fsdp.checkpoint.coordination import agree_and_gather, agree_on, gather_or_raise
-from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, checksum_of
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit, checksum_of
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta
@@ -174,7 +174,8 @@ class Saver:
         """An async save that was given up, and whose thread may still read the staging memory; None without one."""
         self._ranks = ranks
         self._storage = storage
-        self._retention = retention
+        self.retention = retention
+        """Which checkpoints are kept."""
 
     def save(self, folder: JobFolder, request: SaveRequest, draft: Commit) -> Path:
         """Save a checkpoint while training waits; on return it exists, for every rank. All call this between two steps.
@@ -194,7 +195,7 @@ class Saver:
         agree_on(self._ranks, request.ask)  # before anything is done
         try:
             met = self.meet(name, request.what, request.ask, make if rank == 0 else None)
-            writing = self.writing(folder, name, met)
+            writing = self.writing(folder, name, met, draft)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
@@ -205,7 +206,7 @@ class Saver:
 
             def commit() -> None:
                 if rank == 0:
-                    writing.commit(draft, of_ranks)
+                    writing.commit(of_ranks)
 
             storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
@@ -214,31 +215,22 @@ class Saver:
                 discarding = f"discarding checkpoint {name}"
                 give_up(lambda: storage.within(lambda: folder.discard(name), discarding), name)
             raise
-        if rank == 0:
-            self._retain_in_time(folder, draft.lineage)
-        return writing.path
-
-    def retain(self, folder: JobFolder, chain: Chain) -> None:
-        """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
-        if self._retention.keep_last is not None:
-            folder.retain(self._retention, chain)
-
-    def _retain_in_time(self, folder: JobFolder, chain: Chain) -> None:
-        """Call ``retain`` within the storage's time limit, while other ranks go on; what is late is done later."""
-        if self._retention.keep_last is not None:
-            self._storage.restart_clock()
+        if rank == 0 and self.retention.keep_last is not None:  # within the storage's time limit, as other ranks go on
+            storage.restart_clock()
             try:
-                self._storage.within(lambda: self.retain(folder, chain), "removing old checkpoints")
+                storage.within(lambda: writing.retain(self.retention), "removing old checkpoints")
             except CheckpointError as error:
                 _logger.warning("old checkpoints are still being removed: %s", error)
+        return writing.path
 
-    def writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
+    def writing(self, folder: JobFolder, name: str, met: Met, draft: Commit) -> Writing:
         """The writer of this rank's files of a checkpoint."""
         is_first = self._ranks.rank == 0
         state = {**met.contents.state, VALUES: met.values}
         return Writing(
             folder,
             name,
+            draft,
             generation=met.generation,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
