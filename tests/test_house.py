@@ -249,8 +249,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
         "the top of a thread: kept for who asks, and told to the others"
     ),
     "training.steps.steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
-    "fsdp.checkpoint.saving.async_saver:LiveSaver.save": "the others are to hear of it too, and raises again",
-    "fsdp.checkpoint.saving.async_saver:LiveSaver._wait_for": "has the save's thread wait no longer, and raises again",
+    "fsdp.checkpoint.saving.saver:Saver.save_async": "the others are to hear of it too, and raises again",
+    "fsdp.checkpoint.saving.saver:Saver._wait_for": "has the save's thread wait no longer, and raises again",
     "fsdp.checkpoint.export.dcp_folder:DcpFolder._loaded": (
         "torch.load raises errors of pickle, which is not imported here"
     ),

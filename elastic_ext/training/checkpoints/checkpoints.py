@@ -22,8 +22,8 @@ from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenc
 from elastic_ext.fsdp.checkpoint.coordination import first_says
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.job import JobCheckpoints, Launched
-from elastic_ext.fsdp.checkpoint.saving.async_saver import Manner
 from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
+from elastic_ext.fsdp.checkpoint.saving.saver import Manner
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
 from elastic_ext.ranks.heartbeat import Activity, Pulse
 from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
@@ -81,11 +81,11 @@ class Saves:
 
         None where another save is under way, and ``manner`` does not wait for it.
         """
-        if not self._job.live.can_save:
+        if not self._job.saver.can_save:
             return self.save_and_wait(name, moment)
         self._pulse.note_save()
         with self._pulse.during(Activity.SAVING):
-            path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
+            path = self._job.save_async(self._request(name, moment, overlaps=manner.overlaps), manner)
         if path is not None and manner.starts:
             self.note(path)
         return path
@@ -153,7 +153,7 @@ class Saves:
         self.tell_failure()
         try:
             with self._pulse.during(Activity.SAVING):
-                self._job.live.settle()
+                self._job.saver.settle()
         except CheckpointError as error:
             self.note_failure(error)
 
@@ -195,7 +195,7 @@ class HeldCopies:
         ``is_between`` is as ``TrainingState.moment`` takes it. Nothing is copied where that would take up much of the
         time, nor while something is still being written.
         """
-        if not self.is_on or not self._job.live.can_save:
+        if not self.is_on or not self._job.saver.can_save:
             return
         if first_says(self._job.ranks, self._may_copy(self._held_at), "agreeing on a copy"):
             self.copy(self._saves.moment(is_between=is_between))
@@ -213,22 +213,22 @@ class HeldCopies:
 
     def wait(self) -> None:
         """Wait until the checkpoint that ``write`` began exists, or other ranks have not worked on it for a while."""
-        self._job.live.wait_for_held()
+        self._job.saver.wait_for_held()
 
     def write(self) -> Path | None:
         """Begin to write the newest copy, on this rank and by threads of the other ranks; gives the folder.
 
         None where there is no copy.
         """
-        return self._job.live.begin_held()
+        return self._job.saver.begin_held()
 
     def write_with_others(self) -> None:
         """Begin to write the newest copy where another rank has begun to; from any thread."""
-        self._job.live.follow_others()
+        self._job.saver.follow_others()
 
     def copy_if_on(self) -> None:
         """Copy the training state, if there is memory for that; with all ranks."""
-        if self.is_on and self._job.live.can_save:
+        if self.is_on and self._job.saver.can_save:
             self.copy()
 
     def is_wanted(self) -> bool:
@@ -236,7 +236,7 @@ class HeldCopies:
         return self.is_on and self._may_copy(self._copied_at)
 
     def _may_copy(self, since: float) -> bool:
-        is_needed = self._saves.path_of_now is None and self._job.live.is_free
+        is_needed = self._saves.path_of_now is None and self._job.saver.is_free
         return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
 
     def copy(self, moment: BoundaryState | None = None) -> None:
@@ -261,11 +261,11 @@ class HeldCopies:
 
     def has_some(self) -> bool:
         """Whether there is a checkpoint to go on from, or a copy to be written as one."""
-        return self._job.live.is_holding or self._saves.path is not None
+        return self._job.saver.is_holding or self._saves.path is not None
 
     def has_newest(self) -> bool:
         """Whether ``write_newest`` has a copy to write, or the present step is saved already."""
-        return self._job.live.is_holding or self._saves.path_of_now is not None
+        return self._job.saver.is_holding or self._saves.path_of_now is not None
 
     def write_newest(self, seconds: float) -> tuple[int | None, str]:
         """Have the newest copy written as a checkpoint within ``seconds``, by threads beside the ranks' training.
@@ -278,10 +278,10 @@ class HeldCopies:
             if self._counts.num_boundaries == 0:
                 return step, "there is nothing to save yet"
             return None, f"nothing was copied so far, and nothing is saved; training has come to step {step}"
-        path, path_of_now = self._job.live.write_held(seconds), self._saves.path_of_now
+        path, path_of_now = self._job.saver.write_held(seconds), self._saves.path_of_now
         if path is None and path_of_now is not None:
             return step, f"{path_of_now} has all there is"
-        if path is None and self._job.live.is_idle:
+        if path is None and self._job.saver.is_idle:
             path = self._saves.path  # whatever comes next has not begun
         if path is not None:
             of = self._saves.step if path == self._saves.path else self._step
@@ -406,7 +406,7 @@ class Checkpoints:
         if due is None or not due.is_between or self._saves.path_of_now is not None:
             return
         name, waits = self._name_of(due), due.is_asked_for or self.options.when_saving == "wait"
-        if by_copy and self._job.live.can_save:
+        if by_copy and self._job.saver.can_save:
             with self._saves.warning():
                 self.held.keep(name, due.moment, waits=waits)
         else:
@@ -488,12 +488,12 @@ class Checkpoints:
     @property
     def is_copying(self) -> bool:
         """Whether a save is still being staged, so that ``fence`` would wait."""
-        return self._job.live.is_copying
+        return self._job.saver.is_copying
 
     def fence(self) -> None:
         """Wait until staging is done, so that parameters and optimizer state may change."""
         with self._pulse.during(Activity.SAVING):
-            self._job.live.fence()
+            self._job.saver.fence()
 
     def moment(self, *, is_between: bool = False) -> BoundaryState:
         """The counters, config, random states and position of the boundary just passed, or of the end of an epoch."""
@@ -556,7 +556,7 @@ class Checkpoints:
         if not self.held.is_on and (self._interval.steps or self._interval.epochs):
             self.held.is_on = True
             with self._pulse.during(Activity.SAVING):
-                self._job.live.make_ready(ToSave(self._state.collect))
+                self._job.saver.make_ready(ToSave(self._state.collect))
 
     def end(self) -> None:
         """Finish saving, as training has ended well on all ranks: wait for the save under way, save what is missing.
@@ -680,7 +680,7 @@ class Checkpoints:
     ) -> Resumed:
         """Load an earlier checkpoint, as ``Resuming.load_earlier`` does; call ``go_back`` next."""
         self._due = None
-        self._job.live.drop_held()
+        self._job.saver.drop_held()
         self._saves.settle()
         with self._pulse.during(Activity.RESUMING):
             return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)

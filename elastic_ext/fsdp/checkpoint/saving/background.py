@@ -55,6 +55,8 @@ class BackgroundSave:
         """``replaces`` is as ``SaveRequest`` has it; ``retention`` says what is removed once the checkpoint exists."""
         self.path = writing.path
         """The folder where the checkpoint will be."""
+        self.step = writing.draft.global_step
+        """The global step of the checkpoint."""
         self.shards: Mapping[FileKind, Shard] = {}
         """This rank's files, staged."""
         self.copying: Copying | None = None

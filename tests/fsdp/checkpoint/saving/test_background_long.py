@@ -262,7 +262,7 @@ def save_much(rank: int, storage: Path) -> dict[str, int]:
     inputs, targets = torch.randn(4, WIDTH), torch.randint(WIDTH, (4,))
     with trainer:
         take(trainer, model, optimizer, inputs, targets)
-        kept = trainer._training.checkpoints._job.live._staging.num_bytes
+        kept = trainer._training.checkpoints._job.saver._staging.num_bytes
         take(trainer, model, optimizer, inputs, targets)
         forget_peak()
         take_two(trainer, model, optimizer, inputs, targets)

@@ -30,7 +30,7 @@ def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(
     end_saves()
     small.take()
     checkpoints.held.copy()
-    assert checkpoints._job.live.is_holding
+    assert checkpoints._job.saver.is_holding
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
     checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
@@ -57,10 +57,10 @@ def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
     checkpoints = checkpoints_of(small)
     small.take()
     checkpoints.held.copy()
-    assert checkpoints._job.live.is_holding
+    assert checkpoints._job.saver.is_holding
     small.trainer.save_checkpoint()
     checkpoints.held.copy()
-    assert not checkpoints._job.live.is_holding
+    assert not checkpoints._job.saver.is_holding
     small.trainer.close()
 
 
@@ -92,7 +92,7 @@ def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path)
     small.take()
     checkpoints._state.model.register_buffer("bad", torch.zeros(1).to_sparse())
     checkpoints.held.copy()
-    assert not checkpoints._job.live.is_holding
+    assert not checkpoints._job.saver.is_holding
     small.trainer._model.bad = None
     small.take(4)
     small.trainer.close()
@@ -116,7 +116,7 @@ def num_copies(rank: int, folder: Path, every: int) -> int:
     """Of a run in which the first copy takes so long that there is time for no other."""
     small = Small(folder, rank=rank, checkpoint_interval=CheckpointInterval(steps=1000), agree_every_steps=every)
     checkpoints = checkpoints_of(small)
-    checkpoints._job.live._staging._finish()  # its memory is there
+    checkpoints._job.saver._staging._finish()  # its memory is there
     checkpoints.held._copy_seconds = 600.0
     moments = set()
     for _ in range(6 * every):
