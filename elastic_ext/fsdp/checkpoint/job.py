@@ -201,7 +201,7 @@ class JobCheckpoints:
         agree_on(self.ranks, lambda: "load the newest checkpoint")
         return self.restorer.restore(into, None, falls_back=falls_back)
 
-    def go_back(
+    def restore_earlier(
         self, into: Destination[_Result], step: int | None, *, before: int, falls_back: bool, more: str
     ) -> _Result:
         """Load the checkpoint of ``step``, or the newest one ``before`` a step; gives what ``into.load`` returns.

@@ -336,11 +336,7 @@ class Steps:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False
 
-    def fence(self, wait: Callable[[], None] | None) -> None:
-        """Have ``wait`` called before an optimizer, or a hook on its step, changes anything; None ends that."""
-        self._state.before_change = wait
-
-    def settle(self) -> None:
+    def pass_owed_boundary(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
         if self._owes_boundary:
             self._owes_boundary = False
@@ -351,7 +347,7 @@ class Steps:
 
         Called between two steps.
         """
-        self.settle()
+        self.pass_owed_boundary()
         if self._must_meet:
             self._follower.retry(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
             self._must_meet = False
@@ -402,7 +398,7 @@ class Steps:
         """Begin a step."""
         if self.torn is not None:
             raise self.torn
-        self.settle()
+        self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         self.catch_up()

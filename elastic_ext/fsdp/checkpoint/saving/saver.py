@@ -193,7 +193,7 @@ class Manner:
     waits: bool = True
     """Whether to wait for an async save under way; if not, no save is begun beside that one."""
     overlaps: bool = False
-    """Whether parameters, and optimizer state of their shape, are copied during the next passes, until ``fence``."""
+    """Whether parameters, and optimizer state of their shape, are copied beside passes, until ``finish_staging``."""
     starts: bool = True
     """Whether the copy is written; if not it is held until the next save, for ``write_held`` or ``begin_held``."""
     on_failed: Callable[[CheckpointError], None] = _raise
@@ -320,10 +320,11 @@ class Saver:
         return self.can_save and is_made and (self._under_way is None or not _is_running(self._under_way))
 
     def save_async(self, folder: JobFolder, draft: Commit, request: SaveRequest, manner: Manner) -> Path | None:
-        """Begin an async save; gives its folder. On return what it holds may change; with ``overlaps`` after ``fence``.
+        """Begin an async save; gives its folder. What it holds may change on return, or after ``finish_staging``.
 
         A failure is raised by ``settle``, or goes to ``manner.on_failed`` in the next call of this, which waits for the
-        save before it. None, and no save begins, where another one is under way and ``manner`` does not wait."""
+        save before it. None, and no save begins, where another one is under way and ``manner`` does not wait.
+        """
         staging = self._staging
         assert staging is not None
         after = self._under_way or self._last
@@ -441,10 +442,10 @@ class Saver:
 
     @property
     def is_copying(self) -> bool:
-        """Whether an overlapped copy may still be under way, which ``fence`` waits for."""
+        """Whether an overlapped copy may still be under way, which ``finish_staging`` waits for."""
         return self._copying is not None
 
-    def fence(self) -> None:
+    def finish_staging(self) -> None:
         """Wait until the overlapped copy is made: from then on what is being saved may change."""
         if self._copying is not None:
             self._copying.wait()
@@ -463,7 +464,7 @@ class Saver:
         save = self._under_way
         if save is None:
             return
-        self.fence()
+        self.finish_staging()
         self._wait_for(save)
         self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
 
@@ -512,7 +513,7 @@ class Saver:
 
         With ``hurries`` a save waits for other ranks, which may be gone, half a minute at most.
         """
-        self.fence()
+        self.finish_staging()
         with self._lock:
             self._held, saves = None, [self._under_way, self._written_late]
             self._under_way = self._written_late = None
@@ -555,7 +556,7 @@ class Saver:
         name, what, ask, last = request.name, request.what, request.ask, self._under_way
         if last is None:
             return self._meet(name, what, ask, None)
-        self.fence()
+        self.finish_staging()
         meeting = self._meetings.of(what)
         while True:
             answers = agree_and_gather(

@@ -20,7 +20,7 @@ _END_SECONDS = 120.0  # for a script, on a busy machine
 
 
 def checkpoints_of(small: Small) -> Any:
-    return small.trainer._training.checkpoints._job
+    return small.trainer._training.checkpoints.job
 
 
 # --- another one is under way ---------------------------------------------------------------------------------------
