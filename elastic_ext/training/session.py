@@ -342,7 +342,7 @@ class Session:
         self._follow_batch(config)
         self._learning.forget()
         self._learning.take_up(config)
-        self.follower.go_back(self._counts.global_step)
+        self.follower.agreement.step = self._counts.global_step
         self._progress.advance(self._counts.num_steps - num_steps)
         self._is_exception_told = False
         steps.torn = None

@@ -111,7 +111,7 @@ class Saving:
             self._copies_at = self.checkpoints.moment()
             self._steps.do_first(self._copy_as_agreed)
         elif self._follower.ranks.rank == 0 and self._is_copy_wanted():
-            self._follower.request_copy()
+            self._follower.agreement.request_copy()
 
     def _copy_as_agreed(self) -> None:
         moment, self._copies_at = self._copies_at, None
@@ -137,7 +137,9 @@ class Saving:
         if self._leaving is None:
             self._keep_due(by_copy=self._follower.ranks.world_size == 1)
             return
-        is_leaving = self._follower.is_leaving  # not after the first step of the next: most loaders begin that anew
+        is_leaving = (
+            self._follower.agreement.leaving
+        )  # not after the first step of the next: most loaders begin that anew
         if self._leaves_at is not None or is_leaving:
             if is_over or self._leaves_at is None:  # which of many loaders is known only here
                 self._leaves_at = checkpoints.moment(is_between=is_over)
@@ -247,7 +249,7 @@ class Saving:
     # ---- what the thread asks that listens for signals ----
 
     def request_leave(self) -> None:
-        self._follower.request_leave()
+        self._follower.agreement.request_leave()
 
     def can_write(self) -> bool:
         return self._saver.is_holding or self.checkpoints.path_of_now is not None
