@@ -266,7 +266,7 @@ class Session:
             self._take_up(follower.config)
             self._materialise()
             if training.checkpoints is not None:
-                self._saving = Saving(training.checkpoints, training, on_leave=self._leave)
+                self._saving = Saving(training.checkpoints, training)
                 training.checkpoints.resume(self.resume)
                 training.checkpoints.try_out()
                 self._saving.start()
@@ -328,13 +328,7 @@ class Session:
         )
         if torn is None:
             saving.begin_due()
-        loaded = checkpoints.load_earlier(
-            step,
-            skips=skips,
-            is_torn=torn is not None,
-            more="" if torn is None else f", after {steps.num_torn} micro-steps of a step that was torn",
-            on_begin=steps.expect_checkpoint,
-        )
+        loaded = checkpoints.load_earlier(step, steps, skips=skips)
         steps.start_over(passes_over=skips)
         num_steps, config = self._counts.num_steps, self.follower.config
         self._training.settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
@@ -621,8 +615,9 @@ class Session:
         if self._saving is not None:
             self._saving.begin_due()
 
-    def _leave(self) -> None:
-        self._is_exception_told = True  # what is raised then is no failure
+    def note_leaving(self) -> None:
+        """Note that training ends by an exit, on all ranks: what is raised then is no failure."""
+        self._is_exception_told = True
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""

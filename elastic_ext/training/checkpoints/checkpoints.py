@@ -11,25 +11,30 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.job import JobCheckpoints, Launched
+from elastic_ext.fsdp.checkpoint.loading.source import Opened
 from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
 from elastic_ext.fsdp.checkpoint.saving.saver import Manner
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
 from elastic_ext.ranks.heartbeat import Activity, Pulse
 from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
 
-from .resume import Earlier, tell_resumed, tell_rewound
 from .state import PASSES_BY_ITSELF, BoundaryState, Resumed, TrainingState
+
+if TYPE_CHECKING:
+    from elastic_ext.training.steps.steps import Steps
 
 __all__ = ["CheckpointRequest", "Checkpoints", "checkpoints_for"]
 
@@ -509,25 +514,22 @@ class Checkpoints:
             self._counts.load_state_dict(resumed.state["counts"])
             take_up(resumed.state["config"])
             if self._state.rank == 0:
-                tell_resumed(resumed, self._state, self._startup)
+                _tell_resumed(resumed, self._state, self._startup)
             self._state.take_up(resumed)
         self._note(resumed.path)
         self._last_epoch = self._counts.epoch
         return True
 
-    def load_earlier(
-        self, step: int | None, *, skips: bool, is_torn: bool, more: str, on_begin: Callable[[], None]
-    ) -> Resumed:
-        """Load the checkpoint of ``step``, or the newest before the present step; call ``go_back`` next.
-
-        ``on_begin`` is called before anything is touched. ``more`` is what else has to be the same on all ranks.
-        """
+    def load_earlier(self, step: int | None, steps: Steps, *, skips: bool) -> Resumed:
+        """Load the checkpoint of ``step``, or the newest before the present step; call ``go_back`` next."""
         self._due = None
         self.job.saver.drop_held()
         self._finish_save()
+        is_torn, more = steps.torn is not None, ", passing over the samples since" if skips else ""
+        if is_torn:
+            more += f", after {steps.num_torn} micro-steps of a step that was torn"
         before = self._counts.global_step + is_torn  # what is torn was to come after it
-        more = f"{', passing over the samples since' if skips else ''}{more}"
-        into = Earlier(self._state, replays=not skips, on_begin=on_begin)
+        into = _Earlier(self._state, steps, replays=not skips)
         with self._pulse.during(Activity.RESUMING):
             resumed = self.job.restore_earlier(into, step, before=before, more=more, falls_back=self._falls_back)
             self._state.let_go()
@@ -539,7 +541,7 @@ class Checkpoints:
         Until a newer one is saved a restart undoes that.
         """
         if self._state.rank == 0:
-            tell_rewound(resumed, self._state, in_force, skips=skips)
+            _tell_rewound(resumed, self._state, in_force, skips=skips)
         self._state.take_up_earlier(resumed, skips=skips)
         self.saved_step = self.path = None
         self._back_at = self._counts.global_step
@@ -579,3 +581,75 @@ def checkpoints_for(
     return Checkpoints(
         job_checkpoints, state, startup=startup, interval=asked.interval, options=options, pulse=follower.pulse
     )
+
+
+# --- going on from a checkpoint: what is logged then, and checked before training goes back to one -------------------
+
+
+def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, object]) -> None:
+    """Log what differs from when the checkpoint was saved, and which of the script's ``startup`` values are unused."""
+    commit = resumed.commit
+    was = {**commit.about, "torch": commit.versions.get("torch")}
+    now = {**state.about(), "torch": torch.__version__}
+    differs = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
+    config = ElasticConfig.from_dict(resumed.state["config"]["config"])
+    differs += [
+        f"{path} stays {config.get(path)}, the script's is {value}"
+        for path, value in startup.items()
+        if config.get(path) != value
+    ]
+    _logger.log(
+        logging.WARNING if differs else logging.INFO,
+        "resuming from %s, saved %s at step %d: %s",
+        resumed.path,
+        commit.saved_at,
+        commit.global_step,
+        ", ".join(differs) or "nothing has changed since",
+    )
+    _tell_of_missing(resumed, state)
+
+
+def _tell_rewound(resumed: Resumed, state: TrainingState, in_force: ElasticConfig, *, skips: bool) -> None:
+    """Log that training goes back to a checkpoint, under the config ``in_force``; called before counters go back."""
+    then = ElasticConfig.from_dict(resumed.state["config"]["config"]).label
+    _logger.info(
+        "going back from step %d to %s, saved %s at step %d%s%s",
+        state.counts.global_step,
+        resumed.path,
+        resumed.commit.saved_at,
+        resumed.commit.global_step,
+        ", passing over the samples since" if skips else "",
+        "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}",
+    )
+    _tell_of_missing(resumed, state)
+
+
+def _tell_of_missing(resumed: Resumed, state: TrainingState) -> None:
+    why = state.why_incomplete(resumed)
+    if why is not None:
+        _logger.warning("%s", why)
+
+
+class _Earlier:
+    """A training state that an earlier checkpoint is loaded into while training is under way."""
+
+    def __init__(self, state: TrainingState, steps: Steps, *, replays: bool) -> None:
+        self._state = state
+        self._replays = replays
+        self._steps = steps
+
+    def check(self, opened: Opened) -> None:
+        """Raise where the checkpoint does not fit, or its place in the data cannot be gone back to."""
+        why_not = self._state.why_not_replay(opened) if self._replays else None
+        if why_not is not None:
+            raise CheckpointError(why_not)
+        self._state.check(opened)
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        """Parts of the state, of those that another checkpoint has ``touched``, that this one fills in whole."""
+        return self._state.refilled(opened, touched)
+
+    def load(self, opened: Opened) -> Resumed:
+        """Fill all tensors, as when a run is resumed; until all is done training cannot go on."""
+        self._steps.expect_checkpoint()
+        return self._state.load(opened)

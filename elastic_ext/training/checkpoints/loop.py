@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_ext.config.agreement import Boundary
@@ -36,20 +35,14 @@ _SPARING = 200  # times as long as copying takes lies between two copies of a ki
 class Saving:
     """Saves checkpoints at the right moments of a rank's loop, from the start of a session to its end."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        training: Training,
-        *,
-        on_leave: Callable[[], None],
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints, training: Training) -> None:
         self.checkpoints = checkpoints
         self._saver = checkpoints.job.saver
         self._follower = training.follower
         self._steps = training.steps
         self._counts = training.counts
         self._state = training.state
-        self._on_leave = on_leave
+        self._session = training.session
         self._save_at = math.inf  # the next global step with something to save
         self._try_at = math.inf  # the first that training takes here, after which there is all that is saved
         self._leaving = self._listening() if checkpoints.options.save_on_signals else None
@@ -306,7 +299,7 @@ class Saving:
     def _leave(self) -> NoReturn:
         """Save and exit, on all ranks between the same two steps, since some rank was told to end."""
         assert self._leaving is not None
-        self._on_leave()
+        self._session.note_leaving()
         ranks = self._follower.ranks
         is_claimed = ranks.rank == 0 and self._leaving.claim()
         if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
