@@ -104,7 +104,7 @@ class Writing:
         return self._draft
 
     def make_folder(self, *, replaces: bool) -> None:
-        """Make the checkpoint's folder, on rank 0, as the function of this name does."""
+        """Make the checkpoint's folder, on rank 0, before any other rank writes."""
         make_folder(self._folder, self._name, self.generation, self.draft.lineage, replaces=replaces)
 
     def write(self, shards: Mapping[FileKind, Shard]) -> dict[str, list[object]]:
