@@ -154,9 +154,9 @@ class BackgroundSave:
             _logger.error("%s is not saved: the storage took longer than %g seconds", self.path, self._seconds)
 
     def _save(self) -> None:
-        writing, letters, copying, is_first = self._writing, self._letters, self.copying, self._writing.is_first
-        if copying is not None:
-            copying.run()
+        writing, letters, is_first = self._writing, self._letters, self._writing.is_first
+        if self.copying is not None:  # in no variable: an error keeps those, and with that the memory copied into
+            self.copying.run()
         if self._after is not None:
             self._after.join(None)
             self._after = None
@@ -166,8 +166,8 @@ class BackgroundSave:
         else:
             letters.wait("begun", [0])
         written = writing.write(self.shards)
-        if copying is not None:
-            copying.make_sure(self._seconds)
+        if self.copying is not None:
+            self.copying.make_sure(self._seconds)
         letters.post("written", written)
         if is_first:
             of_ranks = letters.wait("written", range(writing.draft.num_ranks))
