@@ -249,8 +249,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
         "the top of a thread: kept for who asks, and told to the others"
     ),
     "training.steps.steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
-    "fsdp.checkpoint.saving.async_saver:LiveSaver.save": "the others are to hear of it too, and raises again",
-    "fsdp.checkpoint.saving.async_saver:LiveSaver._wait_for": "has the save's thread wait no longer, and raises again",
+    "fsdp.checkpoint.saving.saver:Saver.save_async": "the others are to hear of it too, and raises again",
+    "fsdp.checkpoint.saving.saver:Saver._wait_for": "has the save's thread wait no longer, and raises again",
     "fsdp.checkpoint.export.dcp_folder:DcpFolder._loaded": (
         "torch.load raises errors of pickle, which is not imported here"
     ),
@@ -557,7 +557,6 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
     "agent.workers.workers:Workers": "what torch's agent starts workers with",
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
-    "fsdp.checkpoint.saving.background:BackgroundSave": "one save's thread, and what its stages are done by",
     "master.tuning:Tuning": "where it runs a strategy, who makes that, and who is told, with a clock for tests",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }

@@ -323,7 +323,7 @@ class ConfigFollower:
             run_dir=settings.run_dir,
         )
         """This rank's heartbeat, which its agent reads."""
-        self._agreement = Agreement(
+        self.agreement = Agreement(
             ranks,
             self._watcher or NoSource(),
             base,
@@ -331,24 +331,25 @@ class ConfigFollower:
             warns=warns,
             lag_warning_seconds=settings.lag_warning_seconds,
         )
-        self._agreement.step = start_step
-        self._agreement.appliers.pulse = self.pulse
+        """How all ranks agree at boundaries; the parts of a trainer ask it themselves."""
+        self.agreement.step = start_step
+        self.agreement.appliers.pulse = self.pulse
         if self._watcher is not None:
-            self._watcher.on_news = self._agreement.rouse
-        self._agreement.tell_refusals(self._tell_refusal)
+            self._watcher.on_news = self.agreement.rouse
+        self.agreement.tell_refusals(self._tell_refusal)
         self._knobs = UserKnobs()
-        self._agreement.add(self._knobs)
+        self.agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
         self._finished = False
         self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_pulse(self, pulse: Pulse) -> None:
         """Note what this rank does in ``pulse`` from now on; it passes that on to the heartbeat before it."""
-        self.pulse = self._agreement.appliers.pulse = pulse
+        self.pulse = self.agreement.appliers.pulse = pulse
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""
-        self._agreement.add(applier)
+        self.agreement.add(applier)
 
     def on_change(
         self,
@@ -364,7 +365,7 @@ class ConfigFollower:
         self.reports.begin()
         if self._watcher is not None:
             self._watcher.start()
-        applied = self._agreement.start()
+        applied = self.agreement.start()
         if self._ranks.rank == 0:
             following = "following nothing (ELASTIC_EXT=off)" if self._watcher is None else self._watcher.path
             _logger.info(
@@ -387,22 +388,22 @@ class ConfigFollower:
     @property
     def config(self) -> ElasticConfig:
         """The config in force."""
-        return self._agreement.config
+        return self.agreement.config
 
     @property
     def step(self) -> int:
         """How many steps have been taken."""
-        return self._agreement.step
+        return self.agreement.step
 
     @property
     def agree_every_steps(self) -> int:
         """How many steps lie between two agreements now."""
-        return self._agreement.every
+        return self.agreement.every
 
     @property
     def is_leaving(self) -> bool:
         """Whether some rank was told to end; the same on all ranks, after each boundary and end of an epoch."""
-        return self._agreement.leaving
+        return self.agreement.leaving
 
     @overload
     def knob(self, name: str) -> Any: ...
@@ -423,7 +424,7 @@ class ConfigFollower:
         """
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            passed = self._agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
+            passed = self.agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
         self.pulse.pass_step(self.step)
         if self._found_at_start is not None:
             self._warn_of_unread(self._found_at_start)
@@ -437,20 +438,20 @@ class ConfigFollower:
 
     def compare_at_start(self, values: Mapping[str, object]) -> None:
         """Have ``start`` raise where these are not the same on all ranks."""
-        self._agreement.compared_at_start = dict(values)
+        self.agreement.compared_at_start = dict(values)
 
     def compare_schedules(self, count: Callable[[], int]) -> None:
         """Have ranks raise where ``count()``, how often schedules have stepped, is not the same on all."""
-        self._agreement.count_schedules = count
+        self.agreement.count_schedules = count
 
     def compare_ahead(self, count: Callable[[], int]) -> None:
         """Have ranks raise where ``count()``, the batches taken ahead of the next step, is not the same on all."""
-        self._agreement.count_ahead = count
+        self.agreement.count_ahead = count
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other."""
         now = time.perf_counter()
-        return now < self.reports.due_at and self._agreement.pass_quietly(now, step, backwards)
+        return now < self.reports.due_at and self.agreement.pass_quietly(now, step, backwards)
 
     def end_epoch(self, *, doubt: str = "") -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ.
@@ -459,7 +460,7 @@ class ConfigFollower:
         """
         self._raise_if_closed()
         with self._waiting(doubt):
-            self._agreement.end(Purpose.END)
+            self.agreement.end(Purpose.END)
 
     def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
         """Return once every rank has come here to take a step again that failed on all of them; else raise.
@@ -471,47 +472,47 @@ class ConfigFollower:
         """
         self._raise_if_closed()
         with self._waiting("took back a step that had failed on it"):
-            self._agreement.end(purpose, exchanges, lost)
+            self.agreement.end(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
         """Every rank's word within a step, where memory ran out or gradients are unlike; None where neither is so."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            return self._agreement.hear_all(failed, brings)
+            return self.agreement.hear_all(failed, brings)
 
     def bring_noise(self, text: str) -> list[str]:
         """What every rank tells of the noise of gradients, in rank order. Called at a boundary, before ``boundary``."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            agreed = self._agreement.hear_all("", text, Purpose.NOISE)
+            agreed = self.agreement.hear_all("", text, Purpose.NOISE)
         return [text] * self._ranks.world_size if agreed is None else [word.brings for word in agreed.words]
 
     def meet_to_shrink(self) -> None:
         """Meet all ranks, as ``end_epoch``, before a step for which memory did not suffice; ``revise`` may follow."""
         self._raise_if_closed()
         with self._waiting("took back a step that ran out of memory"):
-            self._agreement.end(Purpose.SMALLER)
+            self.agreement.end(Purpose.SMALLER)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
         """Put a revision in force now, which all ranks bring alike; gives why it was refused, if it was."""
         self._raise_if_closed()
-        return self._agreement.revise(changes, reason) if self.settings.enabled else _OFF
+        return self.agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
     def meet_to_go_back(self, *, doubt: str = "") -> None:
         """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
-            self._agreement.end(Purpose.REWIND)
+            self.agreement.end(Purpose.REWIND)
 
     def go_back(self, step: int) -> None:
         """Set the number of steps taken to that of a checkpoint, on all ranks; the config in force stays."""
-        self._agreement.step = step
+        self.agreement.step = step
 
     def finish(self, *, doubt: str = "") -> None:
         """Meet all ranks, as ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
-            self._agreement.end(Purpose.FINISH)
+            self.agreement.end(Purpose.FINISH)
         self._finished = True
         self._write_metrics()
 
@@ -524,26 +525,26 @@ class ConfigFollower:
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
         self._raise_if_closed()
-        proposal = self._agreement.propose(changes, reason) if self.settings.enabled else Proposal(changes, reason)
+        proposal = self.agreement.propose(changes, reason) if self.settings.enabled else Proposal(changes, reason)
         if not self.settings.enabled:
             proposal.outcome, proposal.refusal = "refused", _OFF
         return proposal
 
     def request_leave(self) -> None:
         """Have ``boundary().leave`` be true on all ranks, within two agreements; from a signal's handler too."""
-        self._agreement.request_leave()
+        self.agreement.request_leave()
 
     def request_copy(self) -> None:
         """Have ``boundary().copy`` be true on all ranks at one boundary, within two agreements."""
-        self._agreement.request_copy()
+        self.agreement.request_copy()
 
     def request_stop(self) -> None:
         """Have ``boundary().stop`` be true on all ranks, within two agreements. Any rank may call it."""
-        self._agreement.request_stop()
+        self.agreement.request_stop()
 
     def request_save(self) -> None:
         """Have ``boundary().save`` be true on all ranks once, within two agreements. Any rank may call it."""
-        self._agreement.request_save()
+        self.agreement.request_save()
 
     def state_dict(self) -> dict[str, Any]:
         """The config in force, as plain values for a checkpoint."""
@@ -554,8 +555,8 @@ class ConfigFollower:
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
-        self._agreement.step = state["step"]
-        self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        self.agreement.step = state["step"]
+        self.agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
 
     def close(self, by: str = "follower.close() was called") -> None:
         """Stop following; what is in force stays readable. Closing twice is allowed.
@@ -572,8 +573,8 @@ class ConfigFollower:
             self._watcher.close()
             if self._finished:
                 with suppress(ElasticError):  # it has died, and said so
-                    self._agreement.refuse_late_file()
-        self._agreement.close()
+                    self.agreement.refuse_late_file()
+        self.agreement.close()
         self._ranks.close()
         self.pulse.end()
 
@@ -624,11 +625,11 @@ class ConfigFollower:
         )
 
     def _write_metrics(self) -> None:
-        self.reports.write(step=self.step, config=self.config, agree_every_steps=self._agreement.every)
+        self.reports.write(step=self.step, config=self.config, agree_every_steps=self.agreement.every)
 
     def _warn_of_unread(self, applied: Applied) -> None:
         """Name what a version sets and nothing here has asked for: most often a misspelt name."""
-        unread = self._knobs.unread(applied, self._agreement.appliers.sections)
+        unread = self._knobs.unread(applied, self.agreement.appliers.sections)
         if unread and self._ranks.rank == 0:
             _logger.warning(
                 "%s sets %s, which nothing in this job has asked for so far", applied.new.label, ", ".join(unread)

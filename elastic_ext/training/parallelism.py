@@ -93,7 +93,7 @@ class Resharded(Protocol):
     def agree_on_reshard(self, error: BaseException | None) -> None:
         """Return if no rank brought an error; else raise on all."""
 
-    def fence(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until no tensor is being staged for a checkpoint."""
 
     def take_up_model(self) -> None:
@@ -166,7 +166,7 @@ class Parallelism:
         (plan, made, change), self._prepared = self._prepared, None
         error: Exception | None = None
         try:
-            self._training.fence()
+            self._training.wait_for_staging()
             self._spread.wait()  # for the step before, which is none of the change
         except Exception as caught:
             error = caught

@@ -226,19 +226,17 @@ def _join(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any) ->
 
 def _compare_at_agreements(training: Training) -> None:
     """Have ranks compare, at agreements, what must be alike on all of them."""
-    follower, state, counted = training.follower, training.state, training.batches.counted
-    follower.compare_schedules(lambda: state.num_scheduled)
+    agreement, state, counted = training.follower.agreement, training.state, training.batches.counted
+    agreement.count_schedules = lambda: state.num_scheduled
     if counted is not None:
-        follower.compare_ahead(lambda: counted.num_handed)
+        agreement.count_ahead = lambda: counted.num_handed
     options = training.options
-    follower.compare_at_start(
-        {
-            "guard": options.guard,
-            "sync_every_micro_step": options.sync_every_micro_step,
-            "learning_rate_rule": options.learning_rate_rule,
-            "when_not_finite": options.when_not_finite,
-        }
-    )
+    agreement.compared_at_start = {
+        "guard": options.guard,
+        "sync_every_micro_step": options.sync_every_micro_step,
+        "learning_rate_rule": options.learning_rate_rule,
+        "when_not_finite": options.when_not_finite,
+    }
 
 
 def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:

@@ -266,7 +266,7 @@ class Session:
             self._take_up(follower.config)
             self._materialise()
             if training.checkpoints is not None:
-                self._saving = Saving(training.checkpoints, follower, steps, on_leave=self._leave)
+                self._saving = Saving(training.checkpoints, training)
                 training.checkpoints.resume(self.resume)
                 training.checkpoints.try_out()
                 self._saving.start()
@@ -328,13 +328,7 @@ class Session:
         )
         if torn is None:
             saving.begin_due()
-        loaded = checkpoints.load_earlier(
-            step,
-            skips=skips,
-            is_torn=torn is not None,
-            more="" if torn is None else f", after {steps.num_torn} micro-steps of a step that was torn",
-            on_begin=steps.expect_checkpoint,
-        )
+        loaded = checkpoints.load_earlier(step, steps, skips=skips)
         steps.start_over(passes_over=skips)
         num_steps, config = self._counts.num_steps, self.follower.config
         self._training.settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
@@ -342,11 +336,11 @@ class Session:
         self._follow_batch(config)
         self._learning.forget()
         self._learning.take_up(config)
-        self.follower.go_back(self._counts.global_step)
+        self.follower.agreement.step = self._counts.global_step
         self._progress.advance(self._counts.num_steps - num_steps)
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
-        saving.go_back()
+        saving.plan_after_rewind()
         return loaded.path
 
     def pass_boundary(self) -> None:
@@ -381,7 +375,7 @@ class Session:
         text = f"training goes on after step {step}" if step else "training begins"
         details = {
             "global_batch_size": self._batches.global_batch,
-            "checkpoints": None if self._training.checkpoints is None else str(self._training.checkpoints.root),
+            "checkpoints": None if self._training.checkpoints is None else str(self._training.checkpoints.job.root),
         }
         self.follower.reports.tell("training-began", step=step, text=text, details=details)
         self._training.facts.tell()
@@ -419,10 +413,10 @@ class Session:
         """Whether a step was ever begun."""
         return not self.steps.has_not_begun
 
-    def fence(self) -> None:
-        """Wait until staging is done, so that parameters and optimizer state may change."""
+    def wait_for_staging(self) -> None:
+        """Wait until no tensor is being staged for a checkpoint: parameters and optimizer state may change."""
         if self._saving is not None:
-            self._saving.fence()
+            self._saving.checkpoints.fence()
 
     def tell_resharded(self, report: ReshardReport) -> None:
         """Have all parts follow a change of plan that was made, and report it."""
@@ -495,7 +489,7 @@ class Session:
         try:
             if self.steps.torn is not None:  # and no checkpoint is to have it
                 raise self.steps.torn
-            self.steps.settle()
+            self.steps.pass_owed_boundary()
             self.steps.drop_partial("the epoch ended before the step did")
             self.steps.end_epoch()
             self.follower.end_epoch(doubt=self.steps.doubt)
@@ -546,7 +540,7 @@ class Session:
                 if self._saving is not None:
                     self._saving.give_up_due(is_well=False)
             elif not self._is_exception_told and self.steps.torn is None:
-                self.steps.settle()
+                self.steps.pass_owed_boundary()
                 self.steps.drop_partial("training ended before the step did")
                 self.steps.end_epoch()
                 self.follower.finish(doubt=self.steps.doubt)
@@ -578,8 +572,8 @@ class Session:
             self._saving.stop()
             self._saving.give_up_due(is_well=not hasattr(sys, "last_value"))
         if self.follower.ranks.world_size > 1:
-            if self._training.checkpoints is not None:
-                self._training.checkpoints.held.wait()
+            if self._saving is not None:
+                self._saving.checkpoints.job.saver.wait_for_held()
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
@@ -621,8 +615,9 @@ class Session:
         if self._saving is not None:
             self._saving.begin_due()
 
-    def _leave(self) -> None:
-        self._is_exception_told = True  # what is raised then is no failure
+    def note_leaving(self) -> None:
+        """Note that training ends by an exit, on all ranks: what is raised then is no failure."""
+        self._is_exception_told = True
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""

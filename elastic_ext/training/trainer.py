@@ -137,7 +137,7 @@ class Mutating:
         self._session = session
 
     def __enter__(self) -> None:
-        self._session.fence()
+        self._session.wait_for_staging()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

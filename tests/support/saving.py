@@ -30,7 +30,7 @@ from elastic_ext.fsdp.checkpoint import storage as of_storage
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
 from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, is_name
 from elastic_ext.fsdp.checkpoint.loading.verify import damage_in
-from elastic_ext.fsdp.checkpoint.saving import async_saver, background, staging
+from elastic_ext.fsdp.checkpoint.saving import background, saver, staging
 from tests.support.file_operations import FileOperations, Strike
 from tests.support.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 
@@ -209,7 +209,7 @@ def train_on(
     arguments: dict[str, Any] | None = None,
 ) -> Saved:
     """``go_on`` with a trainer: the step after the newest is copied beside the one after that."""
-    vars(async_saver)["PATIENCE_SECONDS"] = 1.0  # with who is dead; in a process that ends with this
+    vars(saver)["PATIENCE_SECONDS"] = 1.0  # with who is dead; in a process that ends with this
     model, optimizer = make_state(seed=9, fused=True)
     step = newest_of(storage) + 1
     with _trainer_for(model, rank, storage, every=step, **(arguments or {})) as trainer:

@@ -31,7 +31,7 @@ class Told:
     def agree_on_reshard(self, error: BaseException | None) -> None:
         agreeing(error)
 
-    def fence(self) -> None:
+    def wait_for_staging(self) -> None:
         self._told.append("fence")
 
     def take_up_model(self) -> None:

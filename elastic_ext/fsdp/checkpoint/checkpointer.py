@@ -34,8 +34,8 @@ from .folder.listing import Retention
 from .job import JobCheckpoints, Launched, as_count
 from .loading.loader import Loader
 from .loading.source import Opened
-from .saving.async_saver import Manner
 from .saving.collect import Collect, SaveRequest, ToSave, contents_of
+from .saving.saver import Manner
 from .saving.staging import num_copies
 
 __all__ = ["Loaded", "ShardCheckpointer"]
@@ -152,9 +152,9 @@ class ShardCheckpointer:
             agree_on(self._ranks, ask)  # which raises, here and on those that would save
         what = ToSave(self._collector(model, optimizer, extra))
         request = SaveRequest(name=f"step_{place[0]}", what=what, ask=ask, step=place[0], epoch=place[1])
-        if not self._job.live.can_save:
+        if not self._job.saver.can_save:
             return self._job.save(request)
-        path = self._job.save_live(request, Manner())
+        path = self._job.save_async(request, Manner())
         assert path is not None  # it waits
         return path
 
@@ -167,7 +167,7 @@ class ShardCheckpointer:
         """
         self._refuse_closed()
         agree_on(self._ranks, lambda: "make ready for saving")
-        self._job.live.make_ready(ToSave(self._collector(model, optimizer, extra)))
+        self._job.saver.make_ready(ToSave(self._collector(model, optimizer, extra)))
 
     def load(
         self,
@@ -212,17 +212,17 @@ class ShardCheckpointer:
 
     def wait(self) -> None:
         """Wait until a background save is done, if any; CheckpointError on all ranks where it failed on one."""
-        self._job.live.settle()
+        self._job.saver.settle()
 
     @property
     def saves_in_background(self) -> bool:
         """Whether saves run in the background: it was asked for, memory allows it, and the ranks share a store."""
-        return self._job.live.can_save
+        return self._job.saver.can_save
 
     def is_saving(self) -> bool:
         """Whether a background save is under way on any rank, which the next ``save`` would wait for."""
         self._refuse_closed()
-        return self._job.live.is_busy()
+        return self._job.saver.is_busy()
 
     def close(self) -> None:
         """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed.
@@ -258,7 +258,7 @@ class ShardCheckpointer:
     def _come_to_rest(self) -> None:
         """Refuse a closed checkpointer, and wait until no background save is under way; raise where one has failed."""
         self._refuse_closed()
-        self._job.live.settle()
+        self._job.saver.settle()
 
     def _refuse_closed(self) -> None:
         """CheckpointError where this checkpointer is closed: it has left the ranks, and released the job's folder."""

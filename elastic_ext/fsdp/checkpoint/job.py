@@ -31,9 +31,8 @@ from .folder.run import Run
 from .loading.loader import first_change
 from .loading.restorer import Destination, Restorer
 from .loading.source import Opened
-from .saving.async_saver import LiveSaver, Manner
 from .saving.collect import Collect, SaveRequest, with_own
-from .saving.saver import Saver
+from .saving.saver import Manner, Saver
 from .saving.shared_memory import Shelf
 from .saving.staging import Staging
 from .storage import Storage
@@ -126,12 +125,11 @@ class JobCheckpoints:
         self.name = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
         """The job's name."""
         self._storage = Storage(ranks, timeout_seconds=storage_seconds)
-        self._saver = Saver(ranks, self._storage, retention=retention)
-        staging = self._staging(launched.staging_folder, num_copies) if num_copies > 0 else None
-        self.live = LiveSaver(ranks, self._storage, self._saver, staging)
-        """Async saves: what is saved is staged, and a thread of each rank writes it."""
         self.run = Run(ranks, self._storage, self.root, self.name)
         """This run of the job, and its hold on the job's folder."""
+        staging = self._staging(launched.staging_folder, num_copies) if num_copies > 0 else None
+        self.saver = Saver(ranks, self._storage, self.run, retention=retention, staging=staging)
+        """Saves checkpoints: while training waits, or staged and written by a thread of each rank."""
         self.restorer = Restorer(ranks, self._storage, self.run)
         """Loads checkpoints; no save is under way when it is called."""
         self._versions = versions()
@@ -157,26 +155,22 @@ class JobCheckpoints:
         """
         began = time.perf_counter()
         agree_on(self.ranks, request.ask)  # until all have come here, what is held may still be all there is
-        self.live.drop_held()
-        folder, draft = self._begin(request)
-        path = self._saver.save(folder, request, draft)
-        self.run.note_save(request.step)
+        self.saver.drop_held()
+        path = self.saver.save(*self._begin(request), request)
         if self.ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def save_live(self, request: SaveRequest, manner: Manner) -> Path | None:
-        """Begin an async save; gives the checkpoint's folder, or None as ``LiveSaver.save`` does."""
-        folder, draft = self._begin(request)
-        step = request.step  # what is noted later keeps no tensors alive
-        return self.live.save(folder, request, draft, manner, on_end=lambda: self.run.note_save(step))
+    def save_async(self, request: SaveRequest, manner: Manner) -> Path | None:
+        """Begin an async save; gives the checkpoint's folder, or None as ``Saver.save_async`` does."""
+        return self.saver.save_async(*self._begin(request), request, manner)
 
     def close(self, *, hurries: bool = False) -> None:
         """Release the job's folder to other runs, once the saves under way on this rank are over.
 
         With ``hurries`` a save waits for other ranks, which may be gone, half a minute at most.
         """
-        self.live.end(hurries=hurries)
+        self.saver.end(hurries=hurries)
         self.run.leave()
 
     # ---- loading ----
@@ -186,7 +180,7 @@ class JobCheckpoints:
 
         ``passes_over`` are prefixes of names that are not compared, as in ``first_change``.
         """
-        self.live.settle()
+        self.saver.settle()
         agree_on(self.ranks, lambda: f"save again what {path.name} has")
         contents = with_own(collect, self.ranks)
 
@@ -203,11 +197,11 @@ class JobCheckpoints:
 
     def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
         """Load the job's newest good checkpoint; gives what ``into.load`` returns, None where the job has none."""
-        self.live.settle()
+        self.saver.settle()
         agree_on(self.ranks, lambda: "load the newest checkpoint")
         return self.restorer.restore(into, None, falls_back=falls_back)
 
-    def go_back(
+    def restore_earlier(
         self, into: Destination[_Result], step: int | None, *, before: int, falls_back: bool, more: str
     ) -> _Result:
         """Load the checkpoint of ``step``, or the newest one ``before`` a step; gives what ``into.load`` returns.
@@ -216,7 +210,7 @@ class JobCheckpoints:
         are passed over. What is saved from here on goes on from the loaded one, and is the work of another run.
         ``more`` is what else has to be the same on all ranks, in words.
         """
-        self.live.settle()
+        self.saver.settle()
 
         def ask() -> str:
             which = "the newest checkpoint" if step is None else f"the checkpoint of step {as_count('step', step)}"

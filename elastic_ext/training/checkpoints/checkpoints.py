@@ -1,5 +1,7 @@
-"""A trainer's checkpoints: when one is saved, which one a run resumes from, and the copies that are kept for a run that
-is told to end.
+"""A trainer's checkpoints: when one is due, what becomes of its save, and which one a run resumes from.
+
+What goes into one is in state.py, where in the loop saves begin in loop.py. How a checkpoint comes to lie in files, and
+back, is fsdp/checkpoint's affair.
 """
 
 from __future__ import annotations
@@ -9,289 +11,34 @@ import json
 import logging
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
-from elastic_ext.fsdp.checkpoint.coordination import first_says
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.job import JobCheckpoints, Launched
-from elastic_ext.fsdp.checkpoint.saving.async_saver import Manner
+from elastic_ext.fsdp.checkpoint.loading.source import Opened
 from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
+from elastic_ext.fsdp.checkpoint.saving.saver import Manner
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
 from elastic_ext.ranks.heartbeat import Activity, Pulse
 from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
 
-from .resume import Resuming
 from .state import PASSES_BY_ITSELF, BoundaryState, Resumed, TrainingState
 
-__all__ = ["CheckpointRequest", "Checkpoints", "HeldCopies", "Saves", "checkpoints_for"]
+if TYPE_CHECKING:
+    from elastic_ext.training.steps.steps import Steps
+
+__all__ = ["CheckpointRequest", "Checkpoints", "checkpoints_for"]
 
 _logger = logging.getLogger(__name__)
-
-
-# --- a training's saves, one after another: what each holds, and what becomes of it ----------------------------------
-# When there is one is decided by Checkpoints. How it comes to lie in files is fsdp/checkpoint's affair.
-
-
-class Saves:
-    """One rank's saves of a training's checkpoints: begins them, waits for them, and tells of those that failed."""
-
-    def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool, pulse: Pulse) -> None:
-        self.path: Path | None = None
-        """The folder of the last checkpoint that exists or is being saved."""
-        self.warns = warns
-        """Whether a save that fails is a warning instead of an exception."""
-        self._job = job
-        self._state = state
-        self._counts = state.counts
-        self._pulse = pulse  # where it is noted that training waits for a save
-        self.names_of_now: set[str] = set()
-        """Names of all checkpoints that this run has saved of the same global step as ``path``."""
-        self._saved_at: int | None = None  # the global step of that
-        self._back_at: int | None = None  # the global step that training went back to last
-        self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
-
-    @property
-    def path_of_now(self) -> Path | None:
-        """The folder of a checkpoint of the present global step; None where there is none."""
-        return self.path if self._saved_at == self._counts.global_step else None
-
-    @property
-    def step(self) -> int | None:
-        """The global step of the last checkpoint that exists or is being saved."""
-        return self._saved_at
-
-    def moment(self, *, is_between: bool = False) -> BoundaryState:
-        """The counters, config, random states and loader position of now; asking the loader may take a while.
-
-        ``is_between`` is as ``TrainingState.moment`` takes it.
-        """
-        with self._pulse.during(Activity.SAVING):
-            return self._state.moment(is_between=is_between)
-
-    def save(self, name: str, moment: BoundaryState, manner: Manner) -> Path | None:
-        """Begin an async save where that is possible, else save while training waits; gives the checkpoint's folder.
-
-        None where another save is under way, and ``manner`` does not wait for it.
-        """
-        if not self._job.live.can_save:
-            return self.save_and_wait(name, moment)
-        self._pulse.note_save()
-        with self._pulse.during(Activity.SAVING):
-            path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
-        if path is not None and manner.starts:
-            self.note(path)
-        return path
-
-    def save_and_wait(self, name: str, moment: BoundaryState) -> Path:
-        """Save a checkpoint while training waits; gives its folder."""
-        self._pulse.note_save()
-        self.settle()
-        with self._pulse.during(Activity.SAVING):
-            path = self._job.save(self._request(name, moment))
-        self.note(path)
-        return path
-
-    def _request(self, name: str, moment: BoundaryState, *, overlaps: bool = False) -> SaveRequest:
-        state, step, epoch = self._state, self._counts.global_step, self._counts.epoch_to_resume
-        if moment.counts.get("is_between", False) and name.startswith("step_"):
-            epoch = moment.counts["epoch"] - 1  # older than what is saved again with what came after the epoch
-        return SaveRequest(
-            name=name,
-            what=ToSave(partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
-            ask=lambda: f"save {name} at step {step} of epoch {epoch}",
-            step=step,
-            epoch=epoch,
-            replaces=self._back_at == step,
-            about=state.about(),
-        )
-
-    def go_back(self) -> None:
-        """Note that training went back to an earlier checkpoint; until a newer one is saved a restart undoes that."""
-        self._saved_at = self.path = None
-        self._back_at = self._counts.global_step
-
-    @property
-    def is_back_unsaved(self) -> bool:
-        """Whether training went back to an earlier checkpoint, and has saved nothing since."""
-        return self._back_at is not None and self.path is None
-
-    def note(self, path: Path) -> None:
-        """Note that a checkpoint of the present global step exists or is being saved."""
-        if self._saved_at != self._counts.global_step:
-            self.names_of_now.clear()
-        self._saved_at, self.path = self._counts.global_step, path
-        self.names_of_now.add(path.name)
-
-    def note_failure(self, error: CheckpointError) -> None:
-        """Forget the checkpoint whose save failed, and raise the failure or warn of it."""
-        self._saved_at = self.path = None
-        with self.warning():
-            raise error
-
-    def keep_failure(self, error: CheckpointError) -> None:
-        """Forget the checkpoint whose save failed, and keep the failure for ``tell_failure``."""
-        self._saved_at = self.path = None
-        self._failure = error
-
-    def tell_failure(self) -> None:
-        """Raise the failure that ``keep_failure`` kept, or warn of it, if there is one."""
-        error, self._failure = self._failure, None
-        if error is not None:
-            with self.warning():
-                raise error
-
-    def settle(self) -> None:
-        """Wait for the save under way, and raise its failure or warn of it."""
-        self.tell_failure()
-        try:
-            with self._pulse.during(Activity.SAVING):
-                self._job.live.settle()
-        except CheckpointError as error:
-            self.note_failure(error)
-
-    @contextlib.contextmanager
-    def warning(self) -> Iterator[None]:
-        """Turn a CheckpointError into a warning, where the user allows that; never a CheckpointFenced."""
-        try:
-            yield
-        except CheckpointFenced:
-            raise
-        except CheckpointError as error:
-            if not self.warns:
-                raise
-            if self._state.rank == 0 and not error.is_in_log:
-                _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
-
-
-# --- copies of the training state, to be written if training is told to end and no step ends in time -----------------
-
-_SPARING = 200  # times as long as copying takes lies between two copies of a kind, which nobody may need
-
-
-class HeldCopies:
-    """Copies of the training state in this rank's memory, written if training is told to end and no step ends."""
-
-    def __init__(self, job: JobCheckpoints, state: TrainingState, saves: Saves) -> None:
-        self.is_on = False
-        """Whether copies are made, since there is memory for them."""
-        self._job = job
-        self._saves = saves
-        self._counts = state.counts
-        self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
-        self._copy_seconds = 0.0
-        self._step = 0  # the global step that was copied last
-
-    def hold(self, *, is_between: bool) -> None:
-        """Copy the training state at the end of an epoch, to be written if training is told to end before a step.
-
-        ``is_between`` is as ``TrainingState.moment`` takes it. Nothing is copied where that would take up much of the
-        time, nor while something is still being written.
-        """
-        if not self.is_on or not self._job.live.can_save:
-            return
-        if first_says(self._job.ranks, self._may_copy(self._held_at), "agreeing on a copy"):
-            self.copy(self._saves.moment(is_between=is_between))
-            self._held_at = time.monotonic()
-
-    def keep(self, name: str, moment: BoundaryState, *, waits: bool) -> None:
-        """Stage the checkpoint that is due, to be written by ``write`` unless it is saved before; on all ranks.
-
-        Nothing is staged where another save is under way, unless this one ``waits``.
-        """
-        manner = Manner(waits=waits, starts=False, on_failed=self._saves.note_failure)
-        self._saves.save(name, moment, manner)
-        self._step = self._counts.global_step
-        self._held_at = self._copied_at = time.monotonic()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint that ``write`` began exists, or other ranks have not worked on it for a while."""
-        self._job.live.wait_for_held()
-
-    def write(self) -> Path | None:
-        """Begin to write the newest copy, on this rank and by threads of the other ranks; gives the folder.
-
-        None where there is no copy.
-        """
-        return self._job.live.begin_held()
-
-    def write_with_others(self) -> None:
-        """Begin to write the newest copy where another rank has begun to; from any thread."""
-        self._job.live.follow_others()
-
-    def copy_if_on(self) -> None:
-        """Copy the training state, if there is memory for that; with all ranks."""
-        if self.is_on and self._job.live.can_save:
-            self.copy()
-
-    def is_wanted(self) -> bool:
-        """Whether it is time for another copy of the training state: it is not saved, and copying takes little time."""
-        return self.is_on and self._may_copy(self._copied_at)
-
-    def _may_copy(self, since: float) -> bool:
-        is_needed = self._saves.path_of_now is None and self._job.live.is_free
-        return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
-
-    def copy(self, moment: BoundaryState | None = None) -> None:
-        """Copy the training state, to be written if training is told to end before the next copy; with all ranks.
-
-        Nothing is copied where a checkpoint has this step. That the save before failed is told when the next is due.
-        """
-        if self._saves.path_of_now is not None:
-            return
-        began = time.monotonic()
-        name = f"step_{self._counts.global_step}"
-        try:
-            manner = Manner(waits=False, starts=False, on_failed=self._saves.keep_failure)
-            self._saves.save(name, moment or self._saves.moment(), manner)
-            self._step = self._counts.global_step
-        except CheckpointFenced:
-            raise
-        except CheckpointError as error:  # nobody has asked for it
-            _logger.debug("%s is not copied: %s", name, error)
-        self._copied_at = time.monotonic()
-        self._copy_seconds = max(self._copied_at - began, self._copy_seconds / 2)
-
-    def has_some(self) -> bool:
-        """Whether there is a checkpoint to go on from, or a copy to be written as one."""
-        return self._job.live.is_holding or self._saves.path is not None
-
-    def has_newest(self) -> bool:
-        """Whether ``write_newest`` has a copy to write, or the present step is saved already."""
-        return self._job.live.is_holding or self._saves.path_of_now is not None
-
-    def write_newest(self, seconds: float) -> tuple[int | None, str]:
-        """Have the newest copy written as a checkpoint within ``seconds``, by threads beside the ranks' training.
-
-        Gives the step from which training can go on, None where there is nothing to go on from, and the outcome in
-        words. Another thread than training's may call this.
-        """
-        step = self._counts.global_step
-        if not self.has_some():
-            if self._counts.num_boundaries == 0:
-                return step, "there is nothing to save yet"
-            return None, f"nothing was copied so far, and nothing is saved; training has come to step {step}"
-        path, path_of_now = self._job.live.write_held(seconds), self._saves.path_of_now
-        if path is None and path_of_now is not None:
-            return step, f"{path_of_now} has all there is"
-        if path is None and self._job.live.is_idle:
-            path = self._saves.path  # whatever comes next has not begun
-        if path is not None:
-            of = self._saves.step if path == self._saves.path else self._step
-            return of, f"{path} is what there is to go on from; training has come to step {step}"
-        return None, f"what was copied is not saved in the time that there is, and training has come to step {step}"
-
-
-# --- a trainer's checkpoints: when one is saved, and which one a run resumes from ------------------------------------
-# What goes into one is in state.py, how a run goes on from one in resume.py. How it comes to lie in files, and
-# back, is fsdp/checkpoint's affair.
 
 _CANNOT_HOLD = (
     "after the first step {}. Use an optimizer whose state is plain tensors, as torch.optim's are, or have no "
@@ -332,7 +79,7 @@ class CheckpointRequest:
 
 
 class Checkpoints:
-    """When one training saves checkpoints, and how it goes on from them; one object on each rank."""
+    """One training's checkpoints on this rank: when one is due, its save, its failure, and going on from one."""
 
     def __init__(
         self,
@@ -344,17 +91,24 @@ class Checkpoints:
         options: CheckpointOptions,
         pulse: Pulse,
     ) -> None:
-        self._job = job
+        self.job = job
+        """The job's checkpoints, of which these are this training's."""
+        self.path: Path | None = None
+        """The folder of the last checkpoint that exists or is being saved."""
+        self.saved_step: int | None = None
+        """The global step of ``path``."""
         self._state = state
         self._counts = state.counts
         self._pulse = pulse  # where it is noted that training waits for storage
-        self._saves = Saves(job, state, warns=options.when_save_fails == "warn", pulse=pulse)
-        self.held = HeldCopies(job, state, self._saves)
-        """Copies of the training state in memory, written should training be told to end."""
+        self._warns = options.when_save_fails == "warn"  # of a save that fails, instead of raising
+        self._names_of_now: set[str] = set()  # of all checkpoints that this run has saved of the same step as ``path``
+        self._back_at: int | None = None  # the global step that training went back to last
+        self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
         self._given = interval or CheckpointInterval()
         self._interval = self._given
         self.options = options
-        self._resuming = Resuming(job, state, startup, falls_back=options.resume != "strict")
+        self._startup = startup  # the config values that the script gives
+        self._falls_back = options.resume != "strict"  # a damaged checkpoint is passed over for the one before it
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
         self._left_out: tuple[int, str] | None = None  # the global step and the name of the last one that was
@@ -378,7 +132,7 @@ class Checkpoints:
 
         One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
         """
-        self._due = _Due(moment=self._saves.moment(), is_asked_for=is_asked_for)
+        self._due = _Due(moment=self.moment(), is_asked_for=is_asked_for)
 
     def note_epoch(self, *, is_over: bool) -> None:
         """Note that an epoch's loop has ended or was left: a checkpoint due now has what the loop does until the next.
@@ -390,37 +144,39 @@ class Checkpoints:
         if self._due is None and not is_of_epoch:
             return
         self._due = _Due(
-            moment=self._saves.moment(is_between=is_over),
+            moment=self.moment(is_between=is_over),
             is_asked_for=self._due is not None and self._due.is_asked_for,
             is_of_epoch=is_of_epoch,
             is_between=True,
         )
 
-    def keep_due(self, *, by_copy: bool) -> None:
+    def keep_due(self, *, by_copy: bool) -> bool:
         """Keep the state of a checkpoint due between two epochs, should training end before its save; with all ranks.
 
-        The state is copied in memory where threads of all ranks can write the copy (``by_copy``). Else it is saved
-        now, and once more where anything has changed until its save would begin.
+        The state is copied in memory where threads of all ranks can write the copy (``by_copy``); gives whether it was.
+        Else it is saved now, and once more where anything has changed until its save would begin.
         """
         due = self._due
-        if due is None or not due.is_between or self._saves.path_of_now is not None:
-            return
-        name, waits = self._name_of(due), due.is_asked_for or self.options.when_saving == "wait"
-        if by_copy and self._job.live.can_save:
-            with self._saves.warning():
-                self.held.keep(name, due.moment, waits=waits)
+        if due is None or not due.is_between or self.path_of_now is not None:
+            return False
+        name, manner = self._name_of(due), self._manner(waits=due.is_asked_for)
+        if by_copy and self.job.saver.can_save:
+            with self._warning():
+                self.save(name, due.moment, replace(manner, starts=False))
+                return True
         else:
-            self._save_or_warn(name, due.moment, self._manner(waits=waits))
+            self._save_or_warn(name, due.moment, manner)
             self._note_saved(due)
+        return False
 
     def _note_saved(self, due: _Due) -> None:
         """Note, with marks of the present state, that the checkpoint that is due was saved before its time."""
-        self._due = replace(due, marks=self._state.marks()) if self._saves.path_of_now is not None else due
+        self._due = replace(due, marks=self._state.marks()) if self.path_of_now is not None else due
 
     def _has_changed(self, due: _Due) -> bool:
         """Whether the training state has changed on any rank since ``due`` was saved."""
         changed = [int(due.marks != self._state.marks())]
-        return self._job.ranks.sum(changed, "seeing whether anything has changed")[0] > 0
+        return self.job.ranks.sum(changed, "seeing whether anything has changed")[0] > 0
 
     def tell_of_no_epoch(self) -> None:
         """Warn once of a step outside of ``trainer.epoch()`` where checkpoints are saved by epochs; after a step."""
@@ -433,16 +189,6 @@ class Checkpoints:
                 "saved by itself where no epoch ends, as trainer.reset() alone tells of none; put it around the loop "
                 "over the data, or have checkpoints saved by steps"
             )
-
-    @property
-    def step(self) -> int:
-        """The global step that training has come to."""
-        return self._counts.global_step
-
-    @property
-    def root(self) -> Path:
-        """The job's folder of checkpoints."""
-        return self._job.root
 
     @property
     def is_due(self) -> bool:
@@ -476,7 +222,7 @@ class Checkpoints:
         """
         if not due.is_between:
             return due.moment
-        now = self._saves.moment()
+        now = self.moment()
         return replace(now, random=due.moment.random) if in_step else now
 
     def _may_overlap(self) -> bool:
@@ -485,19 +231,18 @@ class Checkpoints:
         _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
         return why_not is None
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether a save is still being staged, so that ``fence`` would wait."""
-        return self._job.live.is_copying
-
     def fence(self) -> None:
         """Wait until staging is done, so that parameters and optimizer state may change."""
         with self._pulse.during(Activity.SAVING):
-            self._job.live.fence()
+            self.job.saver.finish_staging()
 
     def moment(self, *, is_between: bool = False) -> BoundaryState:
-        """The counters, config, random states and position of the boundary just passed, or of the end of an epoch."""
-        return self._saves.moment(is_between=is_between)
+        """The counters, config, random states and loader position of now; asking the loader may take a while.
+
+        ``is_between`` is as ``TrainingState.moment`` takes it.
+        """
+        with self._pulse.during(Activity.SAVING):
+            return self._state.moment(is_between=is_between)
 
     def save_now(self, moment: BoundaryState | None = None) -> Path:
         """Save a checkpoint on all ranks, and wait for it, unless one holds just this state; gives its folder.
@@ -506,19 +251,18 @@ class Checkpoints:
 
         CheckpointExists where this step has one, and something has changed since.
         """
-        saves, due = self._saves, self._due
-        path = saves.path_of_now
+        due, path = self._due, self.path_of_now
         if path is None:
-            path = saves.save_and_wait(self._name_of(due), moment or saves.moment())
+            path = self._save_and_wait(self._name_of(due), moment or self.moment())
             self._note_name(path.name)
         else:
-            change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
+            change = self.job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
             if change is None:
                 self._due = due if due is not None and due.is_between and moment is None else None
                 return path
             free = self._free_name() if due is not None and due.marks is not None else None
             try:
-                path = saves.save_and_wait(free or f"step_{self._counts.global_step}", moment or saves.moment())
+                path = self._save_and_wait(free or f"step_{self._counts.global_step}", moment or self.moment())
             except CheckpointExists as error:
                 raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
         self._due = None  # it is this very step
@@ -528,7 +272,7 @@ class Checkpoints:
 
     def try_out(self) -> None:
         """Raise now if a part of the training state could not be saved later; with all ranks."""
-        self._job.try_out(self._state.collect)
+        self.job.try_out(self._state.collect)
 
     def try_out_stepped(self) -> None:
         """Raise after the first step if the state that optimizers have made could not be saved; with all ranks.
@@ -536,11 +280,11 @@ class Checkpoints:
         A warning instead where no checkpoint falls due by itself, or where a failed save is to be a warning.
         """
         try:
-            self._job.try_out(self._state.collect)
+            self.job.try_out(self._state.collect)
         except CheckpointError as error:
             self._why_never = _CANNOT_HOLD.format(error)
             is_planned = self._interval.steps is not None or self._interval.epochs is not None
-            if is_planned and not self._saves.warns:
+            if is_planned and not self._warns:
                 raise CheckpointError(self._why_never) from None
             if self._state.rank == 0:
                 _logger.warning("%s; training goes on without", self._why_never)
@@ -549,14 +293,17 @@ class Checkpoints:
         """Why no checkpoint can be saved though ``new`` asks for some; None where one can, or failures are warnings."""
         wanted = new.checkpoint
         is_wanted = wanted.steps is not None or wanted.epochs is not None or wanted.now
-        return self._why_never if is_wanted and not self._saves.warns else None
+        return self._why_never if is_wanted and not self._warns else None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether checkpoints fall due by themselves."""
+        return bool(self._interval.steps or self._interval.epochs)
 
     def make_ready(self) -> None:
-        """Allocate the memory for async saves in the background, once, as soon as there is an interval to save at."""
-        if not self.held.is_on and (self._interval.steps or self._interval.epochs):
-            self.held.is_on = True
-            with self._pulse.during(Activity.SAVING):
-                self._job.live.make_ready(ToSave(self._state.collect))
+        """Allocate the memory for async saves, on a thread; with all ranks."""
+        with self._pulse.during(Activity.SAVING):
+            self.job.saver.make_ready(ToSave(self._state.collect))
 
     def end(self) -> None:
         """Finish saving, as training has ended well on all ranks: wait for the save under way, save what is missing.
@@ -564,23 +311,24 @@ class Checkpoints:
         That is a checkpoint due at the last step, and left out since another save was under way; or the state after
         training went back, where nothing was saved since.
         """
-        self._saves.settle()
+        self._finish_save()
         left_out_at, name = self._left_out or (None, "")
         is_left_out = left_out_at == self._counts.global_step
-        if is_left_out or self._saves.is_back_unsaved:
+        is_back_unsaved = self._back_at is not None and self.path is None
+        if is_left_out or is_back_unsaved:
             name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
-                self._save_or_warn(name, self._saves.moment(), self._manner(waits=True))
-                self._saves.settle()
+                self._save_or_warn(name, self.moment(), self._manner(waits=True))
+                self._finish_save()
 
     def close(self) -> None:
         """Give up the job's folder, so that another run of the job can have it."""
-        self._job.close(hurries=sys.exc_info()[1] is not None)
+        self.job.close(hurries=sys.exc_info()[1] is not None)
 
     def _manner(self, *, waits: bool = False, overlaps: bool = False) -> Manner:
         """How to save what is due: whether it waits for another save, and whether staging overlaps with passes."""
         waits = waits or self.options.when_saving == "wait"
-        return Manner(waits=waits, overlaps=overlaps, on_failed=self._saves.note_failure)
+        return Manner(waits=waits, overlaps=overlaps, on_failed=self._note_failure)
 
     def _name_of(self, due: _Due | None) -> str:
         """The checkpoint's name: the number of an epoch that is over, unless another has had that; else the step."""
@@ -600,13 +348,13 @@ class Checkpoints:
         elif self._state.rank == 0:
             _logger.warning(
                 "%s does not have what the loop did after it was saved, and step %d has no other name to save that by",
-                self._saves.path,
+                self.path,
                 self._counts.global_step,
             )
 
     def _free_name(self) -> str | None:
         """A name for another checkpoint of this step: the step's, or else that of the epoch that has ended."""
-        counts, used = self._counts, self._saves.names_of_now
+        counts, used = self._counts, self._names_of_now
         names = [f"step_{counts.global_step}"]
         if counts.epoch > self._last_epoch and counts.unfinished_epoch is None:
             names.append(f"epoch_{counts.epoch}")
@@ -617,12 +365,11 @@ class Checkpoints:
             self._last_epoch = self._counts.epoch
 
     def _save_or_warn(self, name: str, moment: BoundaryState, manner: Manner, *, is_again: bool = False) -> None:
-        names = self._saves.names_of_now
-        if self._saves.path_of_now is not None and (name in names or not (is_again or name.startswith("epoch_"))):
+        if self.path_of_now is not None and (name in self._names_of_now or not (is_again or name.startswith("epoch_"))):
             return
-        self._saves.tell_failure()
-        with self._saves.warning():
-            if self._saves.save(name, moment, manner) is None:
+        self._tell_failure()
+        with self._warning():
+            if self.save(name, moment, manner) is None:
                 self._leave_out(name)
             else:
                 self._note_name(name)
@@ -631,7 +378,7 @@ class Checkpoints:
         """Raise or warn that a checkpoint is not saved, since another save is under way and is not waited for."""
         if self.options.when_saving == "error":
             raise CheckpointError(
-                f"{name} is due while {self._saves.path} is still being saved; save less often, or wait for it with "
+                f"{name} is due while {self.path} is still being saved; save less often, or wait for it with "
                 'when_saving="wait", or leave saves out with "skip"'
             )
         self._num_skipped += 1
@@ -640,7 +387,7 @@ class Checkpoints:
             _logger.warning(
                 "%s is not saved, since %s is still being saved (%d left out so far)",
                 name,
-                self._saves.path,
+                self.path,
                 self._num_skipped,
             )
 
@@ -654,6 +401,97 @@ class Checkpoints:
             )
         self._has_told_of_epochs = True
 
+    # ---- one save after another ----
+
+    @property
+    def path_of_now(self) -> Path | None:
+        """The folder of a checkpoint of the present global step; None where there is none."""
+        return self.path if self.saved_step == self._counts.global_step else None
+
+    def save(self, name: str, moment: BoundaryState, manner: Manner) -> Path | None:
+        """Begin an async save where that is possible, else save while training waits; gives the checkpoint's folder.
+
+        None where another save is under way, and ``manner`` does not wait for it.
+        """
+        if not self.job.saver.can_save:
+            return self._save_and_wait(name, moment)
+        self._pulse.note_save()
+        with self._pulse.during(Activity.SAVING):
+            path = self.job.save_async(self._request(name, moment, overlaps=manner.overlaps), manner)
+        if path is not None and manner.starts:
+            self._note(path)
+        return path
+
+    def _save_and_wait(self, name: str, moment: BoundaryState) -> Path:
+        """Save a checkpoint while training waits; gives its folder."""
+        self._pulse.note_save()
+        self._finish_save()
+        with self._pulse.during(Activity.SAVING):
+            path = self.job.save(self._request(name, moment))
+        self._note(path)
+        return path
+
+    def _request(self, name: str, moment: BoundaryState, *, overlaps: bool = False) -> SaveRequest:
+        state, step, epoch = self._state, self._counts.global_step, self._counts.epoch_to_resume
+        if moment.counts.get("is_between", False) and name.startswith("step_"):
+            epoch = moment.counts["epoch"] - 1  # older than what is saved again with what came after the epoch
+        return SaveRequest(
+            name=name,
+            what=ToSave(partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
+            ask=lambda: f"save {name} at step {step} of epoch {epoch}",
+            step=step,
+            epoch=epoch,
+            replaces=self._back_at == step,
+            about=state.about(),
+        )
+
+    def _note(self, path: Path) -> None:
+        """Note that a checkpoint of the present global step exists or is being saved."""
+        if self.saved_step != self._counts.global_step:
+            self._names_of_now.clear()
+        self.saved_step, self.path = self._counts.global_step, path
+        self._names_of_now.add(path.name)
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        """Forget the checkpoint whose save failed, and raise the failure or warn of it."""
+        self.saved_step = self.path = None
+        with self._warning():
+            raise error
+
+    def keep_failure(self, error: CheckpointError) -> None:
+        """Forget the checkpoint whose save failed, and keep the failure for ``_tell_failure``."""
+        self.saved_step = self.path = None
+        self._failure = error
+
+    def _tell_failure(self) -> None:
+        """Raise the failure that ``keep_failure`` kept, or warn of it, if there is one."""
+        error, self._failure = self._failure, None
+        if error is not None:
+            with self._warning():
+                raise error
+
+    def _finish_save(self) -> None:
+        """Wait for the save under way, and raise its failure or warn of it."""
+        self._tell_failure()
+        try:
+            with self._pulse.during(Activity.SAVING):
+                self.job.saver.settle()
+        except CheckpointError as error:
+            self._note_failure(error)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Turn a CheckpointError into a warning, where the user allows that; never a CheckpointFenced."""
+        try:
+            yield
+        except CheckpointFenced:
+            raise
+        except CheckpointError as error:
+            if not self._warns:
+                raise
+            if self._state.rank == 0 and not error.is_in_log:
+                _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
+
     # ---- going on from a checkpoint ----
 
     def resume(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
@@ -662,33 +500,51 @@ class Checkpoints:
         ``take_up`` is given the checkpoint's config.
         """
         with self._pulse.during(Activity.RESUMING):
-            self._job.run.claim()
+            self.job.run.claim()
         return self.options.resume != "never" and self.load(take_up)
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Go on from the job's newest checkpoint; gives whether there is one. ``take_up`` is given its config."""
         self._due = None
         with self._pulse.during(Activity.RESUMING):
-            resumed = self._resuming.load(take_up)
-        if resumed is not None:
-            self._saves.note(resumed.path)
-            self._last_epoch = self._counts.epoch
-        return resumed is not None
+            resumed = self.job.restore(self._state, falls_back=self._falls_back)
+            if resumed is None:
+                return False
+            self._state.let_go()  # before a config comes that spreads the model otherwise
+            self._counts.load_state_dict(resumed.state["counts"])
+            take_up(resumed.state["config"])
+            if self._state.rank == 0:
+                _tell_resumed(resumed, self._state, self._startup)
+            self._state.take_up(resumed)
+        self._note(resumed.path)
+        self._last_epoch = self._counts.epoch
+        return True
 
-    def load_earlier(
-        self, step: int | None, *, skips: bool, is_torn: bool, more: str, on_begin: Callable[[], None]
-    ) -> Resumed:
-        """Load an earlier checkpoint, as ``Resuming.load_earlier`` does; call ``go_back`` next."""
+    def load_earlier(self, step: int | None, steps: Steps, *, skips: bool) -> Resumed:
+        """Load the checkpoint of ``step``, or the newest before the present step; call ``go_back`` next."""
         self._due = None
-        self._job.live.drop_held()
-        self._saves.settle()
+        self.job.saver.drop_held()
+        self._finish_save()
+        is_torn, more = steps.torn is not None, ", passing over the samples since" if skips else ""
+        if is_torn:
+            more += f", after {steps.num_torn} micro-steps of a step that was torn"
+        before = self._counts.global_step + is_torn  # what is torn was to come after it
+        into = _Earlier(self._state, steps, replays=not skips)
         with self._pulse.during(Activity.RESUMING):
-            return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)
+            resumed = self.job.restore_earlier(into, step, before=before, more=more, falls_back=self._falls_back)
+            self._state.let_go()
+        return resumed
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
-        """Go on from the earlier checkpoint that was loaded, under the config ``in_force``."""
-        self._resuming.go_back(resumed, in_force, skips=skips)
-        self._saves.go_back()
+        """Go on from the earlier checkpoint that was loaded, under the config ``in_force``.
+
+        Until a newer one is saved a restart undoes that.
+        """
+        if self._state.rank == 0:
+            _tell_rewound(resumed, self._state, in_force, skips=skips)
+        self._state.take_up_earlier(resumed, skips=skips)
+        self.saved_step = self.path = None
+        self._back_at = self._counts.global_step
         self._last_epoch = self._counts.epoch
 
 
@@ -725,3 +581,75 @@ def checkpoints_for(
     return Checkpoints(
         job_checkpoints, state, startup=startup, interval=asked.interval, options=options, pulse=follower.pulse
     )
+
+
+# --- going on from a checkpoint: what is logged then, and checked before training goes back to one -------------------
+
+
+def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, object]) -> None:
+    """Log what differs from when the checkpoint was saved, and which of the script's ``startup`` values are unused."""
+    commit = resumed.commit
+    was = {**commit.about, "torch": commit.versions.get("torch")}
+    now = {**state.about(), "torch": torch.__version__}
+    differs = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
+    config = ElasticConfig.from_dict(resumed.state["config"]["config"])
+    differs += [
+        f"{path} stays {config.get(path)}, the script's is {value}"
+        for path, value in startup.items()
+        if config.get(path) != value
+    ]
+    _logger.log(
+        logging.WARNING if differs else logging.INFO,
+        "resuming from %s, saved %s at step %d: %s",
+        resumed.path,
+        commit.saved_at,
+        commit.global_step,
+        ", ".join(differs) or "nothing has changed since",
+    )
+    _tell_of_missing(resumed, state)
+
+
+def _tell_rewound(resumed: Resumed, state: TrainingState, in_force: ElasticConfig, *, skips: bool) -> None:
+    """Log that training goes back to a checkpoint, under the config ``in_force``; called before counters go back."""
+    then = ElasticConfig.from_dict(resumed.state["config"]["config"]).label
+    _logger.info(
+        "going back from step %d to %s, saved %s at step %d%s%s",
+        state.counts.global_step,
+        resumed.path,
+        resumed.commit.saved_at,
+        resumed.commit.global_step,
+        ", passing over the samples since" if skips else "",
+        "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}",
+    )
+    _tell_of_missing(resumed, state)
+
+
+def _tell_of_missing(resumed: Resumed, state: TrainingState) -> None:
+    why = state.why_incomplete(resumed)
+    if why is not None:
+        _logger.warning("%s", why)
+
+
+class _Earlier:
+    """A training state that an earlier checkpoint is loaded into while training is under way."""
+
+    def __init__(self, state: TrainingState, steps: Steps, *, replays: bool) -> None:
+        self._state = state
+        self._replays = replays
+        self._steps = steps
+
+    def check(self, opened: Opened) -> None:
+        """Raise where the checkpoint does not fit, or its place in the data cannot be gone back to."""
+        why_not = self._state.why_not_replay(opened) if self._replays else None
+        if why_not is not None:
+            raise CheckpointError(why_not)
+        self._state.check(opened)
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        """Parts of the state, of those that another checkpoint has ``touched``, that this one fills in whole."""
+        return self._state.refilled(opened, touched)
+
+    def load(self, opened: Opened) -> Resumed:
+        """Fill all tensors, as when a run is resumed; until all is done training cannot go on."""
+        self._steps.expect_checkpoint()
+        return self._state.load(opened)

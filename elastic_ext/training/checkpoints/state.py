@@ -516,7 +516,7 @@ class TrainingState:
             "leave `with trainer.epoch():` before trainer.rewind(), or give it skip_samples=True"
         )
 
-    def go_back(self, resumed: Resumed, *, skips: bool) -> None:
+    def take_up_earlier(self, resumed: Resumed, *, skips: bool) -> None:
         """Put counters, samples and random generators back to a checkpoint; with ``skips`` samples stay where they are.
 
         Where samples cannot go back within an epoch they go on, too, and the epoch with them. The last act of going

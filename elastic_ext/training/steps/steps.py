@@ -348,11 +348,7 @@ class Steps:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False
 
-    def fence(self, wait: Callable[[], None] | None) -> None:
-        """Have ``wait`` called before an optimizer, or a hook on its step, changes anything; None ends that."""
-        self._state.before_change = wait
-
-    def settle(self) -> None:
+    def pass_owed_boundary(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
         if self._state.phase is StepPhase.OWING:
             self._state.move(StepEvent.PASS)
@@ -363,7 +359,7 @@ class Steps:
 
         Called between two steps.
         """
-        self.settle()
+        self.pass_owed_boundary()
         if self._to_meet is not None:
             self._follower.retry(self._to_meet.purpose, self._to_meet.num_exchanges, self._to_meet.num_lost)
             self._to_meet = None
@@ -417,7 +413,7 @@ class Steps:
     def _begin(self, keep_batch: bool) -> None:
         """Begin a step."""
         is_first = self.has_not_begun
-        self.settle()
+        self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         self.catch_up()

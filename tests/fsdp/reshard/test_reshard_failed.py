@@ -142,7 +142,7 @@ def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> N
         return call
 
     if where == "the fence":
-        run.trainer._session.fence = failing(run.trainer._session.fence)
+        run.trainer._session.wait_for_staging = failing(run.trainer._session.wait_for_staging)
     elif where == "the mesh":
         spread._mesh = failing(spread._mesh)
     elif where in ("going back", "the carrier"):

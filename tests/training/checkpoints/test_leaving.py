@@ -80,7 +80,7 @@ with trainer:
                     if where == "within":
                         say("within")
                         time.sleep(100)
-                if where == "evaluation" and trainer._training.checkpoints.held.has_newest():
+                if where == "evaluation" and trainer._session._saving.can_write():
                     say("evaluation")
                     time.sleep(100)
         if where == "end":

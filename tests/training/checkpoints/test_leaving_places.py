@@ -113,7 +113,7 @@ try:
                         if trainer.num_steps == len(loader) - 2:
                             pause("last step but one")
                     say(f"epoch {epoch} had {batch[0, 0]:.0f}")
-                    if where == "failing" and trainer._training.checkpoints.held.has_newest():
+                    if where == "failing" and trainer._session._saving.can_write():
                         say("copied")
                         while not trainer._session._saving._leaving.is_asked:
                             time.sleep(0.01)

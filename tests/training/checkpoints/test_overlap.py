@@ -55,7 +55,7 @@ def train(rank: int, folder: Path, way: str, seed: int, num_steps: int, gate: Ga
             with trainer.step():
                 nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 if trainer.global_step == 2 and step == 2:
-                    assert trainer._training.checkpoints.is_copying
+                    assert trainer._training.checkpoints.job.saver.is_copying
                     gate.open_soon()  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -316,7 +316,7 @@ def test_what_hangs_on_the_optimizers_step_waits_for_the_copy_too(
     due = loop.model.weight.detach().clone()
     gate.close()
     with loop.trainer.step():
-        assert loop.trainer._training.checkpoints.is_copying
+        assert loop.trainer._training.checkpoints.job.saver.is_copying
         gate.open_soon()
         if has_closure:
             loop.optimizer.step(loop.pass_through)
@@ -413,7 +413,7 @@ def test_with_max_norm_what_is_saved_is_what_was_there_before_the_step(tmp_path:
         saved.append(model[0].weight.detach().clone())
         with loop.trainer.step():
             nn.functional.cross_entropy(model(torch.arange(4)), torch.arange(4)).backward()  # type: ignore[no-untyped-call]
-            assert not loop.trainer._training.checkpoints.is_copying
+            assert not loop.trainer._training.checkpoints.job.saver.is_copying
             loop.optimizer.step()
             loop.optimizer.zero_grad()
     loop.trainer.close()

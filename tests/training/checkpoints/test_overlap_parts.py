@@ -138,7 +138,7 @@ def save_beside_a_step(rank: int, folder: Path, kind: Kind) -> list[Any]:
         training = Training(rank, folder, kind, seed=0)
 
         def open_late() -> None:
-            assert training.trainer._training.checkpoints.is_copying
+            assert training.trainer._training.checkpoints.job.saver.is_copying
             gate.open_soon()
 
         with training.trainer:

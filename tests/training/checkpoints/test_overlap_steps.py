@@ -43,7 +43,7 @@ class Gathering:
 
     @property
     def is_copying(self) -> bool:
-        found: bool = self.trainer._training.checkpoints.is_copying
+        found: bool = self.trainer._training.checkpoints.job.saver.is_copying
         return found
 
     def state(self) -> list[Any]:
@@ -233,7 +233,7 @@ class Whole:
         inputs, targets = make_data(MICRO_BATCH, torch.float32, seed=place)
         with self.trainer.step():
             loss = nn.functional.cross_entropy(self.model(inputs), targets)
-            assert not self.trainer._training.checkpoints.is_copying
+            assert not self.trainer._training.checkpoints.job.saver.is_copying
             self.learn(loss)
 
 

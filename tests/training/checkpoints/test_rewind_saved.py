@@ -46,7 +46,7 @@ def saved_rank(rank: int, folder: Path, way: str, how: How, skips: bool) -> None
             elif how == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif how == "memory":
-                step, written = run.trainer._training.checkpoints.held.write_newest(60.0)
+                step, written = run.trainer._session._saving._write_newest(60.0)
                 assert step == BACK and f"step_{BACK} is what there is to go on from" in written
             run.trainer._prepared.should_stop = True  # the epoch is not over
     except SystemExit:
@@ -115,8 +115,8 @@ def test_a_save_that_fails_leaves_what_it_was_to_replace(tmp_path: Path) -> None
     with run.trainer, run.trainer.epoch():
         run.train(SPIKE)
         run.trainer.rewind(BACK, skip_samples=True)
-        job, saves = run.trainer._training.checkpoints._job, run.trainer._training.checkpoints._saves
-        folder, draft = job._begin(saves._request(f"step_{BACK}", saves.moment()))
+        checkpoints = run.trainer._training.checkpoints
+        folder, draft = checkpoints.job._begin(checkpoints._request(f"step_{BACK}", checkpoints.moment()))
         folder.begin(f"step_{BACK}", "one", draft.lineage, replaces=True)
         aside = [name for name in run.saved if "abandoned" in name]
         assert [name.partition(".")[0] for name in aside] == [f"step_{BACK}"]

@@ -15,13 +15,19 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from elastic_ext.errors import CheckpointError, in_words
+from elastic_ext.fsdp.checkpoint.contents import FileKind
+from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.ranks.board import Letters, ToldOfFailure
 from elastic_ext.ranks.deadlines import OwnedThread
+
+from .rank_files import Shard, Writing
+
+if TYPE_CHECKING:
+    from .staging import Copying, Staging
 
 __all__ = ["PATIENCE_SECONDS", "THREAD_NAME", "BackgroundSave"]
 
@@ -37,23 +43,24 @@ class BackgroundSave:
 
     def __init__(
         self,
-        path: Path,
+        writing: Writing,
         letters: Letters,
+        staging: Staging,
         *,
-        rank: int,
-        num_ranks: int,
+        replaces: bool,
+        retention: Retention,
         seconds: float,
-        copy: Callable[[], None],
-        make_folder: Callable[[], None],
-        write: Callable[[], dict[str, list[object]]],
-        commit: Callable[[list[dict[str, Any]]], None],
-        discard: Callable[[], None],
-        on_made: Callable[[], None],
-        clear: Callable[[], None],
-        after: BackgroundSave | None = None,
+        after: BackgroundSave | None,
     ) -> None:
-        self.path = path
+        """``replaces`` is as ``SaveRequest`` has it; ``retention`` says what is removed once the checkpoint exists."""
+        self.path = writing.path
         """The folder where the checkpoint will be."""
+        self.step = writing.draft.global_step
+        """The global step of the checkpoint."""
+        self.shards: Mapping[FileKind, Shard] = {}
+        """This rank's files, staged."""
+        self.copying: Copying | None = None
+        """The overlapped copy into the staging memory; None where all is staged when the save starts."""
         self.error: Exception | None = None
         """Why the save has failed, else None; ToldOfFailure where another rank has failed."""
         self.is_made = False
@@ -62,17 +69,12 @@ class BackgroundSave:
         """Whether the failure of the save was logged already."""
         self.is_given_up = False
         """Whether nobody waits for the save any more."""
+        self._writing = writing
         self._letters = letters
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._staging = staging
+        self._replaces = replaces
+        self._retention = retention
         self._seconds = seconds  # the time limit of the storage
-        self._copy = copy
-        self._make_folder = make_folder
-        self._write = write
-        self._commit = commit
-        self._discard = discard
-        self._on_made = on_made
-        self._clear = clear
         self._after = after  # the save before this one, which may still be removing checkpoints
         self._began = time.perf_counter()
         self._thread = OwnedThread(self._run, name=THREAD_NAME)
@@ -142,7 +144,7 @@ class BackgroundSave:
         finally:
             atexit.unregister(self._finish)
             # Through these it would keep the memory of what it has written from.
-            del self._copy, self._make_folder, self._write, self._commit, self._discard, self._on_made, self._clear
+            del self._writing, self._staging, self.shards, self.copying
 
     def _finish(self) -> None:
         """At the end of the process: wait for a save that nobody has waited for."""
@@ -152,35 +154,39 @@ class BackgroundSave:
             _logger.error("%s is not saved: the storage took longer than %g seconds", self.path, self._seconds)
 
     def _save(self) -> None:
-        letters, is_first = self._letters, self._rank == 0
-        self._copy()
+        writing, letters, is_first = self._writing, self._letters, self._writing.is_first
+        if self.copying is not None:  # in no variable: an error keeps those, and with that the memory copied into
+            self.copying.run()
         if self._after is not None:
             self._after.join(None)
             self._after = None
         if is_first:
-            self._make_folder()
+            writing.make_folder(replaces=self._replaces)
             letters.post("begun")
         else:
             letters.wait("begun", [0])
-        letters.post("written", self._write())
+        written = writing.write(self.shards)
+        if self.copying is not None:
+            self.copying.make_sure(self._seconds)
+        letters.post("written", written)
         if is_first:
-            written = letters.wait("written", range(self._num_ranks))
+            of_ranks = letters.wait("written", range(writing.draft.num_ranks))
             letters.raise_if_failed()
-            self._commit(written)
+            writing.commit(of_ranks)
             letters.post("made")
             _logger.info("checkpoint %s was saved in %.2f s", self.path, time.perf_counter() - self._began)
         else:
             letters.wait("made", [0])
-        self._on_made()
+        self._staging.forget(writing.generation)
         self.is_made = True
         if is_first:
-            self._clear()
+            writing.retain(self._retention)
 
     def _tidy(self, error: Exception) -> None:
-        if self._rank == 0:
+        if self._writing.is_first:
             _logger.warning("checkpoint %s was not saved: %s", self.path, error)
             self.is_in_log = True
-            self._discard()
+            self._writing.discard()
 
     def _tell_of(self, error: Exception) -> None:
         try:

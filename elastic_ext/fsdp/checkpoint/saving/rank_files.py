@@ -23,6 +23,7 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.checkpoint.contents import STATE_FILE, FileKind, meta_file, shard_file
 from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, FileSummary
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
+from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.format.shardfile import ShardSummary
 from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite, write_shard
 from elastic_ext.records.files import NewFiles, is_taken, look_afresh, sync_folder
@@ -41,6 +42,8 @@ class Shard:
     pieces: Sequence[TensorToWrite]
     staged: memoryview | None = None
     """The memory of all tensors, if they lie there as they will in the file; else None."""
+    start: int = 0
+    """Where ``staged`` begins in the staging memory, in bytes."""
 
 
 def make_folder(folder: JobFolder, name: str, generation: str, lineage: Chain, *, replaces: bool = False) -> None:
@@ -59,12 +62,16 @@ def give_up(discard: Callable[[], None], name: str) -> None:
 
 
 class Writing:
-    """Writes one rank's files of the checkpoint ``name`` in ``folder``; on rank 0 the metadata and COMMIT too."""
+    """Writes one rank's files of the checkpoint ``name`` in ``folder``; on rank 0 the metadata and COMMIT too.
+
+    ``draft`` is what COMMIT says besides the names of files and the save's generation; who only writes files has none.
+    """
 
     def __init__(
         self,
         folder: JobFolder,
         name: str,
+        draft: Commit | None,
         *,
         generation: str,
         rank: int,
@@ -73,9 +80,11 @@ class Writing:
         state: bytes,
     ) -> None:
         self.path = folder.path / name
+        self.generation = generation
+        """The random id of the save, the same on all ranks."""
         self._folder = folder
         self._name = name
-        self._generation = generation
+        self._draft = draft
         self._rank = rank
         self._num_ranks = num_ranks
         self._descriptions = descriptions
@@ -83,9 +92,24 @@ class Writing:
         self._metas: dict[str, str] = {}
         self._states: dict[str, FileSummary] = {}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0's part, which makes the folder and commits."""
+        return self._rank == 0
+
+    @property
+    def draft(self) -> Commit:
+        """What COMMIT says besides the names of files and the save's generation."""
+        assert self._draft is not None, "only who has a draft commits"
+        return self._draft
+
+    def make_folder(self, *, replaces: bool) -> None:
+        """Make the checkpoint's folder, on rank 0, before any other rank writes."""
+        make_folder(self._folder, self._name, self.generation, self.draft.lineage, replaces=replaces)
+
     def write(self, shards: Mapping[FileKind, Shard]) -> dict[str, list[object]]:
         """Write this rank's files; gives the size and checksum of each shard file by its name, for COMMIT."""
-        is_first = self._rank == 0
+        is_first = self.is_first
         if not is_first and not is_taken(self.path):  # the first rank's machine has made it, and this one knows not yet
             look_afresh(self._folder.path)
         with self._folder.told_if_fenced() if is_first else nullcontext(), NewFiles() as new:
@@ -102,26 +126,32 @@ class Writing:
             sync_folder(self.path)
         return written
 
-    def commit(self, draft: Commit, of_ranks: Iterable[Mapping[str, Sequence[Any]]]) -> None:
+    def commit(self, of_ranks: Iterable[Mapping[str, Sequence[Any]]]) -> None:
         """Commit the checkpoint, on rank 0, when all have written; ``of_ranks`` is what ``write`` gave on each."""
         shards = {
             file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
             for of_rank in of_ranks
             for file, (num_bytes, checksum) in of_rank.items()
         }
-        whole = replace(draft, generation=self._generation, metas=self._metas, states=self._states, shards=shards)
+        whole = replace(self.draft, generation=self.generation, metas=self._metas, states=self._states, shards=shards)
         try:
             self._folder.commit(self._name, whole)
         except (ElasticError, OSError):  # before the others hear of it: there may be a COMMIT already
             self.discard()
             raise
 
-    def record(self, draft: Commit) -> StagedFiles:
+    def retain(self, rule: Retention) -> None:
+        """Remove the checkpoints that ``rule`` does not keep any more; on rank 0, after a commit."""
+        if rule.keep_last is not None:
+            self._folder.retain(rule, self.draft.lineage)
+
+    def record(self) -> StagedFiles:
         """The record by which another process can write this rank's files and, by rank 0's record, commit."""
+        draft = self.draft
         row = StagedCopy(
             folder=str(self._folder.path),
             name=self._name,
-            generation=self._generation,
+            generation=self.generation,
             run_id=draft.run_id,
             global_step=draft.global_step,
             rank=self._rank,
@@ -144,5 +174,5 @@ class Writing:
 
     def _write_shard(self, new: NewFiles, file: str, shard: Shard) -> list[object]:
         path: Path = self.path / file
-        summary = write_shard(new, path, shard.pieces, generation=self._generation, staged=shard.staged)
+        summary = write_shard(new, path, shard.pieces, generation=self.generation, staged=shard.staged)
         return [summary.num_bytes, summary.checksum]

@@ -31,7 +31,7 @@ from elastic_ext.fsdp.checkpoint.folder.claim import PATIENCE_SECONDS, Claim
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit, place_in
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 
-from .rank_files import Shard, Writing, make_folder
+from .rank_files import Shard, Writing
 from .shared_memory import RECORD, StagedCopy, StagedFiles, boot_id, remove_shelved
 
 __all__ = ["Completion", "Outcome", "RescuePlan", "choose", "clear", "complete", "rows_in"]
@@ -120,7 +120,6 @@ class Completion:
         found = [record for record in _records_in(folder) if record.row.generation == choice.generation]
         self._records = sorted(found, key=lambda record: record.row.rank)
         self._first: Writing | None = None
-        self._draft: Commit | None = None
         self._claim: Claim | None = None
 
     @property
@@ -147,9 +146,9 @@ class Completion:
                     f"{found.path} exists, saved at step {found.commit.global_step}, and step {draft.global_step} was "
                     "staged"
                 )
-        writing = _writing(record, folder)
-        make_folder(folder, row.name, row.generation, draft.lineage, replaces=True)
-        self._first, self._draft = writing, draft
+        writing = _writing(record, folder, draft)
+        writing.make_folder(replaces=True)
+        self._first = writing
 
     def write(self) -> list[dict[str, list[object]]]:
         """Write the files of this node's ranks, once the folder is there; gives what ``commit`` needs, rank by rank."""
@@ -163,13 +162,14 @@ class Completion:
 
     def commit(self, written: Sequence[Mapping[str, Sequence[Any]]]) -> Path:
         """Commit the checkpoint when all nodes have ``written``, which has one entry per rank; gives its folder."""
-        assert self._first is not None and self._draft is not None, "begin() comes before commit()"
-        if len(written) != self._draft.num_ranks:
+        assert self._first is not None, "begin() comes before commit()"
+        num_ranks = self._first.draft.num_ranks
+        if len(written) != num_ranks:
             raise CheckpointError(
-                f"{len(written)} ranks have written of the {self._draft.num_ranks} that had staged it: {self._why}; "
+                f"{len(written)} ranks have written of the {num_ranks} that had staged it: {self._why}; "
                 "what the others had is gone"
             )
-        self._first.commit(self._draft, written)
+        self._first.commit(written)
         return self._first.path
 
     def close(self) -> None:
@@ -236,11 +236,12 @@ def _num_missing(rows: Sequence[StagedCopy]) -> int:
     return _num_ranks(rows) - len(_present_in(rows))
 
 
-def _writing(record: StagedFiles, folder: JobFolder) -> Writing:
+def _writing(record: StagedFiles, folder: JobFolder, draft: Commit | None = None) -> Writing:
     row = record.row
     return Writing(
         folder,
         row.name,
+        draft,
         generation=row.generation,
         rank=row.rank,
         num_ranks=row.num_ranks,

@@ -1,12 +1,18 @@
-"""One save by all ranks: they tell one another what they hold, each writes its part, and the first one commits."""
+"""Saver: a save by all ranks, while training waits or beside it: they tell one another what they hold, each writes its
+part, and the first one commits.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +20,31 @@ import torch
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.contents import KINDS, VALUES, Contents, FileKind, Inventory, meta_of
-from elastic_ext.fsdp.checkpoint.coordination import agree_and_gather, agree_on, gather_or_raise
-from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, checksum_of
+from elastic_ext.fsdp.checkpoint.coordination import (
+    agree_and_gather,
+    agree_on,
+    failure_of,
+    gather_or_raise,
+    joined_failure,
+)
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit, checksum_of
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
+from elastic_ext.fsdp.checkpoint.folder.run import Run
 from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart, part_of
 from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.fsdp.state import LocalShard, local_of
+from elastic_ext.ranks.board import Letters, OwnStore, ToldOfFailure
 from elastic_ext.ranks.group import Ranks
 
-from .background import BackgroundSave
+from .background import PATIENCE_SECONDS, BackgroundSave
 from .collect import Comparable, SaveRequest, ToSave, differing_names
 from .rank_files import Shard, Writing, give_up, make_folder
+from .staging import Copying, Staging, free_bytes, why_no_room
 
-__all__ = ["Meetings", "Met", "SaveMeeting", "Saver", "beginning"]
+__all__ = ["Manner", "Meetings", "Met", "SaveMeeting", "Saver"]
 
 _logger = logging.getLogger(__name__)
 
@@ -160,23 +175,57 @@ def _place_of(tensor: torch.Tensor) -> int:
 
 # --- has every rank write its part of a checkpoint, and the first one make it exist ----------------------------------
 # Each element is written once, by one of the ranks that have it. What ranks tell one another of what they hold is in
-# SaveMeeting. Nothing is decided here of where checkpoints lie among each other, which is
-# fsdp/checkpoint/folder/job_folder.py's affair, nor of what comes before what on the disk, which is rank_files.py's.
+# SaveMeeting, what the thread of an async save does in background.py. Nothing is decided here of where checkpoints lie
+# among each other, which is fsdp/checkpoint/folder/job_folder.py's affair, nor of what comes before what on the disk,
+# which is rank_files.py's.
+
+_SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
+
+
+def _raise(error: CheckpointError) -> None:
+    raise error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Manner:
+    """How one async save behaves: whether it waits for the one before, overlaps passes, and is written at once."""
+
+    waits: bool = True
+    """Whether to wait for an async save under way; if not, no save is begun beside that one."""
+    overlaps: bool = False
+    """Whether parameters, and optimizer state of their shape, are copied beside passes, until ``finish_staging``."""
+    starts: bool = True
+    """Whether the copy is written; if not it is held until the next save, for ``write_held`` or ``begin_held``."""
+    on_failed: Callable[[CheckpointError], None] = _raise
+    """Called on all ranks with the error of the save before this one, if that has failed."""
 
 
 class Saver:
-    """Saves checkpoints: every rank writes its part, and rank 0 commits."""
+    """Saves checkpoints: every rank writes its part, and rank 0 commits, while training waits or on threads.
 
-    def __init__(self, ranks: Ranks, storage: Storage, *, retention: Retention) -> None:
-        self.meetings = Meetings(ranks)
-        """The exchanges of inventories between these ranks, one before each save."""
-        self.late: BackgroundSave | None = None
-        """An async save that was given up, and whose thread may still read the staging memory; None without one."""
+    An async save is staged in ``staging``, without which there is none, and a thread of each rank writes it from there.
+    ``run`` is told of each checkpoint that exists, and ``retention`` says which of them are kept.
+    """
+
+    def __init__(
+        self, ranks: Ranks, storage: Storage, run: Run, *, retention: Retention, staging: Staging | None
+    ) -> None:
         self._ranks = ranks
         self._storage = storage
+        self._run = run
         self._retention = retention
+        self._staging = staging
+        self._meetings = Meetings(ranks)
+        self._under_way: BackgroundSave | None = None
+        self._copying: Copying | None = None
+        self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
+        self._written_late: BackgroundSave | None = None  # a held save that is written, since somebody has asked for it
+        self._last: BackgroundSave | None = None  # the newest save that is known to be made
+        self._late: BackgroundSave | None = None  # given up, and its thread may still read the staging memory
+        self._lock = threading.Lock()
+        self._store = ranks.store or OwnStore()
 
-    def save(self, folder: JobFolder, request: SaveRequest, draft: Commit) -> Path:
+    def save(self, folder: JobFolder, draft: Commit, request: SaveRequest) -> Path:
         """Save a checkpoint while training waits; on return it exists, for every rank. All call this between two steps.
 
         What it holds is collected, which may raise on some. ``draft`` is the first rank's: what COMMIT says besides the
@@ -188,13 +237,14 @@ class Saver:
         def make(generation: str) -> None:
             storage.restart_clock()
             storage.within(
-                lambda: make_folder(folder, name, generation, draft.lineage, replaces=request.replaces), beginning(name)
+                lambda: make_folder(folder, name, generation, draft.lineage, replaces=request.replaces),
+                _beginning(name),
             )
 
         agree_on(self._ranks, request.ask)  # before anything is done
         try:
-            met = self.meet(name, request.what, request.ask, make if rank == 0 else None)
-            writing = self.writing(folder, name, met)
+            met = self._meet(name, request.what, request.ask, make if rank == 0 else None)
+            writing = self._writing(folder, name, met, draft)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
@@ -205,7 +255,7 @@ class Saver:
 
             def commit() -> None:
                 if rank == 0:
-                    writing.commit(draft, of_ranks)
+                    writing.commit(of_ranks)
 
             storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
@@ -214,31 +264,23 @@ class Saver:
                 discarding = f"discarding checkpoint {name}"
                 give_up(lambda: storage.within(lambda: folder.discard(name), discarding), name)
             raise
-        if rank == 0:
-            self._retain_in_time(folder, draft.lineage)
-        return writing.path
-
-    def retain(self, folder: JobFolder, chain: Chain) -> None:
-        """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
-        if self._retention.keep_last is not None:
-            folder.retain(self._retention, chain)
-
-    def _retain_in_time(self, folder: JobFolder, chain: Chain) -> None:
-        """Call ``retain`` within the storage's time limit, while other ranks go on; what is late is done later."""
-        if self._retention.keep_last is not None:
-            self._storage.restart_clock()
+        if rank == 0 and self._retention.keep_last is not None:  # within the storage's time limit, as other ranks go on
+            storage.restart_clock()
             try:
-                self._storage.within(lambda: self.retain(folder, chain), "removing old checkpoints")
+                storage.within(lambda: writing.retain(self._retention), "removing old checkpoints")
             except CheckpointError as error:
                 _logger.warning("old checkpoints are still being removed: %s", error)
+        self._run.note_save(request.step)
+        return writing.path
 
-    def writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
+    def _writing(self, folder: JobFolder, name: str, met: Met, draft: Commit) -> Writing:
         """The writer of this rank's files of a checkpoint."""
         is_first = self._ranks.rank == 0
         state = {**met.contents.state, VALUES: met.values}
         return Writing(
             folder,
             name,
+            draft,
             generation=met.generation,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
@@ -246,17 +288,17 @@ class Saver:
             state=json.dumps(state, allow_nan=False).encode() if is_first else b"",
         )
 
-    def meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
+    def _meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
         """Collect this rank's contents, call ``and_then`` with this rank's generation, and exchange inventories.
 
         The first rank's generation is the save's, so that ``and_then`` is given on the first rank alone.
         """
-        doing = beginning(name)
-        meeting = self.meetings.of(what)
+        doing = _beginning(name)
+        meeting = self._meetings.of(what)
 
         def begin() -> dict[str, Any]:
-            self._storage.refuse_if(self.late is not None and not self.late.is_over, doing)
-            self.late = None
+            self._storage.refuse_if(self._late is not None and not self._late.is_over, doing)
+            self._late = None
             said = meeting.begin()
             if and_then is not None:
                 and_then(said["generation"])
@@ -264,11 +306,295 @@ class Saver:
 
         return meeting.end(name, agree_and_gather(self._ranks, ask, begin, doing))
 
+    # ---- async saves ----
 
-def beginning(name: str) -> str:
+    @property
+    def can_save(self) -> bool:
+        """Whether async saves are possible: there is staging memory, and the ranks, if several, share a store."""
+        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether an async save can begin on this rank without waiting for staging memory or another save."""
+        is_made = self._staging is not None and not self._staging.is_being_made
+        return self.can_save and is_made and (self._under_way is None or not _is_running(self._under_way))
+
+    def save_async(self, folder: JobFolder, draft: Commit, request: SaveRequest, manner: Manner) -> Path | None:
+        """Begin an async save; gives its folder. What it holds may change on return, or after ``finish_staging``.
+
+        A failure is raised by ``settle``, or goes to ``manner.on_failed`` in the next call of this, which waits for the
+        save before it. None, and no save begins, where another one is under way and ``manner`` does not wait.
+        """
+        staging = self._staging
+        assert staging is not None
+        after = self._under_way or self._last
+        met = self._meet_after_the_last(request, manner)
+        if met is None:
+            return None
+        writing, seconds = self._writing(folder, request.name, met, draft), self._storage.seconds
+        save = BackgroundSave(
+            writing,
+            Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds),
+            staging,
+            replaces=request.replaces,
+            retention=self._retention,
+            seconds=seconds,
+            after=after,
+        )
+        self.drop_held()
+        if manner.starts:
+            self._under_way = save
+        try:
+            later: list[tuple[WrittenPart, memoryview]] = []
+            save.shards = staging.hold(met.parts, later if manner.overlaps else None)
+            keep = partial(staging.keep, save.shards, writing)
+            save.copying = self._copying = Copying(later, keep) if later else None
+            if not later:
+                keep()
+            if manner.starts:
+                save.start()
+            else:
+                self._held = save
+        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
+            self._give_up_copying()
+            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+            if not manner.starts:
+                _logger.warning("what there is was not copied: %s", save.error)
+        except BaseException:
+            self._give_up_copying()
+            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
+            raise
+        return writing.path
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a copy is held that is not written, or was written only because somebody has asked for it."""
+        return self._held is not None or self._written_late is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all saves that were begun are settled, and no copy is held."""
+        return self._under_way is None and not self.is_holding
+
+    def write_held(self, seconds: float) -> Path | None:
+        """Write the held copy, on all ranks and from any thread; its folder, None where it is not made in ``seconds``.
+
+        Without a held copy it waits for the last save.
+        """
+        with self._lock:
+            save = self._held
+            if save is not None:
+                self._write_late(save)
+                save.hurry(seconds)
+        save = save or self._written_late or self._under_way or self._last
+        if save is None:
+            return None
+        save.join(seconds)
+        return save.path if save.is_made else None
+
+    def begin_held(self) -> Path | None:
+        """Begin to write the held copy, and have the other ranks do so; its folder, None where no copy is held.
+
+        The other ranks need not call this: a thread of each calls ``follow_others`` now and then. ``end`` waits for the
+        save.
+        """
+        with self._lock:
+            save = self._held
+            if save is None:
+                return None
+            self._write_late(save)
+        with contextlib.suppress(RuntimeError):  # of a store that is gone, with the process that had it
+            save.ask_for()
+        return save.path
+
+    def wait_for_held(self) -> None:
+        """Wait for the save that ``begin_held`` has begun; for other ranks no longer than half a minute at a time."""
+        save = self._written_late
+        if save is not None:
+            save.hurry(PATIENCE_SECONDS)
+            save.join(self._storage.seconds)
+
+    def follow_others(self) -> None:
+        """Begin to write the held copy if another rank has called ``begin_held``; from any thread."""
+        save = self._held
+        if save is not None and save.is_asked_for():
+            with self._lock:
+                if self._held is save:
+                    self._write_late(save)
+
+    def _write_late(self, save: BackgroundSave) -> None:
+        self._held, self._written_late = None, save
+        save.start()
+
+    def _give_up_copying(self) -> None:
+        """End the overlapped copy, which failed, so that nobody waits for it."""
+        if self._copying is not None:
+            self._copying.end()
+            self._copying = None
+
+    def drop_held(self) -> None:
+        """Forget the held copy without writing it; where it is being written already, wait for that."""
+        with self._lock:
+            self._held = None
+        if self._written_late is not None:
+            self._written_late.join(None)
+            self._written_late = None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether an overlapped copy may still be under way, which ``finish_staging`` waits for."""
+        return self._copying is not None
+
+    def finish_staging(self) -> None:
+        """Wait until the overlapped copy is made: from then on what is being saved may change."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+
+    def is_busy(self) -> bool:
+        """Whether a save is under way on any rank; all ranks call this."""
+        is_own = self._under_way is not None and _is_running(self._under_way)
+        return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
+
+    def settle(self) -> None:
+        """Wait until no async save is under way; raise on all ranks where it has failed on one of them.
+
+        PeerLostError at once where a rank is gone.
+        """
+        save = self._under_way
+        if save is None:
+            return
+        self.finish_staging()
+        self._wait_for(save)
+        self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
+
+    def _conclude(self, save: BackgroundSave, failures: Sequence[Mapping[str, Any] | None]) -> None:
+        """End a save that is over on all ranks, and raise where ``failures``, one of each rank or None, has any."""
+        self._under_way = None
+        save.burn_letters()
+        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+        if failed:
+            failure = joined_failure(failed, f"saving {save.path}", len(failures))
+            failure.is_in_log = save.is_in_log
+            raise failure
+        if save.error is not None:
+            raise save.error
+        self._last = save
+        self._run.note_save(save.step)
+
+    def _wait_for(self, save: BackgroundSave) -> None:
+        """Wait until a save is over on all ranks, or its time is over on one: then no rank waits for it any more."""
+        deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
+        doing = f"saving {save.path}"
+        while True:
+            save.join(slice_seconds)
+            is_late = not save.is_over and time.monotonic() > deadline
+            try:
+                num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
+            except BaseException:
+                self._under_way, self._late = None, save
+                save.give_up(f"it was given up while {doing}")
+                raise
+            if num_late and save.is_made:
+                _logger.warning("%s is saved; old checkpoints are still being removed", save.path)
+                self._late = save
+            elif num_late:
+                save.give_up(
+                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
+                    "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+                )
+                self._late = save
+            if num_late or not num_waiting:
+                return
+            slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
+
+    def end(self, *, hurries: bool = False) -> None:
+        """Wait for this rank's saves without collectives, and close the staging memory; failures are only logged.
+
+        With ``hurries`` a save waits for other ranks, which may be gone, half a minute at most.
+        """
+        self.finish_staging()
+        with self._lock:
+            self._held, saves = None, [self._under_way, self._written_late]
+            self._under_way = self._written_late = None
+        for save in saves:
+            if save is None:
+                continue
+            if hurries:
+                save.hurry(PATIENCE_SECONDS)
+            save.join(self._storage.seconds)
+            save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
+        if self._staging is not None:
+            self._staging.close()
+
+    def make_ready(self, what: ToSave) -> None:
+        """Begin to allocate the staging memory for ``what``, on a thread; all ranks call this.
+
+        Where one of their machines has too little memory, async saves are off from then on, on all ranks.
+        """
+        staging = self._staging
+        if staging is None:
+            return
+        met, host = self._meet("to come", what, lambda: "make ready for saving", None), self._ranks.host
+        wants = gather_or_raise(
+            self._ranks, lambda: [host, staging.num_missing(met.parts), free_bytes()], "looking for memory to save from"
+        )
+        why_not = why_no_room((host, wanted, free) for host, wanted, free in wants)
+        if why_not is None:
+            staging.make_ready(met.parts)
+            return
+        self._staging = None
+        staging.close()
+        if self._ranks.rank == 0:
+            _logger.warning(
+                "there is too little memory to copy what is saved (%s): training waits while checkpoints are written",
+                why_not,
+            )
+
+    def _meet_after_the_last(self, request: SaveRequest, manner: Manner) -> Met | None:
+        """Wait for the save under way and exchange inventories for this one; None where ``manner`` does not wait."""
+        name, what, ask, last = request.name, request.what, request.ask, self._under_way
+        if last is None:
+            return self._meet(name, what, ask, None)
+        self.finish_staging()
+        meeting = self._meetings.of(what)
+        while True:
+            answers = agree_and_gather(
+                self._ranks,
+                ask,
+                lambda: [_is_running(last), last.seconds > self._storage.seconds, _failure_in(last), meeting.begin()],
+                _beginning(name),
+            )
+            if not any(is_running for is_running, *_ in answers):
+                break
+            if not manner.waits and not any(is_late for _, is_late, *_ in answers):
+                return None
+            self._wait_for(last)
+        try:
+            self._conclude(last, [failure for *_, failure, _ in answers])
+        except CheckpointError as error:
+            manner.on_failed(error)
+        ask()  # again, now that it is known what there is: it raises on all ranks alike
+        if self._late is not None:  # the others are to hear of that too
+            return self._meet(name, what, ask, None)
+        return meeting.end(name, [said for *_, said in answers])
+
+
+def _beginning(name: str) -> str:
     """What a save is doing when ranks first meet, in words for errors."""
     return f"beginning checkpoint {name}"
 
 
 def _piece(part: WrittenPart) -> TensorToWrite:
     return TensorToWrite(part.name, part.dtype, part.sizes, part_of(part.tensor, part.box, part.part))
+
+
+def _is_running(save: BackgroundSave) -> bool:
+    """Whether a save is to be waited for on this rank: one that has failed is, while it removes its files."""
+    return not (save.is_over or save.is_made or save.is_given_up)
+
+
+def _failure_in(save: BackgroundSave) -> dict[str, object] | None:
+    """A save's failure on this rank, as JSON; None where it has not failed, or only because another rank has."""
+    error = save.error
+    return None if error is None or isinstance(error, ToldOfFailure) else failure_of(error)

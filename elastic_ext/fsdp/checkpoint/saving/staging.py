@@ -23,9 +23,10 @@ from elastic_ext.fsdp.checkpoint.format.writer import PAGE_BYTES, TensorToWrite
 from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.torch_private.sharded import version_of
 
-from .shared_memory import Shelf, ShelvedFile, StagedFiles
+from .rank_files import Shard, Writing
+from .shared_memory import Shelf, ShelvedFile
 
-__all__ = ["THREAD_NAME", "Copying", "Samples", "Staged", "Staging", "free_bytes", "num_copies", "why_no_room"]
+__all__ = ["THREAD_NAME", "Copying", "Samples", "Staging", "free_bytes", "num_copies", "why_no_room"]
 
 
 # --- memory that a rank keeps for what it is saving, so that training goes on while it is written --------------------
@@ -35,15 +36,6 @@ __all__ = ["THREAD_NAME", "Copying", "Samples", "Staged", "Staging", "free_bytes
 
 THREAD_NAME = "elastic_ext staging"
 _AT_ONCE_BYTES = 16 << 20
-
-
-class Staged:
-    """The staged tensors of one shard file, in its order, ``start`` bytes into the staging memory."""
-
-    def __init__(self, pieces: Sequence[TensorToWrite], data: memoryview, start: int) -> None:
-        self.pieces = pieces
-        self.data = data
-        self.start = start
 
 
 class Staging:
@@ -100,7 +92,7 @@ class Staging:
 
     def hold(
         self, parts: Mapping[FileKind, Sequence[WrittenPart]], later: list[tuple[WrittenPart, memoryview]] | None = None
-    ) -> dict[FileKind, Staged]:
+    ) -> dict[FileKind, Shard]:
         """Copy ``parts`` into the staging memory; gives the copies, which stay until the next call of this.
 
         With ``later`` parts that change in ``optimizer.step()`` alone are not copied, but put there with their targets.
@@ -114,18 +106,18 @@ class Staging:
             slot = self._make(slot, num_bytes)
         self._slot = slot
         memory = memoryview(self._memory.numpy().data)
-        staged: dict[FileKind, Staged] = {}
+        shards: dict[FileKind, Shard] = {}
         start = 0
         for kind, own in parts.items():
-            staged[kind] = _put(memory[start : start + _room_of(own)], own, start, later)
+            shards[kind] = _put(memory[start : start + _room_of(own)], own, start, later)
             start += _room_of(own)
-        return staged
+        return shards
 
-    def keep(self, staged: Mapping[FileKind, Staged], record: Callable[[], StagedFiles]) -> None:
-        """Have the last copy, now whole, outlive this process: put its ``record`` on the shelf, if there is one."""
+    def keep(self, shards: Mapping[FileKind, Shard], writing: Writing) -> None:
+        """Have the last copy, now whole, outlive this process: put its record on the shelf, if there is one."""
         if self._shelf is not None:
-            files = {kind: _shelved(each) for kind, each in staged.items() if each.pieces}
-            self._shelf.put(record, files)
+            files = {kind: _shelved(shard) for kind, shard in shards.items() if shard.pieces}
+            self._shelf.put(writing.record, files)
 
     def forget(self, generation: str) -> None:
         """Remove the record of a save's copy from the shelf, since the save is a checkpoint now."""
@@ -171,7 +163,7 @@ class Staging:
 
 def _put(
     memory: memoryview, parts: Sequence[WrittenPart], start: int, later: list[tuple[WrittenPart, memoryview]] | None
-) -> Staged:
+) -> Shard:
     header = laid_out(((part.name, part.dtype, part.sizes) for part in parts), generation="")
     by_name = {part.name: part for part in parts}
     pieces = []
@@ -183,11 +175,11 @@ def _put(
         else:
             put_bytes(part, into)
         pieces.append(TensorToWrite(name, part.dtype, part.sizes, into))
-    return Staged(pieces, memory[: header.data_bytes], start)
+    return Shard(pieces, memory[: header.data_bytes], start)
 
 
-def _shelved(staged: Staged) -> ShelvedFile:
-    return ShelvedFile(start=staged.start, tensors=tuple((one.name, one.dtype, one.sizes) for one in staged.pieces))
+def _shelved(shard: Shard) -> ShelvedFile:
+    return ShelvedFile(start=shard.start, tensors=tuple((one.name, one.dtype, one.sizes) for one in shard.pieces))
 
 
 def _room_of(parts: Sequence[WrittenPart]) -> int:

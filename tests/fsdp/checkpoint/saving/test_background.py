@@ -233,7 +233,7 @@ def test_memory_is_made_once_and_is_as_large_as_what_the_rank_writes(tmp_path: P
     size = sum(each.numel() * each.element_size() for each in model.parameters()) * 3
     with checkpointer_of(tmp_path, in_background=True) as checkpointer:
         checkpointer.prepare(model, optimizer)
-        staging: Any = checkpointer._job.live._staging
+        staging: Any = checkpointer._job.saver._staging
         kept = staging.num_bytes
         assert size <= kept <= size + 5 * 4096
         where = staging._memory.data_ptr()

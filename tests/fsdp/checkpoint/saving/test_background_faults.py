@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.saving import async_saver
+from elastic_ext.fsdp.checkpoint.saving import saver
 from tests.support.file_operations import FileOperations, Gate, Strike
 from tests.support.ranks import RankPool
 from tests.support.saving import (
@@ -45,7 +45,7 @@ def without_memory(rank: int, storage: Path) -> list[str]:
     errors = []
     with checkpointer_of(storage, in_background=True) as checkpointer:
         checkpointer.load(model, optimizer)
-        staging: Any = checkpointer._job.live._staging
+        staging: Any = checkpointer._job.saver._staging
         if rank == 1:
             hold, staging.hold = staging.hold, lambda *_: bytearray(1 << 60)
         checkpointer.save(2, model, optimizer, extra_of(2))
@@ -72,7 +72,7 @@ def interrupted(rank: int, storage: Path) -> str:
     model, optimizer = make_state()
     with checkpointer_of(storage, in_background=True) as checkpointer:
         checkpointer.load(model, optimizer)
-        staging: Any = checkpointer._job.live._staging
+        staging: Any = checkpointer._job.saver._staging
         hold = staging.hold
         if rank == 1:
             staging.hold = lambda *_: signal.default_int_handler(signal.SIGINT, None)
@@ -283,7 +283,7 @@ def test_who_is_fenced_is_fenced_on_all_ranks_whatever_else_they_run_into(
 def leave_with_an_exception(rank: int, storage: Path) -> float:
     """How long closing takes where the other rank has died while it wrote."""
     monkeypatch = pytest.MonkeyPatch()  # in a process that ends with this
-    monkeypatch.setattr(async_saver, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(saver, "PATIENCE_SECONDS", 0.2)
     model, optimizer = make_state()
     checkpointer = checkpointer_of(storage, in_background=True)
     checkpointer.load(model, optimizer)

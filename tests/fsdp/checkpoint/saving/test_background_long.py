@@ -74,7 +74,7 @@ def save_often(rank: int, storage: Path, num_saves: int, overlaps: bool) -> list
     """What there is of it after some saves, and after all."""
     model, inner = make_state(width=64)
     trainer, optimizer = prepared(rank, storage, model, inner, overlap_saving=overlaps, keep_last=2)
-    store: Any = trainer._training.checkpoints._job.ranks.store
+    store: Any = trainer._training.checkpoints.job.ranks.store
     hooks: Any = inner._optimizer_step_pre_hooks
     process, counted = psutil.Process(), []
     data = make_data(4, torch.float32)
@@ -262,7 +262,7 @@ def save_much(rank: int, storage: Path) -> dict[str, int]:
     inputs, targets = torch.randn(4, WIDTH), torch.randint(WIDTH, (4,))
     with trainer:
         take(trainer, model, optimizer, inputs, targets)
-        kept = trainer._training.checkpoints._job.live._staging.num_bytes
+        kept = trainer._training.checkpoints.job.saver._staging.num_bytes
         take(trainer, model, optimizer, inputs, targets)
         forget_peak()
         take_two(trainer, model, optimizer, inputs, targets)

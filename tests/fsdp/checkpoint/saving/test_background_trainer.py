@@ -20,7 +20,7 @@ _END_SECONDS = 120.0  # for a script, on a busy machine
 
 
 def checkpoints_of(small: Small) -> Any:
-    return small.trainer._training.checkpoints._job
+    return small.trainer._training.checkpoints.job
 
 
 # --- another one is under way ---------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_old_checkpoints_that_are_being_removed_leave_out_no_new_one(
 def test_memory_is_made_when_there_is_an_interval(tmp_path: Path) -> None:
     small = Small(tmp_path, checkpoint_interval=None)
     with small.trainer:
-        staging = checkpoints_of(small).live._staging
+        staging = checkpoints_of(small).saver._staging
         small.take(2)
         small.trainer.save_checkpoint()
         assert staging.num_bytes == 0

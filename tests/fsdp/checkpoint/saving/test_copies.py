@@ -21,16 +21,20 @@ def checkpoints_of(small: Small) -> Any:
     return small.trainer._training.checkpoints
 
 
+def saving_of(small: Small) -> Any:
+    return small.trainer._session._saving
+
+
 def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(tmp_path: Path) -> None:
     small = Small(tmp_path, checkpoint_interval=None)
     checkpoints = checkpoints_of(small)
     small.take()
     FileOperations(small.storage, "full", 0, like="os.writev")
-    checkpoints._saves.save("step_1", checkpoints.moment(), checkpoints._manner())
+    checkpoints.save("step_1", checkpoints.moment(), checkpoints._manner())
     end_saves()
     small.take()
-    checkpoints.held.copy()
-    assert checkpoints._job.live.is_holding
+    saving_of(small)._copy()
+    assert checkpoints.job.saver.is_holding
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
     checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
@@ -56,32 +60,32 @@ def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
     small = Small(tmp_path)
     checkpoints = checkpoints_of(small)
     small.take()
-    checkpoints.held.copy()
-    assert checkpoints._job.live.is_holding
+    saving_of(small)._copy()
+    assert checkpoints.job.saver.is_holding
     small.trainer.save_checkpoint()
-    checkpoints.held.copy()
-    assert not checkpoints._job.live.is_holding
+    saving_of(small)._copy()
+    assert not checkpoints.job.saver.is_holding
     small.trainer.close()
 
 
 def test_what_was_due_and_is_not_begun_leaves_the_checkpoint_before_to_go_on_from(tmp_path: Path) -> None:
     small = Small(tmp_path)
-    held = checkpoints_of(small).held
-    held._copied_at = math.inf  # nothing is copied by itself
+    saving = saving_of(small)
+    saving._copied_at = math.inf  # nothing is copied by itself
     small.take()
-    assert not held.has_some() and "nothing was copied so far, and nothing is saved" in held.write_newest(1.0)[1]
+    assert not saving.has_some() and "nothing was copied so far, and nothing is saved" in saving._write_newest(1.0)[1]
     small.take(3)
     assert checkpoints_of(small).is_due
-    assert held.has_some() and not held.has_newest()
-    step, told = held.write_newest(30.0)
+    assert saving.has_some() and not saving.can_write()
+    step, told = saving._write_newest(30.0)
     assert step == 2 and "step_2 is what there is to go on from; training has come to step 4" in told
     assert small.saved == ["step_2"]
     small.trainer.close()
     resumed = Small(tmp_path)
-    held = checkpoints_of(resumed).held
-    held._copied_at = math.inf
+    saving = saving_of(resumed)
+    saving._copied_at = math.inf
     resumed.take()
-    step, told = held.write_newest(30.0)
+    step, told = saving._write_newest(30.0)
     assert step == 4 and "step_4 is what there is to go on from; training has come to step 5" in told
     resumed.trainer.close()
 
@@ -91,8 +95,8 @@ def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path)
     checkpoints = checkpoints_of(small)
     small.take()
     checkpoints._state.model.register_buffer("bad", torch.zeros(1).to_sparse())
-    checkpoints.held.copy()
-    assert not checkpoints._job.live.is_holding
+    saving_of(small)._copy()
+    assert not checkpoints.job.saver.is_holding
     small.trainer._model.bad = None
     small.take(4)
     small.trainer.close()
@@ -101,14 +105,13 @@ def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path)
 
 def test_the_next_copy_waits_until_this_one_was_worth_it(tmp_path: Path) -> None:
     small = Small(tmp_path, checkpoint_interval=None)
-    checkpoints = checkpoints_of(small)
-    checkpoints.held.is_on = True
+    saving_of(small)._makes_copies = True
     small.take()
-    assert checkpoints.held.is_wanted()
-    checkpoints.held.copy()
-    checkpoints.held._copy_seconds = 60.0
+    assert saving_of(small)._is_copy_wanted()
+    saving_of(small)._copy()
+    saving_of(small)._copy_seconds = 60.0
     small.take()
-    assert not checkpoints.held.is_wanted()
+    assert not saving_of(small)._is_copy_wanted()
     small.trainer.close()
 
 
@@ -116,12 +119,12 @@ def num_copies(rank: int, folder: Path, every: int) -> int:
     """Of a run in which the first copy takes so long that there is time for no other."""
     small = Small(folder, rank=rank, checkpoint_interval=CheckpointInterval(steps=1000), agree_every_steps=every)
     checkpoints = checkpoints_of(small)
-    checkpoints._job.live._staging._finish()  # its memory is there
-    checkpoints.held._copy_seconds = 600.0
+    checkpoints.job.saver._staging._finish()  # its memory is there
+    saving_of(small)._copy_seconds = 600.0
     moments = set()
     for _ in range(6 * every):
         small.take()
-        moments.add(checkpoints.held._copied_at)
+        moments.add(saving_of(small)._copied_at)
     small.trainer.close()
     return len(moments - {-math.inf})
 

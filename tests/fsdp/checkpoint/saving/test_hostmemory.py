@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_ext.fsdp.checkpoint.saving import async_saver
+from elastic_ext.fsdp.checkpoint.saving import saver
 from elastic_ext.fsdp.checkpoint.saving.staging import free_bytes, why_no_room
 from tests.support.ranks import RankPool
 from tests.support.saving import checkpointer_of, extra_of, make_state, newest_of
@@ -44,7 +44,7 @@ def save_without_room(rank: int, storage: Path) -> bool:
     model, optimizer = make_state()
     with pytest.MonkeyPatch.context() as monkeypatch:
         if rank == 1:
-            monkeypatch.setattr(async_saver, "free_bytes", lambda: 0)
+            monkeypatch.setattr(saver, "free_bytes", lambda: 0)
         with checkpointer_of(storage, in_background=True) as checkpointer:
             checkpointer.prepare(model, optimizer)
             in_background = checkpointer.saves_in_background

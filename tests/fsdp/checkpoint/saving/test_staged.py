@@ -124,7 +124,7 @@ def stage(
         checkpointer.load(model, optimizer)
         checkpointer.claim()
         checkpointer.prepare(model, optimizer)
-        staging: Any = checkpointer._job.live._staging
+        staging: Any = checkpointer._job.saver._staging
         assert staging.num_bytes > 0  # and its thread has ended
         for step in range(2, 2 + num_failed):
             fill(model, optimizer, step)
@@ -714,7 +714,7 @@ def save_with_small_files(_: int, folder: Path) -> list[str]:
     with checkpointer_of(folder / "storage", in_background=True) as checkpointer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
         checkpointer.prepare(model, optimizer)
-        staging: Any = checkpointer._job.live._staging
+        staging: Any = checkpointer._job.saver._staging
         assert staging.num_bytes > 20000
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         checkpointer.save(1, model, optimizer)
@@ -758,7 +758,7 @@ def test_without_an_agent_memory_is_this_processs_own(ram: Path, monkeypatch: py
         arguments: dict[str, Any] = {"in_background": True, "keep_previous": keep_previous}
         with checkpointer_of(ram / str(keep_previous), **arguments) as checkpointer:
             checkpointer.prepare(model, optimizer)
-            staging: Any = checkpointer._job.live._staging
+            staging: Any = checkpointer._job.saver._staging
             sizes.append(staging.num_bytes)
     assert sizes[0] == sizes[1] > 0
     with pytest.raises(ValueError, match="keep_previous is True, and nothing is saved in the background"):
@@ -821,7 +821,7 @@ def test_50_saves_leak_neither_memory_nor_descriptors(
                 checkpointer.wait()
                 gc.collect()
                 counts.append((len(os.listdir("/proc/self/fd")), maps_of(shelf), len(os.listdir(shelf))))
-        staging: Any = checkpointer._job.live._staging
+        staging: Any = checkpointer._job.saver._staging
         sizes = {path.stat().st_size for path in shelf.glob(f"*{MEMORY}")}
         assert staging.num_bytes == sum(sizes) * num_slots // len(sizes)
     assert len(set(counts)) == 1 and counts[0][1:] == (num_slots, num_slots), counts
