@@ -164,7 +164,7 @@ def training_rank(setup: Rank) -> Iterator[Callable[[Block], Done]]:
                 cpu_seconds=cpu / block.num_steps,
                 call_seconds=call_seconds / block.num_steps,
                 work=(block.num_steps, training.checksum()),
-                every=0 if follower is None else follower.agree_every_steps,
+                every=0 if follower is None else follower.agreement.every,
             )
 
         yield take

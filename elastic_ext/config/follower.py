@@ -307,7 +307,8 @@ class ConfigFollower:
         agree_every_steps: Every = "auto",
     ) -> None:
         self.settings = settings
-        self._ranks = ranks
+        self.ranks = ranks
+        """The ranks that follow the config together."""
         warns = settings.enabled and ranks.speaks_for(str(settings.config_file))
         self._watcher = (
             ConfigWatcher(settings.config_file, poll_seconds=settings.poll_seconds, warns=warns)
@@ -331,7 +332,7 @@ class ConfigFollower:
             warns=warns,
             lag_warning_seconds=settings.lag_warning_seconds,
         )
-        """How all ranks agree at boundaries; the parts of a trainer ask it themselves."""
+        """How all ranks agree at boundaries; for the parts of a trainer, which ask it for more than a loop does."""
         self.agreement.step = start_step
         self.agreement.appliers.pulse = self.pulse
         if self._watcher is not None:
@@ -366,12 +367,12 @@ class ConfigFollower:
         if self._watcher is not None:
             self._watcher.start()
         applied = self.agreement.start()
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             following = "following nothing (ELASTIC_EXT=off)" if self._watcher is None else self._watcher.path
             _logger.info(
                 "job %s, %d ranks, config file %s; %s in force: %s",
                 self.settings.job,
-                self._ranks.world_size,
+                self.ranks.world_size,
                 following,
                 self.config.label,
                 shown(self.config.to_dict(), 2000),
@@ -379,11 +380,6 @@ class ConfigFollower:
         self._record(applied)
         self._found_at_start = applied
         self.pulse.note(Activity.OUTSIDE)
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that follow the config together."""
-        return self._ranks
 
     @property
     def config(self) -> ElasticConfig:
@@ -394,16 +390,6 @@ class ConfigFollower:
     def step(self) -> int:
         """How many steps have been taken."""
         return self.agreement.step
-
-    @property
-    def agree_every_steps(self) -> int:
-        """How many steps lie between two agreements now."""
-        return self.agreement.every
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether some rank was told to end; the same on all ranks, after each boundary and end of an epoch."""
-        return self.agreement.leaving
 
     @overload
     def knob(self, name: str) -> Any: ...
@@ -435,18 +421,6 @@ class ConfigFollower:
         elif time.perf_counter() > self.reports.due_at:
             self._write_metrics()
         return passed
-
-    def compare_at_start(self, values: Mapping[str, object]) -> None:
-        """Have ``start`` raise where these are not the same on all ranks."""
-        self.agreement.compared_at_start = dict(values)
-
-    def compare_schedules(self, count: Callable[[], int]) -> None:
-        """Have ranks raise where ``count()``, how often schedules have stepped, is not the same on all."""
-        self.agreement.count_schedules = count
-
-    def compare_ahead(self, count: Callable[[], int]) -> None:
-        """Have ranks raise where ``count()``, the batches taken ahead of the next step, is not the same on all."""
-        self.agreement.count_ahead = count
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other."""
@@ -485,7 +459,7 @@ class ConfigFollower:
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
             agreed = self.agreement.hear_all("", text, Purpose.NOISE)
-        return [text] * self._ranks.world_size if agreed is None else [word.brings for word in agreed.words]
+        return [text] * self.ranks.world_size if agreed is None else [word.brings for word in agreed.words]
 
     def meet_to_shrink(self) -> None:
         """Meet all ranks, as ``end_epoch``, before a step for which memory did not suffice; ``revise`` may follow."""
@@ -499,14 +473,11 @@ class ConfigFollower:
         return self.agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
     def meet_to_go_back(self, *, doubt: str = "") -> None:
-        """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
+        """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint, and sets
+        ``agreement.step``; the config in force stays."""
         self._raise_if_closed()
         with self._waiting(doubt):
             self.agreement.end(Purpose.REWIND)
-
-    def go_back(self, step: int) -> None:
-        """Set the number of steps taken to that of a checkpoint, on all ranks; the config in force stays."""
-        self.agreement.step = step
 
     def finish(self, *, doubt: str = "") -> None:
         """Meet all ranks, as ``end_epoch``, at the end of training; ``close`` comes after."""
@@ -518,9 +489,9 @@ class ConfigFollower:
 
     def tell_peers(self, error: BaseException) -> None:
         """Leave word for the other ranks of the error that ends this one, and log what is known of the others."""
-        board = self._ranks.board
+        board = self.ranks.board
         if board is not None and not isinstance(error, RanksError):
-            board.tell_of(error, progress=self._ranks.progress())
+            board.tell_of(error, progress=self.ranks.progress())
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
@@ -529,14 +500,6 @@ class ConfigFollower:
         if not self.settings.enabled:
             proposal.outcome, proposal.refusal = "refused", _OFF
         return proposal
-
-    def request_leave(self) -> None:
-        """Have ``boundary().leave`` be true on all ranks, within two agreements; from a signal's handler too."""
-        self.agreement.request_leave()
-
-    def request_copy(self) -> None:
-        """Have ``boundary().copy`` be true on all ranks at one boundary, within two agreements."""
-        self.agreement.request_copy()
 
     def request_stop(self) -> None:
         """Have ``boundary().stop`` be true on all ranks, within two agreements. Any rank may call it."""
@@ -566,16 +529,16 @@ class ConfigFollower:
         if self._closed_by:
             return
         self._closed_by = by
-        board = self._ranks.board
+        board = self.ranks.board
         if board is not None and not self._finished:
-            board.post(Trouble(kind="failed", progress=self._ranks.progress(), text="it closed its follower"))
+            board.post(Trouble(kind="failed", progress=self.ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
             if self._finished:
                 with suppress(ElasticError):  # it has died, and said so
                     self.agreement.refuse_late_file()
         self.agreement.close()
-        self._ranks.close()
+        self.ranks.close()
         self.pulse.end()
 
     def __enter__(self) -> ConfigFollower:
@@ -601,7 +564,7 @@ class ConfigFollower:
     @contextmanager
     def _waiting(self, doubt: str) -> Iterator[None]:
         seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
-        with self.pulse.during(Activity.BOUNDARY), self._ranks.waiting_at_most(seconds, doubt):
+        with self.pulse.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
             yield
 
     def _raise_if_closed(self) -> None:
@@ -630,7 +593,7 @@ class ConfigFollower:
     def _warn_of_unread(self, applied: Applied) -> None:
         """Name what a version sets and nothing here has asked for: most often a misspelt name."""
         unread = self._knobs.unread(applied, self.agreement.appliers.sections)
-        if unread and self._ranks.rank == 0:
+        if unread and self.ranks.rank == 0:
             _logger.warning(
                 "%s sets %s, which nothing in this job has asked for so far", applied.new.label, ", ".join(unread)
             )

@@ -56,7 +56,7 @@ def count_agreements(rank: int, folder: Path) -> list[int]:
         intervals = []
         for _ in range(300):
             take_step(follower, seen)
-            intervals.append(follower.agree_every_steps)
+            intervals.append(follower.agreement.every)
     return intervals
 
 
