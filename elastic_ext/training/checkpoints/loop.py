@@ -130,9 +130,8 @@ class Saving:
         if self._leaving is None:
             self._keep_due(by_copy=self._follower.ranks.world_size == 1)
             return
-        is_leaving = (
-            self._follower.agreement.leaving
-        )  # not after the first step of the next: most loaders begin that anew
+        # Not after the first step of the next epoch: most loaders begin that anew.
+        is_leaving = self._follower.agreement.leaving
         if self._leaves_at is not None or is_leaving:
             if is_over or self._leaves_at is None:  # which of many loaders is known only here
                 self._leaves_at = checkpoints.moment(is_between=is_over)
