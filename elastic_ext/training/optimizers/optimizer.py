@@ -371,8 +371,10 @@ class ElasticOptimizer(Optimizer):
             state.remarks.say("used twice", _USED_TWICE.format(name=type(self.inner).__name__))
 
     def _before_inner(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        """Raise where the loop steps the wrapped optimizer itself: it would step in every micro-step."""
-        if self._state is not None and self._state.phase.is_inside and not self._is_called:
+        """Raise where the loop steps the wrapped optimizer itself in a micro-step: it would step in each of them."""
+        if self._is_called:
+            return
+        if self._state is not None and self._state.phase.is_inside:
             raise StepError(
                 "the bare optimizer's step() was called within `with trainer.step():`; call that of the one that "
                 "prepare() returned"

@@ -416,7 +416,8 @@ class Steps:
         self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
-        self.catch_up()
+        if self._to_meet is not None or self._gradients.awaited:
+            self.catch_up()
         if self._gradients.before_step is not None:
             self._gradients.before_step()
         step = self._batches.next_step(keep_batch=keep_batch)
