@@ -295,13 +295,21 @@ def look_afresh(folder: Path) -> None:
 def append_line(path: Path, line: str) -> None:
     """Add one line at the end of ``path`` in a single write, so that readers see whole lines.
 
-    OSError where it cannot be written; also where it is a pipe that nobody reads, and waiting would never end.
+    OSError where it cannot be written; also where it is a pipe that nobody reads, and waiting would never end. A part
+    that a full disk has taken is taken out again, unless another line has come behind it.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
-        rest = line.encode() + b"\n"
-        while rest:  # a disk that is nearly full takes a part of it, and then says so
-            rest = rest[os.write(descriptor, rest) :]
+        data = line.encode() + b"\n"
+        num_written = os.write(descriptor, data)
+        try:
+            while num_written < len(data):  # a disk that is nearly full takes a part of it, and then says so
+                num_written += os.write(descriptor, data[num_written:])
+        except OSError:
+            file = os.fstat(descriptor)
+            if stat.S_ISREG(file.st_mode) and file.st_size == os.lseek(descriptor, 0, os.SEEK_CUR):
+                os.ftruncate(descriptor, file.st_size - num_written)
+            raise
     finally:
         os.close(descriptor)
 

@@ -621,7 +621,9 @@ def test_a_line_that_a_full_disk_takes_a_part_of_is_an_error(tmp_path: Path) -> 
         [sys.executable, "-c", code, path], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == f"{errno.EFBIG}\n", done.stderr
-    assert path.read_text() == "x" * 60 + "\n" + "y" * 39
+    assert path.read_text() == "x" * 60 + "\n"  # without a part of the second, to which the next would be glued
+    append_line(path, "z")
+    assert path.read_text() == "x" * 60 + "\nz\n"
 
 
 def run_all(functions: Iterator[Callable[[], None]]) -> None:

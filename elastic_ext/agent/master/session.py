@@ -258,11 +258,12 @@ class MasterSession:
             self._watch.start(self._client)
         if self._watch.error is not None:
             raise self._watch.error
+        self._is_asked = False  # who asks from here on may have news that this beat is made without
         found = self._rank_events.look()
         self._outbox.put(found.events, num_dropped=found.num_dropped)
         held = self._config.now()
         request = self._request(held)
-        self._said_at, self._is_asked = time.monotonic(), False
+        self._said_at = time.monotonic()
         try:
             reply = self._client.beat(request, timeout_seconds=self._call_seconds)
         except MasterError as error:

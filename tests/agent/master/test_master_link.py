@@ -282,6 +282,29 @@ def test_a_config_that_is_pushed_is_in_the_file_and_acknowledged_at_once(tmp_pat
         assert in_file(node) == 5
 
 
+def test_a_beat_that_is_asked_for_while_one_is_made_comes_after_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = EventFiles.look
+    asks: list[None] = []
+
+    def look_and_ask(events: EventFiles) -> Any:
+        if asks:
+            asks.pop()
+            node.link.hurry()
+        return look(events)
+
+    monkeypatch.setattr(EventFiles, "look", look_and_ask)
+    with ScriptedMaster() as master, linked(tmp_path, master.place) as node:
+        master.beat_seconds = 60.0
+        master.wait_for("Watch")
+        until(lambda: len(master.called["Beat"]) > 0)
+        num_before = len(master.called["Beat"])
+        asks.append(None)
+        node.link.hurry()
+        master.wait_for("Beat", after=num_before + 1)
+
+
 def test_a_push_that_was_lost_is_made_good_by_the_answer_to_a_beat(tmp_path: Path) -> None:
     with ScriptedMaster() as master:
         master.answers["Watch"] = Refusal(CODES.UNAVAILABLE)

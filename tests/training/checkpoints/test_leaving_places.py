@@ -119,8 +119,8 @@ try:
                             time.sleep(0.01)
                         raise RuntimeError("DataLoader worker is killed")
                     if trainer.global_step == 5:
-                        say("steps")
                         say(f"pid of rank {rank}: {os.getpid()}")
+                        say("steps")
                         if where == "saving":
                             is_asked_for = True
                             say(f"saved {trainer.save_checkpoint().name}")
