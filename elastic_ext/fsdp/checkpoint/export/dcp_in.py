@@ -338,6 +338,9 @@ class _Foreign:
         if tensor.shape != () and set(tensor.shape) != {1}:
             self._refusals.add("values of groups that are tensors of several elements", key)
             return None
+        if [(any(piece.offsets), piece.sizes) for piece in tensor.pieces] != [(False, tensor.shape)]:
+            self._refusals.add("values of groups of which the folder does not hold one whole piece", key)
+            return None
         data = bytearray(b"".join(bytes(part) for part in self._folder.contents_of(tensor, tensor.pieces[0])))
         return torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype).item()
 

@@ -322,6 +322,34 @@ def test_a_tensor_is_not_larger_than_its_file_by_what_is_said_of_it(tmp_path: Pa
         convert_from_dcp(folder, tmp_path / "storage", job="new", step=1)
 
 
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))],
+        [ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))],
+        [
+            ChunkStorageMetadata(torch.Size([0]), torch.Size([1])),
+            ChunkStorageMetadata(torch.Size([1]), torch.Size([1])),
+        ],
+    ],
+    ids=["none", "beside it", "more", "two"],
+)
+def test_a_value_of_a_group_whose_pieces_are_not_all_of_it_is_refused_by_its_key(
+    tmp_path: Path, chunks: list[ChunkStorageMetadata]
+) -> None:
+    group = {"params": ["w"], "lr": torch.ones(1)}
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "optim": {"state": {}, "param_groups": [group]}})
+    read = FileSystemReader(folder).read_metadata()
+    key = "optim.param_groups.0.lr"
+    read.state_dict_metadata[key].chunks = chunks
+    place = read.storage_data[MetadataIndex(key, torch.Size([0]))]
+    read.storage_data |= {MetadataIndex(key, chunk.offsets): place for chunk in chunks}
+    (folder / ".metadata").write_bytes(pickle.dumps(read))
+    with pytest.raises(CheckpointError, match=r"does not hold one whole piece: optim\.param_groups\.0\.lr$"):
+        convert_from_dcp(folder, tmp_path / "storage", job="new", step=1, optimizers=["SGD"])
+
+
 def test_metadata_that_is_a_hole_of_terabytes_is_not_read(tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(1)}})
     (folder / ".metadata").unlink()
