@@ -128,7 +128,7 @@ class _Level:
             self.points.append(finished)
             self._open = []
         self._open.append(point)
-        if len(self._open) > self.every:  # whoever adds points that often; their mean is one too
+        if len(self._open) > self.every:  # more than one a second, whoever adds so many: their mean stands for them
             self._open = [mean_of(self._open)]
         while self.points and self.points[0].time < point.time - self.every * (self.points.maxlen or 0):
             self.points.popleft()
