@@ -335,11 +335,12 @@ def check_join(
     if request.job_id and request.job_id != job_id:
         raise RequestRefused(
             "other",
-            f"the agent has spoken to the master of job {job!r} with another memory (id {request.job_id[:40]!r}): this "
+            f"the agent has spoken to the master of job {job!r} with another state (id {request.job_id[:40]!r}): this "
             f"one (id {job_id!r}) listens in its place",
         )
     if request.epoch > epoch:
-        raise RequestRefused("other", f"a later master (epoch {request.epoch}) is there; this one is of {epoch}")
+        words = f"the agent has met a later master (epoch {request.epoch}); this one is of epoch {epoch}"
+        raise RequestRefused("other", words)
 
 
 def check_job(named: str, job: str) -> None:
