@@ -257,7 +257,7 @@ class Plans:
     def __init__(self, stored: str) -> None:
         """``stored`` is the newest plan as JSON, or empty."""
         self.newest = MembershipPlan.from_json(stored) if stored else None
-        self._told_version = 0  # that the agents have given to it
+        self._told_version = 0  # of the newest plan, by the agents' own count, which begins anew at each start
 
     def take(self, told: wire.Membership, time: float) -> str | None:
         """Take a membership that an agent reports; a sentence for an event where it is a new plan, else None."""

@@ -31,7 +31,7 @@ Stage = Literal["probing", "saving", "settled"]
     probing -> probing             a point was measured or refused, and another is affordable; or, where nothing else is
                                    to be tried or can be paid for, the best one is put in force again, and measured
     probing -> saving              the best point is in force, and the next probe costs more than the budget has
-    probing -> settled             the best point is in force, and reaches the goal, or nothing is expected to be faster;
+    probing -> settled             the best point is in force: it reaches the goal, or nothing is expected to be faster;
                                    or no config may be written, and advice is given
     saving -> probing              the budget has what the probe costs
     saving, settled -> probing     the pace of the job has changed, and the search begins again ("reopen"); or newer
