@@ -266,10 +266,9 @@ class GuardInterceptor(_Interceptor):
         reading = self._reading_probes if is_open else self._reading
 
         async def message_of(peer: Peer) -> Any:
-            if (
-                is_open and reading.locked()
-            ):  # perhaps by callers who send nothing: taken as a probe of the whole server
-                return parse(b"")  # which is what an empty message means
+            if is_open and reading.locked():
+                # Perhaps by callers who send nothing. An empty message, which stands for this one, asks for the server.
+                return parse(b"")
             return await self._message(peer, name, most_bytes, parse, reading)
 
         async def answer(_: object, peer: Peer) -> Any:
