@@ -33,7 +33,7 @@ from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, failure_of, first_of, hung, told
-from .node_tasks import Duties
+from .node_tasks import NodeTasks
 from .orphan_guard import Warden
 from .rendezvous import NodeRendezvous, NodeWords, judge, persist, settle
 from .workers.hangs import Hang
@@ -62,7 +62,7 @@ class ElasticAgent(LocalElasticAgent):
         folders: NodeFolders,
         warden: Warden,
         journal: Journal,
-        duties: Duties,
+        tasks: NodeTasks,
         signals: StopSignals,
     ) -> None:
         super().__init__(
@@ -81,7 +81,7 @@ class ElasticAgent(LocalElasticAgent):
         self._folders = folders
         self._warden = warden
         self._journal = journal
-        self._duties = duties
+        self._tasks = tasks
         self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
@@ -131,13 +131,13 @@ class ElasticAgent(LocalElasticAgent):
         """
         if self._is_planned:
             return
-        if self._stop_by is None and self._duties.note_end(self.watched):
+        if self._stop_by is None and self._tasks.note_end(self.watched):
             self._stop_by = time.monotonic() + min(_HURT_SECONDS, self._launch.shutdown_seconds)
         self._end_workers(worker_group)
 
     def _end_workers(self, worker_group: WorkerGroup) -> None:
         """Stop the workers, after noting how far training was, for the cost of the restart."""
-        self._duties.note_end(self.watched)
+        self._tasks.note_end(self.watched)
         super()._stop_workers(worker_group)
         self._stop_by = None
 
@@ -199,7 +199,7 @@ class ElasticAgent(LocalElasticAgent):
             return self._judged(worker_group, result)
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
-        if result.state == WorkerState.HEALTHY and (hang := self._duties.look(self.watched)) is not None:
+        if result.state == WorkerState.HEALTHY and (hang := self._tasks.look(self.watched)) is not None:
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -254,7 +254,7 @@ class ElasticAgent(LocalElasticAgent):
         self._is_finished = settled.is_finished
         self._has_failed = self.is_change_pending = self._is_waiting = False
         self._tell_plan(settled.plan)
-        self._duties.begin_round(
+        self._tasks.begin_round(
             board,
             membership_version=settled.plan.version,
             world_size=settled.plan.world_size,
@@ -281,11 +281,11 @@ class ElasticAgent(LocalElasticAgent):
         """
         own = [failure_of(rank, failure, node=self._node) for rank, failure in result.failures.items()]
         own = [
-            replace(each, message=self._duties.words_of_leaving([each.rank])) if each.exit_code == EXIT_STATUS else each
+            replace(each, message=self._tasks.words_of_leaving([each.rank])) if each.exit_code == EXIT_STATUS else each
             for each in own
         ]
         self._tell_failed(own)
-        self._duties.tell_workers({failure.rank: failure.ending for failure in own})
+        self._tasks.tell_workers({failure.rank: failure.ending for failure in own})
         began = time.monotonic()
         while True:
             everyone = self._everyone(own)
@@ -327,7 +327,7 @@ class ElasticAgent(LocalElasticAgent):
     def _hung(self, hang: Hang) -> RunResult:
         """The FAILED result for hung workers, once the stacks of all workers are written."""
         self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
-        self._duties.capture(self.watched, hang.reason)
+        self._tasks.capture(self.watched, hang.reason)
         own = [
             hung(each.rank, each.local_rank, each.process.pid, hang.reason, node=self._node)
             for each in self.watched
@@ -361,7 +361,7 @@ class ElasticAgent(LocalElasticAgent):
     def _tell_of_others(self) -> None:
         """Tell the workers of this node of workers that have failed on other nodes."""
         if self._board.announced_quietly("any-failed"):
-            self._duties.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
+            self._tasks.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
 
     def _wait_until(self, board: RoundBoard, name: str, *, seconds: float) -> bool:
         """Whether the other nodes announce ``name`` on a round's board within ``seconds``; False if all are leaving."""

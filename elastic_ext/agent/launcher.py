@@ -56,7 +56,7 @@ from .folder import NODES, NodeFolders, NodeTaken, is_held, keep_newest, with_ca
 from .journal import Failure, Journal, first_of, told
 from .master.embedded import link_with, master_choice, tuning_mode
 from .master.link import MasterLink
-from .node_tasks import Duties
+from .node_tasks import NodeTasks
 from .orphan_guard import Warden
 from .rendezvous import NodeRendezvous, handler_for, on_loopback, persist
 from .status.files import read_run_directory
@@ -243,7 +243,7 @@ class _Launch:
         """Run the agent and its workers to their end, and complete what they had staged; the exit status."""
         folders = self._folders
         warden = Warden(folders.memory, folders.memory_lock, patience_seconds=self._shutdown_seconds)
-        duties = self._duties(link)
+        tasks = self._tasks(link)
         agent: ElasticAgent | None = None
         status = 1
         try:
@@ -254,8 +254,8 @@ class _Launch:
                 is_pending=lambda: agent is not None and agent.is_change_pending,
                 loopback=loopback,
             )
-            duties.start()
-            agent = self._agent(meeting, warden, duties)
+            tasks.start()
+            agent = self._agent(meeting, warden, tasks)
             status = self._run(agent, meeting)
         except RendezvousError as error:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
@@ -263,7 +263,7 @@ class _Launch:
             self._signals.hold()
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
-            left = "" if agent is None else duties.words_of_leaving(each.rank for each in agent.watched)
+            left = "" if agent is None else tasks.words_of_leaving(each.rank for each in agent.watched)
             self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
             status = 128 + int(error.sigval)
         except WorkerNotStarted as error:
@@ -272,7 +272,7 @@ class _Launch:
             self._signals.hold()
             if agent is not None and agent.workers is not None:
                 self._persist(meeting.board if agent.is_over else None)
-            duties.end(() if agent is None else agent.watched)
+            tasks.end(() if agent is None else agent.watched)
             warden.dismiss()
         return status
 
@@ -371,7 +371,7 @@ class _Launch:
             link.start()
         return link
 
-    def _duties(self, link: MasterLink | None) -> Duties:
+    def _tasks(self, link: MasterLink | None) -> NodeTasks:
         folders, run_dir = self._folders, self._folders.run_dir
         tuner = self._tuner
 
@@ -383,12 +383,12 @@ class _Launch:
         slow = SlowWorkers(run_dir, host=self._host)
         on_begun = (lambda: None) if link is None else link.begin_configs
         py_spy = shutil.which("py-spy")
-        return Duties(folders, self._journal, tuner, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
+        return NodeTasks(folders, self._journal, tuner, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
 
-    def _agent(self, meeting: NodeRendezvous, warden: Warden, duties: Duties) -> ElasticAgent:
+    def _agent(self, meeting: NodeRendezvous, warden: Warden, tasks: NodeTasks) -> ElasticAgent:
         launch, folders = self._launch, self._folders
         spec = WorkerSpec(
             role=launch.role,
@@ -428,9 +428,7 @@ class _Launch:
             min_nodes=launch.min_nodes,
         )
         assert launch.logs_specs is not None
-        return ElasticAgent(
-            spec, launch.logs_specs, meeting, how, folders, warden, self._journal, duties, self._signals
-        )
+        return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal, tasks, self._signals)
 
     def _introduce(self) -> None:
         """Write this agent's record into the run directory, and log what is started and where its files are."""

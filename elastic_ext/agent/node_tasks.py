@@ -27,7 +27,7 @@ from .workers.monitor import Monitor, Watched, WorkersLook
 from .workers.stacks import capture
 from .workers.stragglers import SlowWorkers
 
-__all__ = ["Begun", "Duties", "LastProgress", "begun_in", "cost_in_words", "left_in"]
+__all__ = ["Begun", "LastProgress", "NodeTasks", "begun_in", "cost_in_words", "left_in"]
 
 
 # --- the cost of a restart -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def _newest(file: Path, kinds: Sequence[str], *, since: float) -> JobEvent | Non
 _CAPTURE_SECONDS = 15.0  # for the stacks of other nodes
 
 
-class Duties:
+class NodeTasks:
     """An agent's tasks besides starting and stopping workers; the agent's loop calls ``look`` for what is due."""
 
     def __init__(

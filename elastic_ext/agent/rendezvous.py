@@ -46,7 +46,7 @@ __all__ = [
     "Loopback",
     "NodeRendezvous",
     "NodeWords",
-    "Settled",
+    "RoundStart",
     "count",
     "handler_for",
     "judge",
@@ -458,8 +458,8 @@ class NodeWords:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
-    """What the nodes of a new round have agreed on, the same on all: the membership plan and the count of failures."""
+class RoundStart:
+    """What a new round starts with, agreed on by its nodes and the same on all: membership plan, count of failures."""
 
     plan: MembershipPlan
     num_failures: int
@@ -469,7 +469,7 @@ class Settled:
     """Whether any of the nodes was in an earlier round; a node that was not then joins a job under way."""
 
 
-def settle(words: Sequence[NodeWords], *, max_restarts: int, time: float) -> Settled:
+def settle(words: Sequence[NodeWords], *, max_restarts: int, time: float) -> RoundStart:
     """The plan and the count of failures for a new round, from the words of all its nodes in the order of their places.
 
     Pure, so that every node comes to the same; ``time`` goes into the plan.
@@ -481,7 +481,7 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, time: float) -> Set
     has_failed = any(each.has_failed for each in words)
     counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
     is_old = newest.version > 0
-    return Settled(
+    return RoundStart(
         plan=MembershipPlan(
             version=newest.version + 1,
             nodes=_shares(words),

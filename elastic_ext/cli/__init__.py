@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from elastic_ext.agent.control import AgentFailed, AgentRefused, ControlError
 from elastic_ext.config.keys import KEYS
 from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
-from elastic_ext.master.address import MasterPlace, add_ways, named_master
+from elastic_ext.master.address import MasterPlace, add_master_arguments, named_master
 from elastic_ext.records.text import on_one_line
 
 from .ckpt import Terminal, add_commands, path_of
@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         by_name[name] = commands.add_parser(name, help=words, description=words)
         which = by_name[name].add_mutually_exclusive_group()
         which.add_argument("--file", type=path_of, help="the config file")
-        add_ways(by_name[name], which)
+        add_master_arguments(by_name[name], which)
     by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
     by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
     by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
@@ -216,7 +216,7 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words in _TUNING_HELP.items():
         command = commands.add_parser(name, help=words, description=words)
-        add_ways(command)
+        add_master_arguments(command)
         command.add_argument("--json", action="store_true", help="JSON: of log an object per decision, else one object")
         if name == "log":
             command.add_argument("--last", type=_count, default=0, metavar="N", help="the newest N (default: all)")

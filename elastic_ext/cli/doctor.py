@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from elastic_ext.master.address import add_ways, named_master
+from elastic_ext.master.address import add_master_arguments, named_master
 from elastic_ext.records.text import expanded
 
 from .ckpt import Terminal, path_of
@@ -65,7 +65,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     pairs.add_argument(
         "--node-rank", "--node_rank", type=_count, metavar="N", help="of this node, where the backend is static"
     )
-    add_ways(pairs, reads_environment=False)
+    add_master_arguments(pairs, reads_environment=False)
     pairs.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, as others reach it")
     pairs.add_argument(
         "--pair-backend",
@@ -76,7 +76,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "--silence",
         type=_seconds,
         metavar="SECONDS",
-        help="a node that says nothing for so long has stopped to answer; default: 15",
+        help="a node that says nothing for so long has stopped answering; default: 15",
     )
     parser.set_defaults(run=_run, refuse=parser.error)
 

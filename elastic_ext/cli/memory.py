@@ -17,7 +17,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import KEYS, TuningSection
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.master.facts import MOST_FACTS, facts_told
+from elastic_ext.master.facts import MOST_FACTS, checked_facts
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES, read_value
 from elastic_ext.records.metrics import FILE, JobFacts, MemoryFacts
@@ -533,7 +533,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def _known(file: Path) -> _KnownMemory:
     data = read_at_most(file, MOST_FACTS)
     try:
-        facts = facts_told(data.decode())
+        facts = checked_facts(data.decode())
     except ValueError as error:
         raise ValueError(f"{file} is damaged, or no {FILE}: {error}; its rank 0 writes it anew as it trains") from None
     tuning, note = _tuning_beside(file.parent)

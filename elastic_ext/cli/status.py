@@ -18,7 +18,7 @@ from elastic_ext.agent.status.files import is_run_directory, read_run_directory
 from elastic_ext.agent.status.status import NodeStatus, status_of
 from elastic_ext.agent.status.text import line_of, words
 from elastic_ext.errors import in_words
-from elastic_ext.master.address import add_ways
+from elastic_ext.master.address import add_master_arguments
 from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.records.text import expanded
@@ -49,7 +49,7 @@ _MOST_JOBS = 200
 
 def add_arguments_of_status(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments of ``elastic-ext status``."""
-    add_ways(parser, add_places(parser))
+    add_master_arguments(parser, add_places(parser))
     parser.add_argument("--json", action="store_true", help="one JSON object per run directory")
 
 
@@ -183,7 +183,7 @@ _LOOK_SECONDS = 0.2
 
 def add_arguments_of_events(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments of ``elastic-ext events``."""
-    add_ways(parser, add_places(parser))
+    add_master_arguments(parser, add_places(parser))
     parser.add_argument("--follow", action="store_true", help="go on with those to come, until Ctrl-C")
     parser.add_argument(
         "--last",

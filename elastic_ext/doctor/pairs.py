@@ -241,7 +241,7 @@ def _run_rounds(meeting: Meeting, notes: Notes, say: Callable[[str], None], pati
             say(f"round {number + 1} of {len(rounds)}: with {notes.label(other)}")
             meeting.tell(f"ready/{number}", "1")
             if meeting.wait_for(other, f"ready/{number}") is None:
-                say(f"{notes.label(other)} has stopped to answer")
+                say(f"{notes.label(other)} has stopped answering")
                 continue
             store = meeting.store_of_pair(f"pair/{number}/{first}")
             notes.tell_pair(_pair(store, number, first, second, meeting.index == second, notes, patience_seconds))

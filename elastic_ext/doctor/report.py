@@ -201,7 +201,7 @@ def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
         )
     found += [
         error(
-            f"{label} has stopped to answer",
+            f"{label} has stopped answering",
             "a job would hang or fail there",
             "look whether that machine and the process on it are there, and check again",
         )
@@ -251,7 +251,7 @@ def words_of_report(report: PairReport) -> list[str]:
     for pair in report.pairs:
         between = f"{report.label(pair.first)} - {report.label(pair.second)}"
         if any(report.nodes[index].is_silent for index in (pair.first, pair.second)) and pair.trouble:
-            lines.append(f"{between}: not measured, as one of them has stopped to answer")
+            lines.append(f"{between}: not measured, as one of them has stopped answering")
         else:
             lines.append(f"{between}: {pair.trouble or _of_pair_in_words(pair)}")
     return lines

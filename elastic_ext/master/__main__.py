@@ -28,7 +28,7 @@ _MOST_FILES = 65_536
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a master; gives the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of it is told here
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines: what matters is logged by this library
     from .process import MasterNotStarted, serve
     from .store import Superseded
 

@@ -15,7 +15,7 @@ from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES
 from elastic_ext.records.text import expanded
 
-__all__ = ["MOST_BEAT_BYTES", "MOST_MESSAGE_BYTES", "Address", "MasterPlace", "add_ways", "named_master"]
+__all__ = ["MOST_BEAT_BYTES", "MOST_MESSAGE_BYTES", "Address", "MasterPlace", "add_master_arguments", "named_master"]
 
 
 # --- where a master is, and what it takes to speak with it -----------------------------------------------------------
@@ -60,7 +60,7 @@ class Address:
 
     @property
     def target(self) -> str:
-        """The address as a gRPC target, of a kind that never looks up IP addresses by name."""
+        """The address as a gRPC target, whose scheme keeps gRPC from a DNS lookup where the host is an IP address."""
         if ":" in self.host:
             return f"ipv6:{self}"
         return f"ipv4:{self}" if _is_ipv4(self.host) else f"dns:///{self}"
@@ -98,7 +98,7 @@ def _is_ipv6(text: str) -> bool:
 _MASTER, _TOKEN_FILE = "ELASTIC_EXT_MASTER", "ELASTIC_EXT_TOKEN_FILE"
 
 
-def add_ways(
+def add_master_arguments(
     parser: argparse._ActionsContainer,
     group: argparse._MutuallyExclusiveGroup | None = None,
     *,
@@ -111,8 +111,10 @@ def add_ways(
         metavar="ADDR",
         help=f"HOST:PORT of a job's master, or the run directory of one of its agents{master}",
     )
-    parser.add_argument("--token-file", help=f"the file with the token that it wants{token_file}")
-    parser.add_argument("--tls-ca", metavar="FILE", help="what its certificate is checked by, where it has one")
+    parser.add_argument("--token-file", help=f"the file with the master's token{token_file}")
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", help="the file that the master's certificate is checked by, where it has one"
+    )
 
 
 def named_master(options: argparse.Namespace, environ: Mapping[str, str], *, is_other: bool) -> MasterPlace | None:

@@ -52,7 +52,7 @@ class MasterOptions:
         if self.lease_seconds < 2 * self.beat_seconds:
             raise ValueError(
                 f"--lease-seconds {self.lease_seconds:g} is less than two of --beat-seconds {self.beat_seconds:g}: "
-                "one word that is lost would make a node count as lost"
+                "one beat that is lost would make a node count as lost"
             )
 
     @property
@@ -60,13 +60,13 @@ class MasterOptions:
         """A warning for the user of who can call this master, without a token or TLS; empty where none is due."""
         if self.token_file is None:
             return (
-                "it asks for no token: any user of this machine can set the config of the job, and speak for its "
-                "nodes; give --token-file where the machine has other users"
+                "this master asks for no token: any user of this machine can set the config of the job, and speak for "
+                "its nodes; give --token-file where the machine has other users"
             )
         if self.tls_cert is None and not is_loopback(self.bind):
             return (
-                f"it is reached at {self.bind} without TLS: whoever can listen to the network reads the token, and can "
-                "then set the config of the job; give --tls-cert and --tls-key, or keep to a network of your own"
+                f"this master is reached at {self.bind} without TLS: whoever can listen to the network reads the token "
+                "and can set the config of the job; give --tls-cert and --tls-key, or keep to a network of your own"
             )
         return ""
 
@@ -94,21 +94,23 @@ def is_loopback(address: str) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m elastic_ext.master",
-        description="The master of one job: what it remembers, and where it is asked and told. Training goes on "
-        "without it.",
+        description="The master of one job: it keeps the job's nodes, configs, events and metrics, and runs the tuner. "
+        "Training goes on without it.",
         allow_abbrev=False,
     )
     parser.add_argument("--port", type=_port, required=True, help="to listen at; 0 for any that is free")
-    parser.add_argument("--port-file", type=_path, help="where to write which port it is, once it is listened at")
+    parser.add_argument(
+        "--port-file", type=_path, help="the file to write the port into, once the master listens at it"
+    )
     parser.add_argument("--state-dir", type=_path, required=True, help="a folder of its own, on a local disk")
     parser.add_argument("--token-file", type=_path, help="the file with the token that everybody has to give")
     parser.add_argument("--bind", default="127.0.0.1", type=_address, help="the address (default: this machine alone)")
     parser.add_argument("--metrics-port", type=_port, help="where Prometheus is answered")
     parser.add_argument("--tls-cert", type=_path, help="a certificate, in PEM")
-    parser.add_argument("--tls-key", type=_path, help="... and its key")
+    parser.add_argument("--tls-key", type=_path, help="the key of that certificate, in PEM")
     parser.add_argument("--job", default="", help="what the job is called (default: what the first agent says)")
     parser.add_argument("--lease-seconds", type=_seconds, default=30.0, help="after which a silent node counts as lost")
-    parser.add_argument("--beat-seconds", type=_seconds, default=10.0, help="how often nodes are to be heard of")
+    parser.add_argument("--beat-seconds", type=_seconds, default=10.0, help="how long between two heartbeats of a node")
     parser.add_argument(
         "--acknowledge-seconds",
         type=_seconds,

@@ -23,7 +23,6 @@ from .address import MOST_MESSAGE_BYTES, MasterPlace
 from .credentials import read_token
 from .wire import as_dict
 from .wire import master_pb2 as pb
-from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import MasterStub
 
 __all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream", "MastersConfig"]
@@ -36,7 +35,7 @@ PROTOCOL = 1
 OLDEST_PROTOCOL = 1
 _MOST_REPLY_BYTES = 64 << 20  # the status of a thousand nodes, with their workers
 _MOST_CA_BYTES = 1 << 20
-_MOST_WORDS = 1000
+_MOST_CHARACTERS = 1000  # of what the master says of an error
 _CALL_SECONDS = 10.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MOST_REPLY_BYTES),
@@ -55,16 +54,17 @@ _Reply = TypeVar("_Reply", bound=Message)
 class MasterStream(Generic[_Reply]):
     """The messages of a stream from the master, as they come, until the master or ``close`` ends the stream."""
 
-    def __init__(self, call: Any, name: Callable[[grpc.RpcError], MasterError]) -> None:
+    def __init__(self, call: Any, translate: Callable[[grpc.RpcError], MasterError]) -> None:
+        """``translate`` gives the MasterError for an error of gRPC."""
         self._call = call
-        self._name = name
+        self._translate = translate
 
     def __iter__(self) -> Iterator[_Reply]:
         """Messages to the end of the stream; MasterError where something else than the master has ended it."""
         try:
             yield from self._call
         except grpc.RpcError as error:
-            raise self._name(error) from None
+            raise self._translate(error) from None
 
     def close(self) -> None:
         """End the stream; from any thread."""
@@ -178,18 +178,18 @@ class MasterClient:
         try:
             return call(request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._named(error, timeout_seconds) from None
+            raise self._translated(error, timeout_seconds) from None
         except ValueError:  # so gRPC says that the channel is closed
             raise MasterAbsent(f"the connection with the master at {self._address} was closed") from None
 
     def _listen(self, call: Any, request: Message) -> MasterStream[Any]:
         try:
-            return MasterStream(call(request, metadata=self._metadata), self._named)
+            return MasterStream(call(request, metadata=self._metadata), self._translated)
         except ValueError:
             raise MasterAbsent(f"the connection with the master at {self._address} was closed") from None
 
-    def _named(self, error: grpc.RpcError, timeout_seconds: float = 0.0) -> MasterError:
-        said = on_one_line(error.details() or "")[:_MOST_WORDS]
+    def _translated(self, error: grpc.RpcError, timeout_seconds: float = 0.0) -> MasterError:
+        said = on_one_line(error.details() or "")[:_MOST_CHARACTERS]
         return _error_of(
             error.code(), said, self._address, is_encrypted=self._is_encrypted, timeout_seconds=timeout_seconds
         )
@@ -300,7 +300,7 @@ class MastersConfig:
     ) -> ElasticConfig:
         """Have the master write the next config version."""
         values = {key: json.dumps(value) for key, value in changes.items()}
-        request = wire.SetConfigRequest(changes=values, remove=remove, reason=reason, at_step=at_step)
+        request = pb.SetConfigRequest(changes=values, remove=remove, reason=reason, at_step=at_step)
         return ElasticConfig.parse(self._client.set_config(request).text.encode())
 
     def undo(self) -> ElasticConfig:

@@ -19,31 +19,38 @@ __all__ = [
     "Cluster",
     "Fleet",
     "Group",
-    "Judged",
     "MeasuredLink",
+    "PairFindings",
     "SlowMachine",
     "Topology",
     "cluster_of",
-    "guess",
-    "judged",
+    "guess_topology",
+    "pair_findings",
 ]
 
 
 # --- which machines are near each other ------------------------------------------------------------------------------
 # Which machines are near each other, guessed from what lies between them: pure, and honest where it cannot be told.
 #
+# The *length* of a link is its latency, or 1 / bandwidth where latencies tell nothing: a longer link is a slower one.
 # A *near* link is one on this side of a gap among all links: the widest that parts the machines into a few groups, each
 # held together by near links, with none between them. A single slow link is no gap, as its two machines are near others
 # that are near each other; and where values differ by chance alone, what lies beyond the widest gap parts nothing.
 
-_LEAST_GAP = 1.3  # times as long, from one link to the next,
-_LEAST_TIMES = 1.5  # ... and from those in the middle of either side;
-_LEAST_TIMES_OF_FEW, _FEW = 2.0, 6  # of few machines, where chance alone makes gaps
-_LEAST_NEAR = 0.75  # of the links within a group
-_LEAST_PLACED = 0.5  # of all machines
-_MOST_TRIED = 16
-_ALIKE = 2.0  # times as long as the shortest are the longest of links that are all about as long
+_LEAST_GAP = 1.3
+"""A gap lies between two links, next to each other by length, where the longer is at least so many times as long."""
+_LEAST_TIMES, _LEAST_TIMES_OF_FEW, _FEW = 1.5, 2.0, 6
+"""By how many times the median link between groups must be longer than the median link within them; and the same for
+fewer than 6 machines, among which chance alone makes gaps."""
+_LEAST_NEAR = 0.75
+"""The share of the links within each group that must be near ones."""
+_LEAST_PLACED = 0.5
+"""The share of all machines that must be in a group."""
+_MOST_TRIED = 16  # gaps, the widest first
+_ALIKE = 2.0
+"""Links are all about alike where the longest is at most so many times as long as the shortest."""
 _TIMES_SLOW = 3.0
+"""A link is slow where it is more than so many times as long as the median link in the same place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +79,7 @@ class Topology:
     """The median link from one group to another; None where there is one group, or none."""
 
 
-def guess(num_machines: int, links: Sequence[Link], *, apart: Iterable[int] = ()) -> Topology:
+def guess_topology(num_machines: int, links: Sequence[Link], *, apart: Iterable[int] = ()) -> Topology:
     """The groups of machines that are near each other, guessed from ``links`` between them.
 
     Machines that are slow to answer at all are left out, as indices in ``apart``.
@@ -89,14 +96,15 @@ def guess(num_machines: int, links: Sequence[Link], *, apart: Iterable[int] = ()
 def _by_gap(
     machines: Sequence[int], links: Sequence[Link], measure: str, length_of: Callable[[Link], float | None]
 ) -> Topology | None:
+    """The groups on either side of the widest gap among links' lengths that parts the machines; None if none does."""
     lengths = {(each.first, each.second): length for each in links if (length := length_of(each)) is not None}
     ordered = sorted(set(lengths.values()))
     gaps = [(longer / shorter, shorter) for shorter, longer in pairwise(ordered)]
     widest = sorted((each for each in gaps if each[0] >= _LEAST_GAP), key=lambda each: (-each[0], each[1]))
     for _, limit in widest[:_MOST_TRIED]:
         near = [ends for ends, length in lengths.items() if length <= limit]
-        parts = _told_apart(_parts(machines, near), lengths)
-        if _is_told(parts, len(machines), lengths, set(near)):
+        parts = _compared_parts(_parts(machines, near), lengths)
+        if _are_apart(parts, len(machines), lengths, set(near)):
             return _topology(parts, len(machines), links, measure)
     return None
 
@@ -116,7 +124,7 @@ def _parts(machines: Sequence[int], near: Iterable[tuple[int, int]]) -> list[lis
     return sorted(parts.values(), key=lambda part: (-len(part), part))
 
 
-def _told_apart(parts: Sequence[list[int]], lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _compared_parts(parts: Sequence[list[int]], lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
     """The larger parts that were compared with each other by a link; where not every pair was measured, some were not.
 
     A part that was not compared with a kept one may belong to it or not, and is left out.
@@ -130,7 +138,7 @@ def _told_apart(parts: Sequence[list[int]], lengths: Iterable[tuple[int, int]]) 
     return [parts[number] for number in kept]
 
 
-def _is_told(
+def _are_apart(
     parts: Sequence[Sequence[int]],
     num_machines: int,
     lengths: dict[tuple[int, int], float],
@@ -250,11 +258,11 @@ _MOST_RECOMMENDED = 32
 _MOST_LINKS = 4096
 _LEAST_SHARES = {"matmul": 0.15, "latency": 0.5, "bandwidth": 0.3}
 """By which part of the usual value a machine has to be slower to count as slow, by measure."""
-_LENGTHS: Mapping[str, Callable[[Link], float | None]] = {
+_LENGTHS: Mapping[str, Callable[[Link], float | None]] = {  # of a link, by measure: longer is slower
     "latency": lambda link: link.latency_seconds,
     "bandwidth": lambda link: None if link.bandwidth is None else 1 / link.bandwidth,
 }
-_WORDS = {
+_WORDS = {  # by measure: what a slow machine does slowly, and what a person should look at
     "matmul": ("computes", "look at its clock, its temperature and what else runs there"),
     "latency": ("answers", "look at its network interface and its place in the network, and what else runs there"),
     "bandwidth": ("exchanges data", "look at the speed of its network interface, its cable, and what else uses it"),
@@ -283,7 +291,7 @@ class SlowMachine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class PairFindings:
     """What pairs of nodes have measured, with the slow machines and the groups that follow from that alone."""
 
     measured: MachineMeasurements
@@ -308,25 +316,25 @@ class Cluster:
     """What to do and why, the most urgent first."""
 
 
-def judged(measured: MachineMeasurements) -> Judged:
+def pair_findings(measured: MachineMeasurements) -> PairFindings:
     """The slow machines and the groups that follow from ``measured``; this takes a second for thousands of machines."""
     slow = _slow_machines(measured)
     answers_slowly = [place for place, found in slow.items() if any(each[0] == "latency" for each in found)]
-    topology = guess(len(measured.machines), measured.links, apart=answers_slowly)
-    return Judged(measured=measured, slow=slow, topology=topology)
+    topology = guess_topology(len(measured.machines), measured.links, apart=answers_slowly)
+    return PairFindings(measured=measured, slow=slow, topology=topology)
 
 
 def cluster_of(
-    nodes: Sequence[NodeFacts], found: Judged | None = None, slow_ranks: Sequence[Straggler] = ()
+    nodes: Sequence[NodeFacts], found: PairFindings | None = None, slow_ranks: Sequence[Straggler] = ()
 ) -> Cluster:
     """The comparison of a job's machines, from its nodes' hardware, measured pairs, and stragglers in training."""
     nodes = sorted(nodes, key=lambda each: (each.host, each.node_id))
-    found = found or judged(MachineMeasurements())
+    found = found or pair_findings(MachineMeasurements())
     measured, topology = found.measured, found.topology
     evidence = _evidence(measured, found.slow, slow_ranks)
     unlike = tuple(unlike_nodes(nodes))
     recommended = [
-        *_of_meeting(measured),
+        *_of_trouble(measured),
         *_of_unlike(unlike, is_bad=True),
         *_of_slow(evidence, slow_ranks),
         *_of_links(measured, topology),
@@ -360,6 +368,7 @@ def _slow_machines(measured: MachineMeasurements) -> dict[int, list[tuple[str, s
 
 
 def _measures(measured: MachineMeasurements) -> Iterator[tuple[str, str, Mapping[int, tuple[float, ...]], bool]]:
+    """What machines are compared by: measure, device, each machine's values by window, whether more is better."""
     alive = {place: each for place, each in enumerate(measured.machines) if not each.is_silent}
     for device in sorted({device for each in alive.values() for device in each.matmul}):
         values = {place: each.matmul[device] for place, each in alive.items() if each.matmul.get(device)}
@@ -424,12 +433,13 @@ def _evidence(
 # ---- what to do ----
 
 
-def _of_meeting(measured: MachineMeasurements) -> Iterator[str]:
+def _of_trouble(measured: MachineMeasurements) -> Iterator[str]:
+    """What to do where the measurement itself has failed: as a whole, on machines, or on links."""
     if measured.trouble is not None:
         yield f"check the pairs of nodes again: {measured.trouble}; what was measured until then is all that is known"
     silent = [each.name for each in measured.machines if each.is_silent]
     if silent:
-        yield f"look whether {named(silent)} and the process there are alive: they stopped to answer in the check"
+        yield f"look whether {named(silent)} and the process there are alive: they stopped answering during the check"
     broken = [each for each in measured.links if each.trouble is not None]
     broken = [each for each in broken if not any(measured.machines[end].is_silent for end in (each.first, each.second))]
     for each in broken[:4]:
@@ -442,6 +452,7 @@ def _of_meeting(measured: MachineMeasurements) -> Iterator[str]:
 
 
 def _of_unlike(unlike: Sequence[tuple[str, str, bool]], *, is_bad: bool) -> Iterator[str]:
+    """What to do about differences from ``unlike_nodes``: those that may end a job (``is_bad``), or the others."""
     for text, what, may_end in unlike:
         if may_end and is_bad:
             yield f"install the same {what} on all nodes, as processes that do not speak alike fail or hang: {text}"
@@ -552,7 +563,7 @@ class Fleet:
     def __init__(self, pairs: str = "") -> None:
         """``pairs`` is the report that ``take_pairs`` was given, or empty."""
         self.pairs = pairs
-        self._judged: Judged | None = judged(measured_in(pairs)) if pairs else None
+        self._findings: PairFindings | None = pair_findings(measured_in(pairs)) if pairs else None
         self._texts: dict[str, tuple[str, bytes]] = {}  # node -> its host, and what it has told, packed
         self._facts: dict[str, tuple[bool, NodeFacts]] = {}  # node -> whether there were others, and the facts
         self._cluster: tuple[Sequence[Straggler], Cluster] | None = None
@@ -594,7 +605,7 @@ class Fleet:
 
     def take_pairs(self, text: str) -> None:
         """Take a report of what pairs of nodes have measured, in place of any earlier one; ValueError if it is none."""
-        self._judged = judged(measured_in(text))
+        self._findings = pair_findings(measured_in(text))
         self.pairs = text
         self._cluster = None
 
@@ -602,7 +613,7 @@ class Fleet:
         """The comparison of the job's machines, made again only where something has changed."""
         if self._cluster is None or self._cluster[0] != slow_ranks:
             facts = [found for node_id in self._texts if (found := self.facts(node_id)) is not None]
-            self._cluster = slow_ranks, cluster_of(facts, self._judged, slow_ranks)
+            self._cluster = slow_ranks, cluster_of(facts, self._findings, slow_ranks)
         return self._cluster[1]
 
 

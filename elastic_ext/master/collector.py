@@ -128,7 +128,7 @@ class _Level:
             self.points.append(finished)
             self._open = []
         self._open.append(point)
-        if len(self._open) > self.every:  # whoever adds points that often; their mean is one too
+        if len(self._open) > self.every:  # more than one a second, whoever adds so many: their mean stands for them
             self._open = [mean_of(self._open)]
         while self.points and self.points[0].time < point.time - self.every * (self.points.maxlen or 0):
             self.points.popleft()
@@ -227,11 +227,11 @@ class Collector:
     def __init__(self, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
         """Reports older than ``fresh_seconds`` do not count in the job's present metrics."""
         self._fresh_seconds = fresh_seconds
-        self._reports: dict[str, NodeReport] = {}  # the one that was told of longest ago first
+        self._reports: dict[str, NodeReport] = {}  # by node; the report that is oldest first
         self._windows: dict[str, Windows] = {}
         self._num_bytes = 0
         self._num_ranks = 0
-        self._num_kept = 0  # ranks whose windows are
+        self._num_kept = 0  # ranks whose windows are kept
         self._slow = SlowRanks()
         self._history = History()
         self._pace = ChangeDetector(least_seconds=0.0)

@@ -11,7 +11,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undone
 from elastic_ext.errors import ConfigError, Refusal
 
-__all__ = ["Author", "ConfigBook", "ConfigStream", "Page", "StaleVersion", "Unacknowledged", "Watchers"]
+__all__ = ["Author", "AuthoredVersion", "ConfigBook", "ConfigStream", "StaleVersion", "Unacknowledged", "Watchers"]
 
 
 # --- the versions that a job's config has had, one after another, whoever wrote them ---------------------------------
@@ -20,8 +20,8 @@ __all__ = ["Author", "ConfigBook", "ConfigStream", "Page", "StaleVersion", "Unac
 # stale. Nothing is taken back: an undo is a version too.
 
 Author = Literal["person", "generated", "node"]
-_MOST_PAGES = 200
-_MOST_VERSION = 2**52  # of what a node's file may begin with: half of all that there are
+_MOST_KEPT = 200
+_MOST_FILE_VERSION = 2**52  # the largest number taken from a node's file: half of the range, to leave others room
 
 
 class StaleVersion(Exception):
@@ -29,7 +29,7 @@ class StaleVersion(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:
+class AuthoredVersion:
     """One version of a job's config, with its author."""
 
     entry: HistoryEntry
@@ -43,42 +43,46 @@ class Page:
 
 
 class ConfigBook:
-    """The newest versions of a job's config. One call makes a new page; ``enter`` adds the page once it is stored."""
+    """The newest versions of a job's config.
 
-    def __init__(self, pages: Sequence[Page] = ()) -> None:
-        self._pages = list(pages)
-        self._text = self._pages[-1].config.to_json() if self._pages else ""
+    ``propose``, ``propose_undo`` and ``propose_from_file`` make the next version and change nothing here; ``enter``
+    adds it, once the caller has stored it.
+    """
+
+    def __init__(self, versions: Sequence[AuthoredVersion] = ()) -> None:
+        self._versions = list(versions)
+        self._text = self._versions[-1].config.to_json() if self._versions else ""
         self._conflicts: set[tuple[int, str]] = set()
 
     @property
-    def pages(self) -> Sequence[Page]:
+    def versions(self) -> Sequence[AuthoredVersion]:
         """The newest config versions that are kept, oldest first."""
-        return tuple(self._pages)
+        return tuple(self._versions)
 
     @property
-    def newest(self) -> Page | None:
+    def newest(self) -> AuthoredVersion | None:
         """The newest config version, which all nodes are to hold; None before there is one."""
-        return self._pages[-1] if self._pages else None
+        return self._versions[-1] if self._versions else None
 
     @property
     def version(self) -> int:
         """The number of the newest config version; 0 before there is one."""
-        return self._pages[-1].config.version if self._pages else 0
+        return self._versions[-1].config.version if self._versions else 0
 
     @property
     def text(self) -> str:
         """The text of the newest config version, as a config file has it; empty before there is one."""
         return self._text
 
-    def enter(self, page: Page) -> None:
-        """Make ``page`` the newest version, once it is stored."""
-        assert page.config.version > self.version, (page.config.version, self.version)
-        self._pages.append(page)
-        self._text = page.config.to_json()
+    def enter(self, authored: AuthoredVersion) -> None:
+        """Make ``authored`` the newest version, once it is stored."""
+        assert authored.config.version > self.version, (authored.config.version, self.version)
+        self._versions.append(authored)
+        self._text = authored.config.to_json()
         self._conflicts.clear()
-        del self._pages[:-_MOST_PAGES]
+        del self._versions[:-_MOST_KEPT]
 
-    def set(
+    def propose(
         self,
         changes: Mapping[str, object],
         *,
@@ -88,8 +92,8 @@ class ConfigBook:
         now: float,
         author: Author = "person",
         made_from: int | None = None,
-    ) -> Page:
-        """A page with the next version, made from the newest by ``changes`` and ``remove``, not entered yet.
+    ) -> AuthoredVersion:
+        """The next version, made from the newest by ``changes`` and ``remove``; it is not entered yet.
 
         ConfigError for a config that cannot be; StaleVersion where it was ``made_from`` another version.
         """
@@ -99,25 +103,25 @@ class ConfigBook:
         version = self.version + 1
         config = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
         ElasticConfig.parse(config.to_json().encode())  # values that are allowed one by one can make too large a file
-        return Page(entry=HistoryEntry(time=now, config=config), author=author)
+        return AuthoredVersion(entry=HistoryEntry(time=now, config=config), author=author)
 
-    def undo(self, *, now: float) -> Page:
-        """A page with the content before the newest one as the next version, not entered yet. ConfigError."""
-        entries = [each.entry for each in self._pages]
+    def propose_undo(self, *, now: float) -> AuthoredVersion:
+        """The next version, with the content from before the newest one; it is not entered yet. ConfigError."""
+        entries = [each.entry for each in self._versions]
         target = undone(entries)
         config = restored(target, version=next_version(entries))
-        return Page(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
+        return AuthoredVersion(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 
-    def found(self, text: str, *, node_id: str, now: float) -> Page | None:
-        """A page with the config in a node's file, if that is newer than the newest here; else None. ConfigError."""
+    def propose_from_file(self, text: str, *, node_id: str, now: float) -> AuthoredVersion | None:
+        """The config in a node's file as the next version, not entered yet; None where it is not newer. ConfigError."""
         config = ElasticConfig.parse(text.encode(errors="surrogatepass"))
         if config.version <= self.version:
             return None
-        if config.version > _MOST_VERSION:
-            allowed = f"at most {_MOST_VERSION} from a file, so that others can come after it"
+        if config.version > _MOST_FILE_VERSION:
+            allowed = f"at most {_MOST_FILE_VERSION} from a file, so that others can come after it"
             advice = f"the next one is {self.version + 1}"
             raise ConfigError([Refusal(key="version", given=str(config.version), allowed=allowed, advice=advice)])
-        return Page(entry=HistoryEntry(time=now, config=config), author="node", node_id=node_id)
+        return AuthoredVersion(entry=HistoryEntry(time=now, config=config), author="node", node_id=node_id)
 
     def conflict(self, version: int, digest: str, node_id: str) -> str | None:
         """A sentence, once, where a node holds the newest version number with other contents; else None."""
@@ -147,7 +151,8 @@ class Unacknowledged(Exception):
 class ConfigStream:
     """One agent's stream of configs: which version was sent, which is acknowledged, and when there is news.
 
-    The call that serves it sends the newest config while ``has_news``, else awaits ``rung``, until it ``is_over``.
+    The call that serves it sends the newest config while ``take_news`` says so, else awaits ``rung``, until it
+    ``is_over``.
     """
 
     __slots__ = ("_acknowledge_seconds", "_bell", "_deadline", "_held", "_newest", "_sent", "_timer", "is_over")
@@ -160,7 +165,7 @@ class ConfigStream:
         self._bell: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def has_news(self, newest_version: int) -> bool:
+    def take_news(self, newest_version: int) -> bool:
         """Whether to send a version now, which then counts as sent. Unacknowledged where an earlier one is not held."""
         now = asyncio.get_running_loop().time()
         self._newest = max(self._newest, newest_version)
@@ -202,6 +207,7 @@ class ConfigStream:
 
     @property
     def _is_owed(self) -> bool:
+        """Whether the node has yet to acknowledge the version that was sent last."""
         return self._held < self._sent
 
     def _ring(self) -> None:

@@ -14,7 +14,7 @@ __all__ = ["LEAST_CHARACTERS", "MOST_CHARACTERS", "make_token", "read_token"]
 
 LEAST_CHARACTERS = 16
 MOST_CHARACTERS = 4096
-_BYTES = 32  # of chance in one that is made here
+_BYTES = 32  # random ones, in a token that make_token makes
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _ALLOWED = f"one line of {LEAST_CHARACTERS} to {MOST_CHARACTERS} printable ASCII characters without blanks"
 

@@ -13,7 +13,7 @@ from elastic_ext.config.keys import KEYS
 from elastic_ext.records.metrics import JobFacts, MemoryFacts
 from elastic_ext.records.text import on_one_line
 
-__all__ = ["MOST_FACTS", "facts_told"]
+__all__ = ["MOST_FACTS", "checked_facts"]
 
 MOST_FACTS = 256 << 10
 """The most characters of a job's facts as JSON."""
@@ -27,7 +27,7 @@ _MOST_PASSES = 4096
 _MOST_BLOCKS = 1 << 14
 
 
-def facts_told(text: str) -> JobFacts:
+def checked_facts(text: str) -> JobFacts:
     """The facts of a job in ``text``, JSON that an agent has sent; ValueError says what in them cannot be."""
     if len(text) > MOST_FACTS:
         raise ValueError(f"they have {len(text)} characters; allowed: {MOST_FACTS}")

@@ -1,7 +1,8 @@
 """Job: the state of a master's job, and the answers to agents and people. It does no I/O and reads no clock.
 
-A config version is stored before it counts: the caller of `beat`, `changed`, `undone` and `generated` stores the page
-that they give, and then calls `enter`. All else is given to the store now and then, by `take_unsaved`.
+A config version is stored before it counts: the caller of `beat`, `propose_change`, `propose_undo` and
+`propose_decided` stores the version that they give, and then calls `enter`. All else is given to the store now and
+then, by `take_unsaved`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from elastic_ext.tuner.decisions import Decision
 
 from .cluster import Fleet
 from .collector import Collector
-from .configs import ConfigBook, Page
+from .configs import AuthoredVersion, ConfigBook
 from .events import EventLog, EventRecord, NodeRecord, refusal_in
 from .machines import BadMachines
 from .nodes import (
@@ -37,15 +38,15 @@ from .nodes import (
     check_join,
 )
 from .store import Stored, Unsaved, UnsavedChanges
-from .tuning import Made, Mode, Run, Tuning, at_once, check_decision, is_to_come
+from .tuning import Mode, Run, StrategyFactory, Tuning, at_once, check_decision, is_to_come
 from .wire import master_pb2 as wire
 
 __all__ = ["Job", "JobSettings", "Now", "Unsaved"]
 
 _MOST_EVENTS = 512  # in one message
 _MOST_TROUBLE = 1_000
-_AT_ONCE_PER_SECOND = 1_000
-_MOST_SPREAD_SECONDS = 2.0
+_ACKNOWLEDGEMENTS_PER_SECOND = 1_000  # of a config, by all agents together
+_MOST_WITHIN_SECONDS = 2.0
 
 
 class Now(NamedTuple):
@@ -79,7 +80,7 @@ class Job:
         settings: JobSettings,
         now: Now,
         *,
-        strategy: Made | None = None,
+        strategy: StrategyFactory | None = None,
         run: Run = at_once,
     ) -> None:
         """``strategy`` makes the tuning strategy, by default the library's; ``run`` runs its planning."""
@@ -87,7 +88,7 @@ class Job:
         self.job_id = stored.job_id
         self.epoch = stored.epoch
         self.began = now
-        self.book = ConfigBook(stored.pages)
+        self.book = ConfigBook(stored.versions)
         self.log = EventLog(stored.events)
         self.nodes = Nodes(lease_seconds=settings.lease_seconds)
         self.plans = Plans(stored.membership)
@@ -164,8 +165,8 @@ class Job:
             was_lost=was_lost,
         )
 
-    def beat(self, now: Now, request: wire.BeatRequest) -> tuple[wire.BeatReply, Page | None]:
-        """Take a node's beat; gives the reply, and a page to store if the config in the node's file is a newer one."""
+    def beat(self, now: Now, request: wire.BeatRequest) -> tuple[wire.BeatReply, AuthoredVersion | None]:
+        """Take a node's beat; gives the reply, and the config in the node's file, to be stored, if that is newer."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
@@ -181,7 +182,7 @@ class Job:
             self._unsaved.note("membership")
             self.log.tell(now.time, "membership", told)
         self._hear(now, node.node_id, _unheard(node, request), request.num_events_dropped)
-        page, wants_config = self._look_at_held(now, node, request.held)
+        authored, wants_config = self._look_at_held(now, node, request.held)
         newest = self.book.newest
         lags = newest is not None and request.held.version < newest.config.version
         reply = wire.BeatReply(
@@ -194,16 +195,17 @@ class Job:
             wants_config=wants_config,
             wants_hardware=not self.fleet.hardware(node.node_id),
         )
-        return reply, page
+        return reply, authored
 
-    def watches(self, now: Now, request: wire.WatchRequest) -> Node:
+    def check_watch(self, now: Now, request: wire.WatchRequest) -> Node:
         """Check the node that asks for the stream of configs, and renew its lease."""
         return self._renewed(now, request.node_id, request.incarnation)
 
     @property
-    def spread_seconds(self) -> float:
-        """Over how many seconds agents are to spread their acknowledgements of a config."""
-        return min(len(self.nodes) / _AT_ONCE_PER_SECOND, _MOST_SPREAD_SECONDS, self.settings.acknowledge_seconds / 2)
+    def acknowledge_within_seconds(self) -> float:
+        """Within how many seconds agents are to acknowledge a config, each at a random moment of them."""
+        wanted = len(self.nodes) / _ACKNOWLEDGEMENTS_PER_SECOND
+        return min(wanted, _MOST_WITHIN_SECONDS, self.settings.acknowledge_seconds / 2)
 
     def leave(self, now: Now, request: wire.LeaveRequest) -> None:
         """Note that a node leaves the job, with its last events."""
@@ -227,8 +229,8 @@ class Job:
 
     # ---- configs ----
 
-    def changed(self, now: Now, request: wire.SetConfigRequest) -> Page:
-        """A page with the next config version as a person asks for it, to be stored. ConfigError."""
+    def propose_change(self, now: Now, request: wire.SetConfigRequest) -> AuthoredVersion:
+        """The next config version as a person asks for it, to be stored and entered. ConfigError."""
         check_job(request.job, self.name)
         changes: dict[str, object] = {}
         for key, text in request.changes.items():
@@ -237,27 +239,29 @@ class Job:
             except (ValueError, RecursionError):
                 raise RequestRefused("invalid", f"the value of {key[:100]} is no JSON: {text[:100]!r}") from None
         at_step = request.at_step if request.HasField("at_step") else None
-        return self.book.set(changes, remove=list(request.remove), reason=request.reason, at_step=at_step, now=now.time)
+        return self.book.propose(
+            changes, remove=list(request.remove), reason=request.reason, at_step=at_step, now=now.time
+        )
 
-    def undone(self, now: Now, request: wire.UndoConfigRequest) -> Page:
-        """A page with the content before the newest config version as the next one, to be stored. ConfigError."""
+    def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
+        """The next config version, with the content from before the newest, to be stored and entered. ConfigError."""
         check_job(request.job, self.name)
-        return self.book.undo(now=now.time)
+        return self.book.propose_undo(now=now.time)
 
-    def decided(self, now: Now) -> Decision | None:
+    def decision_to_write(self, now: Now) -> Decision | None:
         """The tuner's decision that is to be written now as a config version; None where there is none."""
         waits = is_to_come(self.book.newest, step=self.collector.progress(now.time).step)
         return None if waits else self.tuning.due
 
-    def generated(self, now: Now, decision: Decision) -> Page:
-        """A page with the next config version as the tuner has decided it, to be stored.
+    def propose_decided(self, now: Now, decision: Decision) -> AuthoredVersion:
+        """The next config version as the tuner has decided it, to be stored and entered.
 
         ConfigError; StaleVersion where another version has come; RequestRefused where the tuner may not change a key.
         """
         check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
         there = self.book.newest.config.values() if self.book.newest is not None else {}
         changes = {path: value for path, value in decision.changes.items() if value is not None}
-        return self.book.set(
+        return self.book.propose(
             changes,
             remove=[path for path, value in decision.changes.items() if value is None and path in there],
             reason=decision.reason,
@@ -267,17 +271,17 @@ class Job:
             made_from=decision.base,
         )
 
-    def enter(self, now: Now, page: Page, *, decision: int | None = None) -> None:
-        """Make a stored page the newest config, which all nodes are to hold.
+    def enter(self, now: Now, authored: AuthoredVersion, *, decision: int | None = None) -> None:
+        """Make a version that is stored the newest config, which all nodes are to hold.
 
         ``decision`` is the number of the tuner's decision that it was written for, if any.
         """
-        self.book.enter(page)
-        config = page.config
-        whose = {"person": "by a person", "generated": "by what generates strategies", "node": f"on {page.node_id}"}
-        words = f"version {config.version} of the config was written {whose[page.author]}"
+        self.book.enter(authored)
+        config = authored.config
+        whose = {"person": "by a person", "generated": "by the tuner", "node": f"on {authored.node_id}"}
+        words = f"version {config.version} of the config was written {whose[authored.author]}"
         self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
-        self.tuning.take_config(now.time, config, page.author, number=decision)
+        self.tuning.take_config(now.time, config, authored.author, number=decision)
 
     # ---- the tuner ----
 
@@ -292,7 +296,7 @@ class Job:
         """Take a report of what pairs of nodes have measured; gives the recommendations that follow. ValueError."""
         self.fleet.take_pairs(request.report)
         self._unsaved.note("pairs")
-        self.log.tell(now.time, "pairs", "nodes have measured the ways between them")
+        self.log.tell(now.time, "pairs", "pairs of nodes have measured their network links")
         return self.fleet.cluster(self.collector.stragglers).recommendations
 
     # ---- for the store ----
@@ -345,8 +349,8 @@ class Job:
             words = f"node {node_id} could not keep {num_dropped} events until it was heard"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)
 
-    def _look_at_held(self, now: Now, node: Node, held: wire.ConfigHeld) -> tuple[Page | None, bool]:
-        """Look at the config that a node holds: a page to store if it is newer, and whether its text is needed."""
+    def _look_at_held(self, now: Now, node: Node, held: wire.ConfigHeld) -> tuple[AuthoredVersion | None, bool]:
+        """Look at the config that a node holds: gives it, to be stored, if newer; and whether its text is needed."""
         node.held_version, node.held_digest = held.version, held.digest[:64]
         conflict = self.book.conflict(held.version, node.held_digest, node.node_id)
         if conflict is not None:
@@ -360,7 +364,7 @@ class Job:
         if not held.text:
             return None, True
         try:
-            return self.book.found(held.text, node_id=node.node_id, now=now.time), False
+            return self.book.propose_from_file(held.text, node_id=node.node_id, now=now.time), False
         except ConfigError as error:
             node.refused = held.version, node.held_digest
             node.refusal = f"its config is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"

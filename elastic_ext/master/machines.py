@@ -190,6 +190,7 @@ class Link:
     bandwidths: tuple[float, ...]
     """The bandwidth of the link in each window of time, in bytes per second."""
     trouble: str | None = None
+    """Why the two machines could not exchange data, in words; None where they could."""
 
     @property
     def latency_seconds(self) -> float | None:
@@ -209,7 +210,9 @@ class MachineMeasurements:
     machines: tuple[MeasuredMachine, ...] = ()
     links: tuple[Link, ...] = ()
     num_wanted: int = 0
+    """How many nodes the measurement waited for; fewer may have come."""
     trouble: str | None = None
+    """Why the measurement ended before all pairs were measured, in words; None where it did not."""
 
 
 def measured_in(text: str) -> MachineMeasurements:

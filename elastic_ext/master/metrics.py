@@ -38,17 +38,17 @@ _NODE_STATES = ("live", "late", "lost", "left")
 _PRESENT = ("live", "late")
 _TUNER_MODES = ("off", "advise", "auto")
 _TUNER_RATES: Mapping[str, str] = {
-    "best": "The best that the tuner has measured so far.",
-    "predicted": "What the tuner's last decision was to bring,",
-    "measured": "... and has brought, once that is known.",
+    "best": "The best rate that the tuner has measured so far.",
+    "predicted": "The rate that was predicted for the tuner's last decision with a prediction.",
+    "measured": "The rate that was measured under that decision, once it is known.",
 }
 _COUNTERS: Mapping[str, str] = {
     "joins": "Agents that have joined.",
     "beats": "Beats of nodes that were answered.",
-    "pushes": "Configs that were sent to nodes as they came.",
+    "pushes": "Configs that the master has sent on the nodes' streams of configs.",
     "generated": "Versions of the config that the tuner has written.",
-    "unacknowledged": "Streams of configs that were ended as their node did not hold what it was sent.",
-    "events": "Events, by the number of the last one.",
+    "unacknowledged": "Streams of configs that were ended since their node did not acknowledge a config.",
+    "events": "Events of the job so far.",
 }
 
 Labels = Mapping[str, str]
@@ -94,12 +94,16 @@ def _of_master(
     status: master_pb2.JobStatus, counts: Mapping[str, int], refusals: Mapping[str, int]
 ) -> Iterator[_Family]:
     about = {"job": status.job, "job_id": status.job_id, "version": status.library}
-    yield _one("master_info", "What this master is.", 1, about)
-    yield _one("master_start_time_seconds", "When it started, since 1970.", status.time - status.up_seconds)
-    yield _one("master_uptime_seconds", "How long it has been up.", status.up_seconds)
-    yield _one("master_epoch", "Which process this is of those that have been this job's master.", status.epoch)
+    yield _one("master_info", "The job and the library version of this master, as labels.", 1, about)
+    yield _one(
+        "master_start_time_seconds", "When the master started, in seconds since 1970.", status.time - status.up_seconds
+    )
+    yield _one("master_uptime_seconds", "How long the master has been up, in seconds.", status.up_seconds)
+    yield _one(
+        "master_epoch", "The number of the master's process among those that have been this job's master.", status.epoch
+    )
     for name, number in list(counts.items())[:_MOST_COUNTERS]:
-        text = _COUNTERS.get(name, f"What the master calls {name}.")
+        text = _COUNTERS.get(name, f"What the master counts as {name}.")
         yield _Family(name=f"master_{name}_total", kind="counter", help=text, samples=[({}, number)])
     yield _Family(
         name="master_refusals_total",
@@ -119,12 +123,12 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
         samples=[({"state": state}, states.count(state)) for state in _NODE_STATES],
     )
     yield _one("config_version", "The newest version of the config.", config.version)
-    yield _one("config_nodes", "Nodes that should hold it.", config.num_nodes)
-    yield _one("config_nodes_holding", "Nodes whose file has it.", config.num_holding)
-    yield _one("membership_version", "Which membership of nodes the job is in.", status.membership.version)
-    yield _one("membership_nodes", "Nodes in it.", len(status.membership.nodes))
-    yield _one("troubles", "What there is to complain of.", len(status.troubles))
-    yield _one("recommendations", "What a person should do.", len(status.recommendations))
+    yield _one("config_nodes", "Nodes that should hold the newest version of the config.", config.num_nodes)
+    yield _one("config_nodes_holding", "Nodes whose file has the newest version of the config.", config.num_holding)
+    yield _one("membership_version", "The version of the job's membership plan.", status.membership.version)
+    yield _one("membership_nodes", "Nodes in the job's membership plan.", len(status.membership.nodes))
+    yield _one("troubles", "Troubles in the job's status.", len(status.troubles))
+    yield _one("recommendations", "Recommendations in the job's status.", len(status.recommendations))
     yield _optional("step", "Steps that have committed since training began.", progress, "step")
     yield from _of_measured([({}, metrics_of(progress))], of_job=True)
     shares = [({"phase": phase}, progress.shares[phase]) for phase in _PHASES if phase in progress.shares]
@@ -132,7 +136,9 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
     if status.verdict.kind:
         kind = {"kind": status.verdict.kind}
         yield _one("verdict", "What holds training up, as a label.", 1, kind)
-    yield _optional("verdict_ratio", "Which part of the time that takes.", status.verdict, "share")
+    yield _optional(
+        "verdict_ratio", "The share of the time that goes into what holds training up.", status.verdict, "share"
+    )
     yield from _of_tuner(status.tuning)
 
 
@@ -144,7 +150,7 @@ def _of_tuner(tuning: master_pb2.TuningStatus) -> Iterator[_Family]:
     yield _Family(
         name="tuner_decisions_total",
         kind="counter",
-        help="What the tuner has decided.",
+        help="Decisions of the tuner.",
         samples=[({}, tuning.num_decisions)],
     )
     for name, text in _TUNER_RATES.items():
@@ -157,10 +163,10 @@ def _of_nodes(nodes: Sequence[master_pb2.NodeStatus]) -> Iterator[_Family]:
     def family(name: str, text: str, values: Iterable[float]) -> _Family:
         return _Family(name=f"node_{name}", kind="gauge", help=text, samples=zip(labels, values, strict=True))
 
-    yield family("up", "Whether the node is heard of.", (each.state in _PRESENT for each in nodes))
-    yield family("silence_seconds", "How long ago it was heard of.", (each.seen_seconds for each in nodes))
-    yield family("config_version", "Which version its file has.", (each.config_version for each in nodes))
-    yield family("troubles", "What it has to complain of.", (len(each.troubles) for each in nodes))
+    yield family("up", "Whether the node is live or late, and not lost.", (each.state in _PRESENT for each in nodes))
+    yield family("silence_seconds", "How long ago the node was last heard of.", (each.seen_seconds for each in nodes))
+    yield family("config_version", "The config version in the node's file.", (each.config_version for each in nodes))
+    yield family("troubles", "Troubles of the node.", (len(each.troubles) for each in nodes))
 
 
 def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, most_ranks: int) -> Iterator[_Family]:
@@ -170,10 +176,10 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
     labels = [{"rank": str(worker.rank), "node": node_id} for node_id, worker in told]
     workers = [worker for _, worker in told]
     num_ranks = len(ranks) if num_ranks is None else num_ranks
-    yield _one("ranks", "Ranks that nodes tell of.", num_ranks)
+    yield _one("ranks", "Ranks in the nodes' newest reports.", num_ranks)
     yield _one("ranks_left_out", "Ranks of which there are no series, as there are very many.", num_ranks - len(told))
     running = zip(labels, (worker.state == "running" for worker in workers), strict=True)
-    yield _Family(name="rank_running", kind="gauge", help="Whether its process runs.", samples=running)
+    yield _Family(name="rank_running", kind="gauge", help="Whether the rank's process runs.", samples=running)
     for name, text, amount, scale in _RANK_GAUGES:
         values = [
             (label, value * scale)
@@ -206,10 +212,10 @@ def _of_measured(told: Sequence[tuple[Labels, Mapping[str, float]]], *, of_job: 
 
 
 _RANK_GAUGES: tuple[tuple[str, str, str, float], ...] = (
-    ("step", "Steps that have committed.", "step", 1),
-    ("cpu_ratio", "Processors that it keeps busy.", "cpu_percent", 0.01),
-    ("accelerator_busy_ratio", "How busy its accelerator is.", "gpu_percent", 0.01),
-    ("config_version", "Which version is in force.", "config_version", 1),
+    ("step", "Steps that have committed on the rank.", "step", 1),
+    ("cpu_ratio", "Processors that the rank's process keeps busy.", "cpu_percent", 0.01),
+    ("accelerator_busy_ratio", "How busy the rank's accelerator is.", "gpu_percent", 0.01),
+    ("config_version", "The config version in force on the rank.", "config_version", 1),
 )
 """The gauges of a rank that are not in the table METRICS: name, help, field of a Worker, and factor."""
 
@@ -262,7 +268,7 @@ def _number(value: float) -> str:
 
 
 # --- a small HTTP server for what Prometheus reads, and for probes ---------------------------------------------------
-# It is given what to answer with.
+# What it answers with is made by functions that it is given.
 #
 # One request for each connection, within a few seconds and a few kilobytes; connections beyond a number are answered
 # with 503 and closed.
@@ -399,20 +405,20 @@ class MetricsServer:
 
     def _answer_to(self, request: _Request) -> _Answer:
         if request.headers.get("content-length", ("0",)) != ("0",) or "transfer-encoding" in request.headers:
-            return _Answer(status=413, text="nothing is taken here\n")
+            return _Answer(status=413, text="a request must have no body\n")
         if request.path not in ("/metrics", "/healthz"):
-            return _Answer(status=404, text="there are /metrics and /healthz\n")
+            return _Answer(status=404, text="no such path; there are /metrics and /healthz\n")
         if request.method not in ("GET", "HEAD"):
-            return _Answer(status=405, text="it can be read with GET\n", headers={"Allow": "GET, HEAD"})
+            return _Answer(status=405, text="the method must be GET or HEAD\n", headers={"Allow": "GET, HEAD"})
         if request.path == "/healthz":
             is_healthy = self._is_healthy()
-            return _Answer(status=200 if is_healthy else 503, text="ok\n" if is_healthy else "it ends\n")
-        if self._credentials is not None and not self._is_theirs(request):
+            return _Answer(status=200 if is_healthy else 503, text="ok\n" if is_healthy else "the master ends\n")
+        if self._credentials is not None and not self._has_token(request):
             text = "the master's token is wanted, as a bearer token\n"
             return _Answer(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
         return _Answer(status=200, text=self._newest(), headers={"Content-Type": CONTENT_TYPE})
 
-    def _is_theirs(self, request: _Request) -> bool:
+    def _has_token(self, request: _Request) -> bool:
         """Whether the caller has the token; how long that takes does not depend on how much of it is right."""
         given = request.headers.get("authorization", ())
         found = given[0] if len(given) == 1 else ""
@@ -420,6 +426,7 @@ class MetricsServer:
         return hmac.compare_digest(found.encode("latin-1"), self._credentials)
 
     def _newest(self) -> str:
+        """The page of metrics, no older than ``_FRESH_SECONDS``."""
         now = asyncio.get_running_loop().time()
         if self._page is None or now - self._page[0] >= _FRESH_SECONDS:
             self._page = now, self._render()

@@ -21,8 +21,8 @@ from .wire import master_pb2, metrics_of, put_metrics, window_record
 
 __all__ = [
     "METRICS_OF_A_JOB",
+    "MOST_CHARACTERS",
     "MOST_SHARE",
-    "MOST_WORDS",
     "MOST_WORKERS",
     "NodeReport",
     "SlowRanks",
@@ -40,7 +40,7 @@ __all__ = [
 # A caller of a master may be broken, or mean harm: what is out of bounds is left out, and the rest is kept.
 
 MOST_SHARE = 1.001
-MOST_WORDS = 240
+MOST_CHARACTERS = 240
 _MOST_NAME = 32
 _MOST_ROWS = 24
 _MOST_QUANTILES = 16
@@ -65,7 +65,7 @@ def amount(value: float, most: float) -> float | None:
     return value if 0 <= value <= most else None
 
 
-def words(text: str, most: int = MOST_WORDS) -> str:
+def words(text: str, most: int = MOST_CHARACTERS) -> str:
     """``text`` on one line, cut to ``most`` characters."""
     return on_one_line(text[:most])
 
@@ -137,7 +137,7 @@ def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
 MOST_WORKERS = 64
 """The most workers of one node; nothing is kept of more."""
 _MOST_WORKER_BYTES = 640  # of a report as it was sent, before it is made fit
-_OF_ITSELF, _OF_A_WORKER = 1600, 140
+_REPORT_BYTES, _WORKER_BYTES = 1600, 140  # the memory of a report's objects, and of those for each of its workers
 _MOST_RATE = 1e15
 _LABELS = tuple(phase.label for phase in Phase)
 _NOTHING = (0.0,) * len(_LABELS)
@@ -156,7 +156,7 @@ def _in_worker(name: str) -> Callable[[master_pb2.Worker], float]:
     return lambda worker: worker.metrics.get(name, 0.0)
 
 
-_MIDDLES = tuple(map(_in_worker, METRICS_OF_A_JOB))
+_METRIC_READERS = tuple(map(_in_worker, METRICS_OF_A_JOB))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +186,7 @@ class NodeReport:
     @property
     def num_bytes(self) -> int:
         """About how much memory the report takes."""
-        return _OF_ITSELF + sum(map(len, self.said)) + _OF_A_WORKER * len(self.said)
+        return _REPORT_BYTES + sum(map(len, self.said)) + _WORKER_BYTES * len(self.said)
 
     @property
     def workers(self) -> list[master_pb2.Worker]:
@@ -230,7 +230,7 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
         num_running=num_running,
         step=step,
         step_seconds=_middle(lengths),
-        middles=tuple([_middle(list(map(told, workers))) for told in _MIDDLES]),
+        middles=tuple([_middle(list(map(told, workers))) for told in _METRIC_READERS]),
         config_version=config_version,
         shares=tuple(shares),
         num_shared=num_shared,
@@ -257,12 +257,12 @@ def _middle(values: list[float]) -> float:
 _SLOW = 1.2  # times as long as is usual
 _ROUNDS_IN_A_ROW = 3
 _CALM_ROUNDS = 6  # in which it is not slow, before a rank that was named is named no more
-_LEAST_BEFORE = 3
-_BEFORE_SECONDS = 60  # between rounds that count in what a rank took before
-_OF_THE_NEWEST = 0.1  # ... and how much the newest does
+_LEAST_OWN_ROUNDS = 3  # before a rank is compared with itself, too
+_OWN_ROUND_SECONDS = 60  # between rounds that count in a rank's own usual time: its moving mean,
+_OWN_MEAN_STEP = 0.1  # ... to which the newest round adds this share of its difference
 _MOST_COMPARED = 2047  # ranks that tell what is usual; odd, as what differs within nodes comes in twos and eights
 _OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
-_FAR = 3.0
+_FAR = 3.0  # standard deviations above the median, beyond which a rank is slow
 _MOST_NAMED = 64
 
 
@@ -271,12 +271,12 @@ class _NodeRanks:
     """Metrics of a node's ranks, each at its place in the node's report."""
 
     ranks: tuple[int, ...]
-    before: array[float]
+    own_usual: array[float]
     """Each rank's usual local time: a moving mean over rounds in which it was not slow; 0 where none is known."""
     time: float = 0.0
     """The time of the report that was judged last."""
-    num_before: int = 0
-    """How many rounds ``before`` was taken from."""
+    num_own_rounds: int = 0
+    """How many rounds ``own_usual`` was taken from."""
 
 
 @dataclass(slots=True)
@@ -317,8 +317,8 @@ class SlowRanks:
             for node_id, report in reports.items():
                 node = self._nodes[node_id]
                 if report.time != node.time:  # be it earlier, as once the master's clock was put back
-                    is_new = node.num_before < _LEAST_BEFORE
-                    is_due = is_new or int(report.time) // _BEFORE_SECONDS != int(node.time) // _BEFORE_SECONDS
+                    is_new = node.num_own_rounds < _LEAST_OWN_ROUNDS
+                    is_due = is_new or int(report.time) // _OWN_ROUND_SECONDS != int(node.time) // _OWN_ROUND_SECONDS
                     node.time = report.time
                     if is_due or node_id in suspects or max(report.local_seconds, default=0.0) > found[1]:
                         self._judge(node_id, node, report, *found, is_due=is_due)
@@ -328,22 +328,23 @@ class SlowRanks:
         known = self._nodes.get(node_id)
         if known is not None and known.ranks == report.ranks:
             return known
-        return _NodeRanks(ranks=report.ranks, before=array("f", bytes(4 * len(report.ranks))))
+        return _NodeRanks(ranks=report.ranks, own_usual=array("f", bytes(4 * len(report.ranks))))
 
     def _judge(
         self, node_id: str, node: _NodeRanks, report: NodeReport, usual: float, limit: float, *, is_due: bool
     ) -> None:
-        has_before = node.num_before >= _LEAST_BEFORE
-        node.num_before += is_due
-        before = node.before
+        """Judge the ranks of a node: slow above ``limit``; if ``is_due``, the round counts in their own usual times."""
+        has_own_usual = node.num_own_rounds >= _LEAST_OWN_ROUNDS
+        node.num_own_rounds += is_due
+        own_usual = node.own_usual
         for place, seconds in enumerate(report.local_seconds):
             key = node_id, report.ranks[place]
             is_slow = seconds > limit
             if is_slow or key in self._suspects:
-                self._suspect(key, report, place, usual, before[place] if has_before else 0.0, is_slow=is_slow)
-            if is_due and seconds > 0 and not (is_slow and has_before):
-                old = before[place]
-                before[place] = old + _OF_THE_NEWEST * (seconds - old) if old > 0 else seconds
+                self._suspect(key, report, place, usual, own_usual[place] if has_own_usual else 0.0, is_slow=is_slow)
+            if is_due and seconds > 0 and not (is_slow and has_own_usual):
+                old = own_usual[place]
+                own_usual[place] = old + _OWN_MEAN_STEP * (seconds - old) if old > 0 else seconds
 
     def _suspect(
         self,
@@ -351,10 +352,11 @@ class SlowRanks:
         report: NodeReport,
         place: int,
         usual: float,
-        before: float,
+        own_usual: float,
         *,
         is_slow: bool,
     ) -> None:
+        """Count a rank's slow and calm rounds: a straggler is one after some slow rounds in a row, until calm ones."""
         known = self._suspects.setdefault(key, _Suspect())
         known.num_slow = known.num_slow + 1 if is_slow else 0
         known.num_calm = 0 if is_slow else known.num_calm + 1
@@ -367,7 +369,7 @@ class SlowRanks:
                 rank=key[1],
                 host=report.host,
                 score=usual / seconds,
-                own_score=before / seconds if before > 0 else None,
+                own_score=own_usual / seconds if own_usual > 0 else None,
                 slowed=min((seconds - usual) / max(step_seconds, seconds), 1.0),
                 num_rounds=known.num_slow,
             )
@@ -379,13 +381,17 @@ def _is_of(key: tuple[str, int], reports: Mapping[str, NodeReport]) -> bool:
 
 
 def _usual_and_limit(times: list[float]) -> tuple[float, float] | None:
-    """The median local time and the limit above which a rank is slow, from a sample of ranks; None if none is known."""
+    """The median local time and the limit above which a rank is slow, from a sample of ranks; None if none is known.
+
+    The limit is the larger of 1.2 times the median, and the median plus 3 standard deviations; a standard deviation is
+    taken to be 1.4826 times the median distance from the median, as in a normal distribution.
+    """
     known = sorted(each for each in times[:: -(-len(times) // _MOST_COMPARED) or 1] if each > 0)
     if not known:
         return None
     usual = _middle_of_ordered(known)
-    spread = _middle_of_ordered(sorted(abs(each - usual) for each in known))
-    return usual, max(_SLOW * usual, usual + _FAR * _OF_A_NORMAL_DISTRIBUTION * spread)
+    distance = _middle_of_ordered(sorted(abs(each - usual) for each in known))
+    return usual, max(_SLOW * usual, usual + _FAR * _OF_A_NORMAL_DISTRIBUTION * distance)
 
 
 def _middle_of_ordered(ordered: list[float]) -> float:

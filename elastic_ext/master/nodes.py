@@ -257,7 +257,7 @@ class Plans:
     def __init__(self, stored: str) -> None:
         """``stored`` is the newest plan as JSON, or empty."""
         self.newest = MembershipPlan.from_json(stored) if stored else None
-        self._told_version = 0  # that the agents have given to it
+        self._told_version = 0  # of the newest plan, by the agents' own count, which begins anew at each start
 
     def take(self, told: wire.Membership, time: float) -> str | None:
         """Take a membership that an agent reports; a sentence for an event where it is a new plan, else None."""
@@ -335,11 +335,12 @@ def check_join(
     if request.job_id and request.job_id != job_id:
         raise RequestRefused(
             "other",
-            f"the agent has spoken to the master of job {job!r} with another memory (id {request.job_id[:40]!r}): this "
+            f"the agent has spoken to the master of job {job!r} with another state (id {request.job_id[:40]!r}): this "
             f"one (id {job_id!r}) listens in its place",
         )
     if request.epoch > epoch:
-        raise RequestRefused("other", f"a later master (epoch {request.epoch}) is there; this one is of {epoch}")
+        words = f"the agent has met a later master (epoch {request.epoch}); this one is of epoch {epoch}"
+        raise RequestRefused("other", words)
 
 
 def check_job(named: str, job: str) -> None:

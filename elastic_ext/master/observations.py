@@ -23,7 +23,7 @@ from elastic_ext.tuner.measurements import MeasuredSteps
 from .node_metrics import fitting_window
 from .wire import master_pb2
 
-__all__ = ["Seeing", "seen_of"]
+__all__ = ["MeasurementRounds", "measured_steps"]
 
 _MOST_RANKS = 1024
 """About how many ranks are looked at, at most."""
@@ -38,7 +38,7 @@ _LEAST_STEP_SECONDS = 1e-7
 _HELD_UP = (Phase.CHANGE, Phase.CHECKPOINT, Phase.ROLLED_BACK)
 
 
-class Seeing:
+class MeasurementRounds:
     """Gathers the profile windows of a job's ranks into rounds, each of which becomes a MeasuredSteps for the tuner."""
 
     def __init__(self, *, patience_seconds: float) -> None:
@@ -82,8 +82,8 @@ class Seeing:
                 for said in worker.windows[-_MOST_WINDOWS:]:
                     self._take(now, worker.rank, said)
 
-    def seen(self, now: float) -> MeasuredSteps | None:
-        """The measurement of a round that is complete, or cannot be because a rank is silent or broken; else None.
+    def take_measurement(self, now: float) -> MeasuredSteps | None:
+        """The measurement of a round that is complete, or that cannot be because a rank is silent or broken; else None.
 
         Each round is given once.
         """
@@ -99,7 +99,7 @@ class Seeing:
         was_told, self._is_silence_told = self._is_silence_told, bool(missing)
         if (missing and was_told) or not windows:
             return None
-        return seen_of(windows, now=now, expected=self._ranks, broken=broken)
+        return measured_steps(windows, now=now, expected=self._ranks, broken=broken)
 
     def _take(self, now: float, rank: int, said: master_pb2.StepWindow) -> None:
         window = fitting_window(said, rank)
@@ -131,7 +131,7 @@ class Seeing:
         self._windows, self._broken = {}, set()
 
 
-def seen_of(
+def measured_steps(
     windows: Mapping[int, Sequence[StepWindow]],
     *,
     now: float,

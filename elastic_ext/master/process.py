@@ -27,14 +27,14 @@ from .arguments import MasterOptions
 from .credentials import read_token
 from .job import Job, JobSettings
 from .metrics import MOST_RANKS, MetricsServer, exposition
-from .service import SERVICE, Door, Guard, Health, MasterService, moment
+from .service import SERVICE, Guard, GuardInterceptor, Health, MasterService, moment
 from .status import job_status
 from .store import JobStore, StoreError, Superseded
-from .tuning import Made
+from .tuning import StrategyFactory
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
-__all__ = ["Freed", "MasterNotStarted", "PlanningThread", "serve"]
+__all__ = ["MasterNotStarted", "MemoryTrimmer", "PlanningThread", "serve"]
 
 _logger = logging.getLogger(__name__)
 
@@ -93,13 +93,13 @@ class PlanningThread:
             self.answered.set()
 
 
-# --- memory that was freed, given back to the system: where thousands of connections come and go, C keeps it ---------
+# --- memory that was freed, returned to the system: where thousands of connections come and go, malloc keeps it ------
 
 _EVERY_SECONDS = 10.0
 _Trim = Callable[[int], int]
 
 
-class Freed:
+class MemoryTrimmer:
     """Returns memory that this process has freed to the system (glibc's malloc_trim), at most every few seconds."""
 
     def __init__(self, *, every_seconds: float = _EVERY_SECONDS) -> None:
@@ -107,7 +107,7 @@ class Freed:
         self._due_at = 0.0
         self._trim = _trim_of_libc()
 
-    def give_back(self, now: float) -> None:
+    def trim(self, now: float) -> None:
         """Return freed memory if the last time is some seconds before ``now``; does nothing without glibc.
 
         It takes a few milliseconds, and may be called as often as one likes.
@@ -172,7 +172,7 @@ class MasterNotStarted(ElasticError):
     """A master could not be started as asked."""
 
 
-async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: Made | None = None) -> None:
+async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: StrategyFactory | None = None) -> None:
     """Run a master until ``has_to_end`` is set. MasterNotStarted; Superseded where another process has become it.
 
     ``strategy`` makes the tuning strategy, by default the library's.
@@ -198,7 +198,7 @@ async def _serve(
     executor: Executor,
     token: str | None,
     has_to_end: asyncio.Event,
-    strategy: Made | None,
+    strategy: StrategyFactory | None,
     planning: PlanningThread,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -245,8 +245,8 @@ async def _listening(
     options: MasterOptions, service: MasterService, health: Health, guard: Guard
 ) -> AsyncIterator[int]:
     """Run the gRPC server within the context, which gives the port that it listens at."""
-    door = Door(guard, open_service=SERVICE)
-    server = grpc.aio.server(interceptors=(door,), options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+    interceptor = GuardInterceptor(guard, open_service=SERVICE)
+    server = grpc.aio.server(interceptors=(interceptor,), options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     add_MasterServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     server.add_generic_rpc_handlers((health.handler,))
     host = f"[{options.bind}]" if ":" in options.bind else options.bind
@@ -334,9 +334,9 @@ async def _keep_going(
     job: Job, service: MasterService, store: JobStore, executor: Executor, has_to_end: asyncio.Event
 ) -> None:
     """Do what is due every second (leases, tuner, store, freed memory) until the master ends."""
-    freed = Freed()
+    trimmer = MemoryTrimmer()
     while not has_to_end.is_set():
-        freed.give_back(asyncio.get_running_loop().time())
+        trimmer.trim(asyncio.get_running_loop().time())
         number = job.log.number
         job.tick(moment())
         await service.tune()
@@ -369,7 +369,9 @@ async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
     except StoreError as error:
         job.give_back(unsaved)
         if job.trouble != str(error):
-            _logger.warning("what happens is kept in memory alone: %s", error)
+            _logger.warning(
+                "events, metrics and decisions are kept in memory alone until they can be stored: %s", error
+            )
         job.trouble = str(error)
     else:
         job.trouble = ""

@@ -22,10 +22,10 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 
 from .address import MOST_BEAT_BYTES, MOST_MESSAGE_BYTES
-from .configs import Page, StaleVersion, Unacknowledged, Watchers
+from .configs import AuthoredVersion, StaleVersion, Unacknowledged, Watchers
 from .job import Job, Now
 from .nodes import RequestRefused
-from .status import Shown, config_history, event_message, job_status, newest_events, tuning_report
+from .status import StatusCache, config_history, event_message, job_status, newest_events, tuning_report
 from .store import JobStore, StoreError
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import MasterServicer
@@ -35,8 +35,8 @@ __all__ = [
     "SERVICE",
     "Allowances",
     "CallEnded",
-    "Door",
     "Guard",
+    "GuardInterceptor",
     "Health",
     "MasterService",
     "Peer",
@@ -76,8 +76,8 @@ class Allowances:
 
 
 # --- who may call, and how often -------------------------------------------------------------------------------------
-# Guard: who may call a master, and how often; Door: the interceptor that has every call admitted by the guard, before
-# any of its message is read. Calls that are not admitted are answered with a status and a sentence.
+# Guard: who may call a master, and how often; GuardInterceptor: has every call admitted by the guard, before any of its
+# message is read. Calls that are not admitted are answered with a status and a sentence.
 
 _CODES = {
     "fenced": grpc.StatusCode.ABORTED,
@@ -88,7 +88,7 @@ _CODES = {
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
 }
 _MOST_PEERS = 20_000
-_MOST_WORDS = 1_000
+_MOST_CHARACTERS = 1_000
 _MOST_WAITING = 1_024
 _ENDED_PER_SECOND = 200.0
 """How many refused calls that wait are ended per second: callers that came together do not come again together."""
@@ -159,6 +159,8 @@ class Guard:
         self._credentials = None if token is None else f"Bearer {token}".encode()
         self._clock = clock
         self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
+        # Calls by connection are limited above; new connections by host, calls without the token by host, and calls of
+        # methods that need no token by connection, here.
         self._newcomers = Allowances(per_second=new_per_second, at_once=new_at_once, most_peers=_MOST_PEERS)
         self._strangers = Allowances(per_second=new_per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._probes = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
@@ -170,7 +172,7 @@ class Guard:
     async def admit(self, peer: Peer) -> None:
         """Admit a call, or raise CallEnded."""
         now, name = self._clock(), peer.peer()
-        if self._credentials is not None and not self._is_theirs(peer):
+        if self._credentials is not None and not self._has_token(peer):
             if not self._strangers.take(now, host_of(name)):
                 await self._have_wait()
             self._end(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
@@ -188,7 +190,7 @@ class Guard:
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise CallEnded with the status and the words for ``error``; any other error is raised as it is."""
-        words = on_one_line(str(error))[:_MOST_WORDS]
+        words = on_one_line(str(error))[:_MOST_CHARACTERS]
         if isinstance(error, RequestRefused):
             self._end(_CODES[error.kind], error.kind, words)
         elif isinstance(error, (ConfigError, ValueError)):
@@ -211,7 +213,7 @@ class Guard:
         finally:
             self._num_waiting -= 1
 
-    def _is_theirs(self, peer: Peer) -> bool:
+    def _has_token(self, peer: Peer) -> bool:
         """Whether the caller has the token; how long that takes does not depend on how much of it is right."""
         assert self._credentials is not None
         metadata = peer.invocation_metadata() or ()
@@ -224,7 +226,7 @@ class Guard:
         raise CallEnded(code, words) from None
 
 
-class Door(_Interceptor):
+class GuardInterceptor(_Interceptor):
     """The server's interceptor: it has the guard admit each call before the message is read, and limits message sizes.
 
     To gRPC all methods take a stream of messages, of which it reads none until asked. So what a caller without the
@@ -264,7 +266,8 @@ class Door(_Interceptor):
         reading = self._reading_probes if is_open else self._reading
 
         async def message_of(peer: Peer) -> Any:
-            if is_open and reading.locked():  # by those who send nothing, perhaps: an empty message asks for the server
+            if is_open and reading.locked():
+                # Perhaps by callers who send nothing. An empty message, which stands for this one, asks for the server.
                 return parse(b"")
             return await self._message(peer, name, most_bytes, parse, reading)
 
@@ -360,7 +363,7 @@ def moment() -> Now:
 
 
 class _StatusOf:
-    """The source of a job's status for ``Shown``."""
+    """The source of a job's status for ``StatusCache``."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -384,7 +387,7 @@ class MasterService(MasterServicer):
         self._watchers = Watchers(job.settings.acknowledge_seconds)
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()  # set, and another one put in its place, as events come
-        self._shown = Shown(_StatusOf(job), time.monotonic)
+        self._status_cache = StatusCache(_StatusOf(job), time.monotonic)
         self._pushed = wire.ConfigPush()
         self._num_followers = 0
         self.counts: Counter[str] = Counter()
@@ -403,9 +406,9 @@ class MasterService(MasterServicer):
 
     async def Beat(self, request: wire.BeatRequest, peer: Peer) -> wire.BeatReply:
         try:
-            reply, page = self._job.beat(moment(), request)
-            if page is not None:
-                await self._take(page)
+            reply, authored = self._job.beat(moment(), request)
+            if authored is not None:
+                await self._take(authored)
                 reply.config_version = self._job.book.version
         except ANSWERED as error:
             self._guard.refuse(error)
@@ -419,10 +422,10 @@ class MasterService(MasterServicer):
         node_id = request.node_id
         watcher = None
         try:
-            self._job.watches(moment(), request)
+            self._job.check_watch(moment(), request)
             watcher = self._watchers.begin(node_id, request.config_version)
             while not watcher.is_over:
-                if watcher.has_news(self._job.book.version):
+                if watcher.take_news(self._job.book.version):
                     yield self._push()
                     self.counts["pushes"] += 1
                 else:
@@ -448,11 +451,11 @@ class MasterService(MasterServicer):
     # ---- people ----
 
     async def GetStatus(self, request: wire.GetStatusRequest, peer: Peer) -> wire.JobStatus:
-        return self._shown.status(request)
+        return self._status_cache.status(request)
 
     async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
         if request.follow and self._num_followers >= _MOST_FOLLOWERS:
-            self._guard.refuse(RequestRefused("limits", f"{_MOST_FOLLOWERS} others follow already"))
+            self._guard.refuse(RequestRefused("limits", f"{_MOST_FOLLOWERS} other calls follow the events already"))
         self._num_followers += request.follow
         try:
             number, most = request.after, request.most
@@ -471,10 +474,10 @@ class MasterService(MasterServicer):
     async def SetConfig(self, request: wire.SetConfigRequest, peer: Peer) -> wire.ConfigWritten:
         if len(request.changes) + len(request.remove) > _MOST_CHANGES:
             self._guard.refuse(RequestRefused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
-        return await self._written(lambda: self._job.changed(moment(), request), peer)
+        return await self._written(lambda: self._job.propose_change(moment(), request), peer)
 
     async def UndoConfig(self, request: wire.UndoConfigRequest, peer: Peer) -> wire.ConfigWritten:
-        return await self._written(lambda: self._job.undone(moment(), request), peer)
+        return await self._written(lambda: self._job.propose_undo(moment(), request), peer)
 
     async def GetConfigs(self, request: wire.GetConfigsRequest, peer: Peer) -> wire.ConfigHistory:
         return config_history(self._job.book)
@@ -515,17 +518,17 @@ class MasterService(MasterServicer):
             return
         async with self._writing:
             for _ in range(_MOST_GENERATED):
-                decision = self._job.decided(moment())
+                decision = self._job.decision_to_write(moment())
                 if decision is None:
                     break
                 try:
-                    page = self._job.generated(moment(), decision)
-                    written = replace(decision, version=page.config.version)
-                    await self._stored(partial(self._store.enter_page, page, written))
+                    authored = self._job.propose_decided(moment(), decision)
+                    written = replace(decision, version=authored.config.version)
+                    await self._stored(partial(self._store.enter_version, authored, written))
                 except ANSWERED as error:
                     tuning.refuse_due(moment().time, decision.number, f"it could not be written: {error}")
                 else:
-                    self._enter(page, decision.number)
+                    self._enter(authored, decision.number)
                     self.counts["generated"] += 1
         self.tell_followers()
 
@@ -540,40 +543,40 @@ class MasterService(MasterServicer):
 
     def _push(self) -> wire.ConfigPush:
         """The newest config for a stream; the same message for all of them."""
-        version, spread = self._job.book.version, self._job.spread_seconds
-        if (self._pushed.version, self._pushed.acknowledge_within_seconds) != (version, spread):
+        version, within_seconds = self._job.book.version, self._job.acknowledge_within_seconds
+        if (self._pushed.version, self._pushed.acknowledge_within_seconds) != (version, within_seconds):
             text = self._job.book.text
             self._pushed = wire.ConfigPush(
-                epoch=self._job.epoch, version=version, text=text, acknowledge_within_seconds=spread
+                epoch=self._job.epoch, version=version, text=text, acknowledge_within_seconds=within_seconds
             )
         return self._pushed
 
-    async def _written(self, make: Callable[[], Page], peer: Peer) -> wire.ConfigWritten:
-        """Store the page that ``make`` gives, enter it into the job, and answer with it."""
+    async def _written(self, make: Callable[[], AuthoredVersion], peer: Peer) -> wire.ConfigWritten:
+        """Store the config version that ``make`` gives, enter it into the job, and answer with it."""
         try:
             async with self._writing:
                 before = self._job.book.newest
-                page = make()
-                await self._stored(lambda: self._store.enter_page(page))
-                self._enter(page)
+                authored = make()
+                await self._stored(lambda: self._store.enter_version(authored))
+                self._enter(authored)
         except ANSWERED as error:
             self._guard.refuse(error)
         return wire.ConfigWritten(
-            version=page.config.version,
-            text=page.config.to_json(),
+            version=authored.config.version,
+            text=authored.config.to_json(),
             before=before.config.to_json() if before is not None else "",
         )
 
-    async def _take(self, page: Page) -> None:
-        """Store and enter a page from a node's file, unless a newer version has come while others were stored."""
+    async def _take(self, authored: AuthoredVersion) -> None:
+        """Store and enter a version from a node's file, unless a newer one has come while others were stored."""
         async with self._writing:
-            if page.config.version > self._job.book.version:
-                await self._stored(lambda: self._store.enter_page(page))
-                self._enter(page)
+            if authored.config.version > self._job.book.version:
+                await self._stored(lambda: self._store.enter_version(authored))
+                self._enter(authored)
 
-    def _enter(self, page: Page, decision: int | None = None) -> None:
-        self._job.enter(moment(), page, decision=decision)
-        self._watchers.tell(page.config.version)
+    def _enter(self, authored: AuthoredVersion, decision: int | None = None) -> None:
+        self._job.enter(moment(), authored, decision=decision)
+        self._watchers.tell(authored.config.version)
         self.tell_followers()
 
     async def _stored(self, write: Callable[[], _Result]) -> _Result:
@@ -589,7 +592,7 @@ SERVICE = "grpc.health.v1.Health"
 _KNOWN = ("", "elastic_ext.v1.Master")
 _SERVING, _NOT_SERVING, _UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"  # HealthCheckResponse
 _MOST_WATCHING = 64
-_FIELD_ONE_TEXT = 0x0A
+_FIELD_ONE_TEXT = 0x0A  # protobuf's tag of a text in field 1
 
 
 class Health:
@@ -623,7 +626,7 @@ class Health:
 
     async def _watch(self, request: bytes, peer: Peer) -> AsyncIterator[bytes]:
         if self._num_watching >= _MOST_WATCHING:
-            raise CallEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_WATCHING} others watch already")
+            raise CallEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_WATCHING} other calls watch already")
         self._num_watching += 1
         try:
             yield self._standing if _service_in(request) in _KNOWN else _UNKNOWN

@@ -17,7 +17,7 @@ from .tuning import Tuning
 from .wire import filled
 from .wire import master_pb2 as wire
 
-__all__ = ["Shown", "config_history", "event_message", "job_status", "newest_events", "tuning_report"]
+__all__ = ["StatusCache", "config_history", "event_message", "job_status", "newest_events", "tuning_report"]
 
 
 # --- what a master knows, as the messages that people are shown ------------------------------------------------------
@@ -68,7 +68,7 @@ def config_history(book: ConfigBook) -> wire.ConfigHistory:
                 node_id=each.node_id,
                 restores=each.entry.restores,
             )
-            for each in book.pages
+            for each in book.versions
         ]
     )
 
@@ -171,7 +171,7 @@ class StatusSource(Protocol):
         """The newest events, at most ``num``."""
 
 
-class Shown:
+class StatusCache:
     """A cache of a job's status for people, so that making it takes at most about a tenth of the master's time.
 
     ``clock`` is monotonic, in seconds.

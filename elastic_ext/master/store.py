@@ -20,7 +20,7 @@ from elastic_ext.tuner.decisions import Decision
 
 from .cluster import Fleet
 from .collector import Collector
-from .configs import Author, Page
+from .configs import Author, AuthoredVersion
 from .events import EventLog, EventRecord, NodeRecord
 from .nodes import Node, Nodes, Plans
 from .tuning import Tuning
@@ -35,7 +35,7 @@ __all__ = ["JobStore", "StoreError", "Stored", "Superseded", "Unsaved", "Unsaved
 _FILE = "master.db"
 _LOCK = "master.lock"
 _SCHEMA = 1
-_MOST_PAGES = 200
+_MOST_VERSIONS = 200
 _MOST_EVENTS = 5_000
 _MOST_POINTS = 7 * 24 * 60
 _MOST_DECISIONS = 1_000
@@ -77,7 +77,7 @@ class Stored:
     """The name of the job; empty before the first agent has given it."""
     job_id: str
     epoch: int
-    pages: tuple[Page, ...]
+    versions: tuple[AuthoredVersion, ...]
     events: tuple[EventRecord, ...]
     nodes: tuple[NodeRecord, ...]
     membership: str
@@ -119,7 +119,7 @@ class JobStore:
         self.path = folder / _FILE
         with contextlib.ExitStack() as undone:
             undone.callback(os.close, lock)
-            with self._told("opened"):
+            with self._as_store_errors("opened"):
                 self._db = sqlite3.connect(
                     self.path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
                 )
@@ -136,9 +136,9 @@ class JobStore:
 
     def read(self) -> Stored:
         """The contents of the store."""
-        with self._told("read"):
+        with self._as_store_errors("read"):
             meta = dict(self._db.execute("SELECT key, value FROM meta"))
-            pages = self._db.execute("SELECT time, author, node_id, restores, text FROM pages ORDER BY version")
+            versions = self._db.execute("SELECT time, author, node_id, restores, text FROM pages ORDER BY version")
             events = self._db.execute("SELECT record FROM events ORDER BY number")
             nodes = self._db.execute("SELECT record FROM nodes ORDER BY node_id")
             points = self._db.execute("SELECT record FROM points ORDER BY time")
@@ -147,7 +147,7 @@ class JobStore:
                 job=meta["job"],
                 job_id=meta["job_id"],
                 epoch=self._epoch,
-                pages=tuple(_page(*row) for row in pages),
+                versions=tuple(_authored(*row) for row in versions),
                 events=tuple(EventRecord.from_json(text) for (text,) in events),
                 nodes=tuple(NodeRecord.from_json(text) for (text,) in nodes),
                 membership=meta["membership"],
@@ -156,15 +156,15 @@ class JobStore:
                 decisions=tuple(Decision.from_json(text) for (text,) in decisions),
             )
 
-    def enter_page(self, page: Page, decision: Decision | None = None) -> None:
+    def enter_version(self, authored: AuthoredVersion, decision: Decision | None = None) -> None:
         """Store the next config version, with the tuner's decision that it was written for, if any."""
         with self._writing() as db:
-            entry = page.entry
+            entry = authored.entry
             row = (
                 entry.config.version,
                 entry.time,
-                page.author,
-                page.node_id,
+                authored.author,
+                authored.node_id,
                 entry.restores,
                 entry.config.to_json(),
             )
@@ -173,7 +173,7 @@ class JobStore:
                 db.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?)", (decision.number, decision.to_json()))
             db.execute(
                 "DELETE FROM pages WHERE version NOT IN (SELECT version FROM pages ORDER BY version DESC LIMIT ?)",
-                (_MOST_PAGES,),
+                (_MOST_VERSIONS,),
             )
 
     def keep(
@@ -260,7 +260,7 @@ class JobStore:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A write transaction; Superseded where a later epoch has begun."""
-        with self._told("written"):
+        with self._as_store_errors("written"):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 self._check_there()
@@ -273,7 +273,7 @@ class JobStore:
                     self._db.execute("ROLLBACK")
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Iterator[None]:
+    def _as_store_errors(self, done: str) -> Iterator[None]:
         """Raise StoreError in place of sqlite's errors and of damaged records, as the store is ``done`` ("read")."""
         try:
             yield
@@ -305,9 +305,9 @@ def network_in_words(folder: str, mountinfo: str) -> str | None:
     )
 
 
-def _page(seconds: float, author: str, node_id: str, restores: int | None, text: str) -> Page:
+def _authored(seconds: float, author: str, node_id: str, restores: int | None, text: str) -> AuthoredVersion:
     entry = HistoryEntry(time=seconds, config=ElasticConfig.parse(text.encode()), restores=restores)
-    return Page(entry=entry, author=_AUTHORS[author], node_id=node_id)
+    return AuthoredVersion(entry=entry, author=_AUTHORS[author], node_id=node_id)
 
 
 _AUTHORS: Mapping[str, Author] = {"person": "person", "generated": "generated", "node": "node"}
@@ -405,6 +405,7 @@ class UnsavedChanges:
             self._whole.add("job")
         if unsaved.pairs is not None:
             self._whole.add("pairs")
+        # points later than this are given again, so it is set to before the first of them
         self._saved_until = min([self._saved_until, *(time - 1 for time, _ in unsaved.points)])
 
     def _record(self, node: Node) -> NodeRecord:

@@ -19,20 +19,20 @@ from elastic_ext.tuner.decisions import Decision
 from elastic_ext.tuner.measurements import MeasuredSteps
 from elastic_ext.tuner.space import KEYS
 
-from .configs import Author, Page, StaleVersion
-from .facts import facts_told
+from .configs import Author, AuthoredVersion, StaleVersion
+from .facts import checked_facts
 from .nodes import RequestRefused
-from .observations import Seeing
+from .observations import MeasurementRounds
 from .wire import master_pb2
 
 __all__ = [
     "Action",
     "Ask",
-    "Kind",
-    "Made",
     "Mode",
+    "QuestionKind",
     "Run",
     "Strategy",
+    "StrategyFactory",
     "StrategyQueue",
     "StrategyStanding",
     "Tuning",
@@ -136,14 +136,16 @@ class Strategy(Protocol):
     def standing(self) -> StrategyStanding: ...
 
 
-Made = Callable[[Mode, Sequence[Decision]], Strategy]
+StrategyFactory = Callable[[Mode, Sequence[Decision]], Strategy]
+"""Makes a strategy, from the mode that counts where the config names none, and the decisions made before."""
 Ask = Callable[[Strategy], Sequence[Decision]]
-Kind = Literal["facts", "seen", "tick", "other"]
+"""A question: calls a method of the strategy, and gives the decisions that are new or have changed."""
+QuestionKind = Literal["facts", "seen", "tick", "other"]
 """The kind of a question: of too many that wait, the oldest of their kind are left out, but for "other"."""
 Run = Callable[[Callable[[], Callable[[], None]]], None]
 """Runs a piece of work, on whichever thread, and then calls its result on the thread that ``Run`` was called on."""
 
-MOST_WAITING: Mapping[Kind, int] = {"facts": 16, "seen": 16, "tick": 1}
+MOST_WAITING: Mapping[QuestionKind, int] = {"facts": 16, "seen": 16, "tick": 1}
 """How many questions of a kind may wait; the oldest of more are left out."""
 
 
@@ -152,10 +154,10 @@ class _Question:
     """One call of the strategy that waits for its turn."""
 
     now: float
-    kind: Kind
+    kind: QuestionKind
     ask: Ask
-    life: int
-    """The number of the strategy that is asked."""
+    strategy_number: int
+    """The number of the strategy that is asked: a job may have several, one after another."""
     make: Callable[[Sequence[Decision]], Strategy] | None = None
     """Makes the strategy before it is asked; None where it is made already."""
 
@@ -190,7 +192,7 @@ class StrategyQueue:
         self._owner = owner
         self._waiting: deque[_Question | Callable[[], None]] = deque()
         self._is_busy = False
-        self._life = 0
+        self._strategy_number = 0
         self._strategy: Strategy | None = None  # for what runs alone, while something does
         self.has_begun = False
         self.standing: StrategyStanding | None = None
@@ -198,15 +200,15 @@ class StrategyQueue:
 
     def begin(self, now: float, make: Callable[[Sequence[Decision]], Strategy], ask: Ask) -> None:
         """Make a strategy from the decisions known by then, and ask it ``ask`` first."""
-        self._life += 1
+        self._strategy_number += 1
         self.has_begun, self.standing = True, None
-        self._add(_Question(now, "other", ask, self._life, make))
+        self._add(_Question(now, "other", ask, self._strategy_number, make))
 
-    def ask(self, now: float, ask: Ask, kind: Kind = "other") -> None:
+    def ask(self, now: float, ask: Ask, kind: QuestionKind = "other") -> None:
         """Ask the strategy something, once all earlier questions are answered."""
         assert self.has_begun, "nobody is there to be asked"
         self._leave_out(kind)
-        self._add(_Question(now, kind, ask, self._life))
+        self._add(_Question(now, kind, ask, self._strategy_number))
 
     def after(self, then: Callable[[], None]) -> None:
         """Call ``then`` once all earlier questions are answered; at once where none waits."""
@@ -219,7 +221,7 @@ class StrategyQueue:
 
     # ---- how ----
 
-    def _leave_out(self, kind: Kind) -> None:
+    def _leave_out(self, kind: QuestionKind) -> None:
         """Leave out the oldest waiting questions of a kind, to make room for one more."""
         most = MOST_WAITING.get(kind)
         if most is None:
@@ -267,7 +269,8 @@ class StrategyQueue:
         """Log the failure of a strategy, and drop all questions that wait for it."""
         self._is_busy = False
         _logger.error("the tuner has failed", exc_info=error)
-        left = [each for each in self._waiting if not isinstance(each, _Question) or each.life != question.life]
+        number = question.strategy_number
+        left = [each for each in self._waiting if not isinstance(each, _Question) or each.strategy_number != number]
         self._waiting = deque(left)
         if self._is_current(question):
             self.has_begun, self.standing = False, None
@@ -275,7 +278,7 @@ class StrategyQueue:
         self._go_on()
 
     def _is_current(self, question: _Question) -> bool:
-        return self.has_begun and question.life == self._life
+        return self.has_begun and question.strategy_number == self._strategy_number
 
 
 # --- a job's tuner as its master has it: told what the job tells, asked by people, heard in what it decides ----------
@@ -283,6 +286,19 @@ class StrategyQueue:
 # wire, which of its decisions become versions of the config, what is kept of them, and that it never holds up the
 # master: it is asked one thing after another (StrategyQueue), and its answers are taken whenever they come. It does no
 # I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
+#
+# A decision with changes becomes a config version in mode auto; an undo does so in any mode but off. Until then it is
+#
+#   due      the strategy has decided it, and the master is to write it as the next version;
+#   pending  the version is written, and ranks are not known to train under it yet.
+#
+#   due -> pending      the version is written
+#   due -> refused      it cannot be written, or a version that was not written for a decision has come meanwhile
+#   due -> dropped      the strategy has closed the decision, or the mode does not allow it any more
+#   pending -> over     ranks report steps under the version or a later one, or a later one is written
+#   pending -> refused  ranks refuse the version, or train under an earlier one for a while although all nodes hold it
+#
+# The strategy is told of "refused", and decides what is next.
 
 Action = Literal["pause", "resume", "undo"]
 
@@ -293,8 +309,9 @@ _PROBE_BEAT_SECONDS = 0.5
 _MOST_NODES = 32
 """The most nodes of a job whose nodes are asked for more frequent beats while the tuner probes."""
 _LEAST_SECONDS = 20.0
+"""For how long all nodes must have held a version that no rank trains under before it counts as refused;"""
 _LEAST_WINDOWS = 4
-"""How many windows each rank must report under an earlier version before one that all nodes hold counts as refused."""
+"""... and how many windows each rank must have reported meanwhile."""
 _SILENT = "nothing is known of what can be changed in this job: its rank 0 has told nothing of that yet"
 _OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
 
@@ -304,13 +321,16 @@ Tell = Callable[[float, str, str], object]
 
 
 @dataclass(slots=True)
-class _Open:
+class _PendingVersion:
     """A config version that was written for a decision and is not yet known to be in force."""
 
     number: int
+    """The number of the decision."""
     version: int
     held_at: float | None = None
+    """When all nodes were first seen to hold the version; None until then."""
     num_windows: int = 0
+    """How many profile windows ranks had reported by then."""
 
 
 class Tuning:
@@ -326,14 +346,14 @@ class Tuning:
         *,
         tell: Tell,
         slow: Callable[[], str] = str,
-        make: Made | None = None,
+        make: StrategyFactory | None = None,
         run: Run = at_once,
     ) -> None:
         """``mode`` counts where the config names none; ``tell`` writes an event; ``slow`` names a straggler in words.
 
         ``make`` makes a strategy, by default the library's, and ``run`` runs its planning, such as on another thread.
         """
-        self._given = mode
+        self._usual_mode = mode
         self._mode: Mode = mode
         self._decisions = {each.number: each for each in decisions}
         self._tell = tell
@@ -342,9 +362,9 @@ class Tuning:
         self._asking = StrategyQueue(run, self)
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
-        self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
+        self._rounds = MeasurementRounds(patience_seconds=_PATIENCE_SECONDS)
         self._due: list[int] = []
-        self._open: _Open | None = None
+        self._pending: _PendingVersion | None = None
         self._unsaved: set[int] = set()
         self._refused_facts = ""
         self._failure = ""
@@ -390,7 +410,7 @@ class Tuning:
     def take_facts(self, now: float, text: str) -> None:
         """Take the job's facts from rank 0, as JSON that has come over the wire; facts that cannot be are an event."""
         try:
-            facts = facts_told(text)
+            facts = checked_facts(text)
         except ValueError as error:
             words = f"what rank 0 tells of the job cannot be: {error}"[:400]
             if words != self._refused_facts:
@@ -398,15 +418,15 @@ class Tuning:
                 self._tell(now, "tuning-facts-refused", words)
             return
         self._facts, self._refused_facts = facts, ""
-        self._seeing.expect(facts.restart, facts.world_size)
+        self._rounds.expect(facts.restart, facts.world_size)
         self._ask(now, lambda strategy: strategy.take_facts(now, facts), kind="facts")
 
     def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
         """Take the workers of a node's beat, with their profile windows."""
         if not self._asking.has_begun or not any(each.windows for each in workers):
             return
-        self._seeing.take(now, workers)
-        self._look_at_open(now)
+        self._rounds.take(now, workers)
+        self._look_at_pending(now)
         self._see(now)
 
     def take_config(self, now: float, config: ElasticConfig, author: Author, *, number: int | None = None) -> None:
@@ -416,15 +436,15 @@ class Tuning:
         if number is None:  # what was to be written was made from an older one
             self._drop_due(now, f"version {config.version} of the config was written meanwhile")
         self._config = config, author
-        self._open = None
-        before, mode = self._mode, mode_in(config, self._given)
+        self._pending = None
+        before, mode = self._mode, mode_in(config, self._usual_mode)
         if mode != before:
             self._tell(now, "tuning", f"the tuner's mode is {mode} now, and was {before}")
             self._failure = ""
         if mode != "off":
             self._mode = mode
         if number is not None:
-            self._open = _Open(number, config.version)
+            self._pending = _PendingVersion(number, config.version)
             self._note_written(number, config.version)
             self._ask(now, lambda strategy: _tell_written(strategy, now, number, config.version))
         if self._asking.has_begun:
@@ -433,17 +453,17 @@ class Tuning:
         self._due = [number for number in self._due if self._may_write(self._decisions[number])]
         if mode == "off":
             self._asking.end()
-            self._open = None
+            self._pending = None
         elif not self._asking.has_begun and self._facts is not None:
             facts = self._facts
             self._ask(now, lambda strategy: strategy.take_facts(now, facts))
 
     def refuse_version(self, now: float, version: int, why: str) -> None:
         """Note that ranks refuse a config version; the strategy hears of it if the version was written for it."""
-        opened = self._open
-        if opened is not None and opened.version == version:
-            self._open = None
-            self._ask(now, lambda strategy: strategy.refused(now, opened.number, why))
+        pending = self._pending
+        if pending is not None and pending.version == version:
+            self._pending = None
+            self._ask(now, lambda strategy: strategy.refused(now, pending.number, why))
 
     def refuse_due(self, now: float, number: int, why: str) -> None:
         """Note that a decision that was ``due`` could not be written as a config version."""
@@ -455,9 +475,9 @@ class Tuning:
         """Do what is due about once a second; ``is_held`` says whether all nodes hold the newest config version."""
         if not self._asking.has_begun:
             return
-        if self._open is not None and is_held and self._open.held_at is None:
-            self._open.held_at, self._open.num_windows = now, self._seeing.num_windows
-        self._look_at_open(now)
+        if self._pending is not None and is_held and self._pending.held_at is None:
+            self._pending.held_at, self._pending.num_windows = now, self._rounds.num_windows
+        self._look_at_pending(now)
         self._see(now)
         self._ask(now, lambda strategy: strategy.tick(now), kind="tick")
 
@@ -496,7 +516,7 @@ class Tuning:
 
     # ---- how ----
 
-    def _ask(self, now: float, ask: Ask, *, kind: Kind = "other", begins: bool = False) -> None:
+    def _ask(self, now: float, ask: Ask, *, kind: QuestionKind = "other", begins: bool = False) -> None:
         """Ask the strategy something, unless the tuner is off or the strategy has failed.
 
         The strategy is made once there are facts of the job, or with ``begins``, from the decisions made before.
@@ -520,7 +540,7 @@ class Tuning:
 
     def _see(self, now: float) -> None:
         """Pass a round of measured steps to the strategy, if one is complete."""
-        found = self._seeing.seen(now)
+        found = self._rounds.take_measurement(now)
         if found is not None:
             seen = replace(found, slow_rank=self._slow())
             self._ask(now, lambda strategy: strategy.see(now, seen), kind="seen")
@@ -557,22 +577,24 @@ class Tuning:
         for number in numbers:
             self._ask(now, lambda strategy, number=number: strategy.refused(now, number, why))  # type: ignore[misc]
 
-    def _look_at_open(self, now: float) -> None:
+    def _look_at_pending(self, now: float) -> None:
         """Look whether ranks train under the version written last; if they do not for a while, it counts as refused."""
-        opened = self._open
-        if opened is None:
+        pending = self._pending
+        if pending is None:
             return
-        if self._seeing.version >= opened.version:
-            self._open = None
-        elif opened.held_at is not None and now - opened.held_at > _LEAST_SECONDS:
-            num_windows = self._seeing.num_windows - opened.num_windows
-            if num_windows >= _LEAST_WINDOWS * max(self._seeing.num_ranks, 1):
-                seconds = now - opened.held_at
-                why = f"all nodes have held version {opened.version} for {seconds:.0f} s, and ranks train under another"
-                self.refuse_version(now, opened.version, why)
+        if self._rounds.version >= pending.version:
+            self._pending = None
+        elif pending.held_at is not None and now - pending.held_at > _LEAST_SECONDS:
+            num_windows = self._rounds.num_windows - pending.num_windows
+            if num_windows >= _LEAST_WINDOWS * max(self._rounds.num_ranks, 1):
+                seconds = now - pending.held_at
+                why = (
+                    f"all nodes have held version {pending.version} for {seconds:.0f} s, and ranks train under another"
+                )
+                self.refuse_version(now, pending.version, why)
 
 
-def check_decision(decision: Decision, newest: Page | None, *, step: int) -> None:
+def check_decision(decision: Decision, newest: AuthoredVersion | None, *, step: int) -> None:
     """Check that a decision may become the version after ``newest``, whichever strategy has made it.
 
     RequestRefused where it changes a key that is not the tuner's; StaleVersion where ``newest`` is still to come into
@@ -581,9 +603,9 @@ def check_decision(decision: Decision, newest: Page | None, *, step: int) -> Non
     is_let_grow = newest is not None and is_asked_for(newest.config.tuning)
     is_size_its_own = decision.kind == "undo" or (decision.kind == "probe" and is_let_grow)
     allowed = _KEYS | {SIZE_KEY} if is_size_its_own else _KEYS
-    learned = [path for path in decision.changes if path not in allowed]
-    if learned:
-        raise RequestRefused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
+    foreign = [path for path in decision.changes if path not in allowed]
+    if foreign:
+        raise RequestRefused("other", f"{', '.join(foreign)[:_MOST_CHARACTERS]} is not for the tuner to change")
     if newest is not None and is_to_come(newest, step=step):
         config = newest.config
         raise StaleVersion(
@@ -591,7 +613,7 @@ def check_decision(decision: Decision, newest: Page | None, *, step: int) -> Non
         )
 
 
-def is_to_come(newest: Page | None, *, step: int) -> bool:
+def is_to_come(newest: AuthoredVersion | None, *, step: int) -> bool:
     """Whether the newest config version comes into force at a later step; decisions wait for that."""
     begins = None if newest is None else newest.config.apply_at_step
     return begins is not None and step < begins
@@ -619,5 +641,5 @@ def _library_strategy(mode: Mode, decisions: Sequence[Decision]) -> Strategy:
 
 
 _KEYS = frozenset(KEYS.values())
-_MOST_WORDS = 200
+_MOST_CHARACTERS = 200
 _MODES: Mapping[str, Mode] = {"off": "off", "advise": "advise", "auto": "auto"}

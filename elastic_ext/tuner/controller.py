@@ -51,6 +51,28 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 # --- a tuner as those around it see it: it is told what happens, and says what is to be done -------------------------
 # The same calls give the same decisions. It reads no clock and writes nothing: who holds it writes a config for each
 # decision that has changes, and tells of it.
+#
+# The states of a Controller, as ``standing`` names them; where several hold, the first of them is named:
+#
+#   off       the mode is "off"
+#   paused    a person, or a person's edit of the config, has stopped it
+#   waiting   there is no search, or one must begin: facts of the newest config have not come yet
+#   watching  a search goes on in mode "advise": it writes no config, and gives advice
+#   probing   a search goes on in mode "auto": points are measured, or another global batch size (SizeTries), or the
+#             course is saving for the next probe
+#   settled   the best point is in force, and nothing more is to be tried for now
+#
+#   any but off -> off      a config sets tuning.mode to "off"; what was tried is taken back
+#   off -> waiting          a config sets another mode
+#   any -> paused           ``pause``; ``undo``; or in mode "auto", an edit of what the tuner chooses
+#   paused -> waiting       ``resume``
+#   a search -> waiting     a config from a person or a node: its values may be other ones
+#   waiting -> a search     facts of the newest config have come; or ranks took steps under an older one for _PATIENCE
+#                           reports, so that the newest is taken to be refused
+#   a search -> another     the facts of the job have changed (told as "reopen"), the job has changed its config itself,
+#                           or the global batch size that was tried is kept or taken back
+#   probing <-> settled     by the stage of its course (Stage, in trials.py); settled -> probing, too, where another
+#                           global batch size is to be tried
 
 Mode = Literal["off", "advise", "auto"]
 Author = Literal["person", "generated", "node"]

@@ -25,7 +25,21 @@ __all__ = ["Course", "Stage"]
 
 Stage = Literal["probing", "saving", "settled"]
 """Where a course is: "probing", points are measured; "saving", at the best point until probes can be paid for;
-"settled", at the best point, with nothing more to be tried."""
+"settled", at the best point, with nothing more to be tried.
+
+    begin -> probing               the point in force is measured first
+    probing -> probing             a point was measured or refused, and another is affordable; or, where nothing else is
+                                   to be tried or can be paid for, the best one is put in force again, and measured
+    probing -> saving              the best point is in force, and the next probe costs more than the budget has
+    probing -> settled             the best point is in force: it reaches the goal, or nothing is expected to be faster;
+                                   or no config may be written, and advice is given
+    saving -> probing              the budget has what the probe costs
+    saving, settled -> probing     the pace of the job has changed, and the search begins again ("reopen"); or newer
+                                   facts of the job give the search something to try
+
+In "probing", a point is first asked for (its config is not written yet) and then measured. Where the job itself puts
+another config in force, the course is at its end (``is_changed_inside``), and the controller begins another.
+"""
 
 _PATIENCE = 50
 """Reports of steps under an older version, after which people are told that the newer one is not in force."""

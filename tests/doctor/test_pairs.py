@@ -97,7 +97,7 @@ def test_silent_and_missing_nodes_are_named_and_no_pair_with_them_is() -> None:
     wrong = _wrong(_report(4, silent=[3], troubles={(0, 3): "closed", (1, 3): "timeout"}, num_wanted=6))
     assert [one.what for one in wrong] == [
         "4 of 6 nodes came: node 0, node 1, node 2, node 3",
-        "node 3 has stopped to answer",
+        "node 3 has stopped answering",
     ]
     assert {one.severity for one in wrong} == {"error"}
 
@@ -295,7 +295,7 @@ def test_a_node_that_dies_or_stops_on_the_way_is_named_and_the_others_finish(how
         status, records = nodes.end_of(index)
         assert status == 1
         (error,) = _errors_in(records)
-        assert f"pid {nodes.processes[2].pid}) has stopped to answer" in error
+        assert f"pid {nodes.processes[2].pid}) has stopped answering" in error
         report = _report_in(records)
         silent = {node["index"] for node in report["nodes"] if node["is_silent"]}
         left = [pair for pair in report["pairs"] if not silent & {pair["first"], pair["second"]}]
@@ -312,7 +312,7 @@ def test_the_node_that_holds_the_store_is_named_when_it_dies_or_stops(how: signa
         assert status == 1
         errors = _errors_in(records)
         assert "where the nodes met, does not answer any more" in errors[0]
-        assert f"pid {nodes.processes[0].pid}) has stopped to answer" in errors[1]
+        assert f"pid {nodes.processes[0].pid}) has stopped answering" in errors[1]
 
 
 @slow

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.doctor.report import PairReport
-from elastic_ext.master.cluster import Cluster, Judged, cluster_of, judged
+from elastic_ext.master.cluster import Cluster, PairFindings, cluster_of, pair_findings
 from elastic_ext.master.machines import NodeFacts, facts_of, measured_in, why_refused
 from elastic_ext.profile.stragglers import Straggler
 from tests.support.clusters import FAST, NEAR, machine_of, pair_report
@@ -35,8 +35,8 @@ def _facts(num: int, changed: Mapping[int, Any] | None = None) -> list[NodeFacts
     ]
 
 
-def _measured(report: PairReport) -> Judged:
-    return judged(measured_in(json.dumps({"record": "pairs", **dataclasses.asdict(report)})))
+def _measured(report: PairReport) -> PairFindings:
+    return pair_findings(measured_in(json.dumps({"record": "pairs", **dataclasses.asdict(report)})))
 
 
 def _cluster(racks: Sequence[int], slow_ranks: Sequence[Straggler] = (), **planted: Any) -> Cluster:
@@ -205,7 +205,7 @@ def test_a_node_that_fell_silent_is_named_once() -> None:
     )
     found = cluster_of(_facts(4), _measured(dataclasses.replace(report, nodes=nodes, pairs=pairs)))
     assert [each for each in found.recommendations if "host-003" in each] == [
-        "look whether host-003 and the process there are alive: they stopped to answer in the check"
+        "look whether host-003 and the process there are alive: they stopped answering during the check"
     ]
 
 
@@ -304,7 +304,7 @@ def test_whatever_stands_in_a_report_it_is_refused_in_words_or_something_is_made
     except ValueError as refused:
         reason = str(refused)
     else:
-        reason = cluster_of(_facts(2), judged(measured)).topology
+        reason = cluster_of(_facts(2), pair_findings(measured)).topology
     assert reason and "\n" not in reason
 
 

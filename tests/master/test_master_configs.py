@@ -6,14 +6,14 @@ import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
-from elastic_ext.master.configs import ConfigBook, Page, StaleVersion
+from elastic_ext.master.configs import AuthoredVersion, ConfigBook, StaleVersion
 
 
-def write(book: ConfigBook, rate: float, **given: object) -> Page:
+def write(book: ConfigBook, rate: float, **given: object) -> AuthoredVersion:
     arguments: dict[str, object] = {"remove": (), "reason": "a try", "at_step": None, "now": 1.0, **given}
-    page = book.set({"optimizer.learning_rate": rate}, **arguments)  # type: ignore[arg-type]
-    book.enter(page)
-    return page
+    authored = book.propose({"optimizer.learning_rate": rate}, **arguments)  # type: ignore[arg-type]
+    book.enter(authored)
+    return authored
 
 
 def test_versions_follow_each_other_and_keep_their_reasons() -> None:
@@ -21,13 +21,13 @@ def test_versions_follow_each_other_and_keep_their_reasons() -> None:
     assert book.version == 0 and book.newest is None
     write(book, 0.1)
     write(book, 0.2, reason="better")
-    assert [each.config.version for each in book.pages] == [1, 2]
+    assert [each.config.version for each in book.versions] == [1, 2]
     assert book.newest is not None and book.newest.config.reason == "better"
 
 
 def test_what_is_made_is_not_in_the_book_before_it_is_entered() -> None:
     book = ConfigBook()
-    book.set({"optimizer.learning_rate": 0.1}, remove=(), reason="", at_step=None, now=1.0)
+    book.propose({"optimizer.learning_rate": 0.1}, remove=(), reason="", at_step=None, now=1.0)
     assert book.version == 0
 
 
@@ -46,12 +46,12 @@ def test_an_undo_is_a_version_too_and_goes_further_back_each_time() -> None:
     for rate in (0.1, 0.2, 0.3):
         write(book, rate)
     for rate in (0.2, 0.1):
-        page = book.undo(now=2.0)
-        book.enter(page)
-        assert page.config.optimizer.learning_rate == rate
+        authored = book.propose_undo(now=2.0)
+        book.enter(authored)
+        assert authored.config.optimizer.learning_rate == rate
     assert book.version == 5
     with pytest.raises(ConfigError, match="no earlier version"):
-        book.undo(now=3.0)
+        book.propose_undo(now=3.0)
 
 
 def test_what_is_refused_changes_nothing() -> None:
@@ -65,27 +65,27 @@ def test_what_a_node_has_in_its_file_is_taken_if_it_is_newer() -> None:
     book = ConfigBook()
     write(book, 0.1)
     text = ElasticConfig.from_values({"optimizer.learning_rate": 0.5}, version=7, reason="by hand").to_json()
-    page = book.found(text, node_id="a", now=2.0)
-    assert page is not None and page.author == "node" and page.node_id == "a"
-    book.enter(page)
-    assert book.version == 7 and book.found(text, node_id="b", now=3.0) is None
+    authored = book.propose_from_file(text, node_id="a", now=2.0)
+    assert authored is not None and authored.author == "node" and authored.node_id == "a"
+    book.enter(authored)
+    assert book.version == 7 and book.propose_from_file(text, node_id="b", now=3.0) is None
     assert write(book, 0.6).config.version == 8
     with pytest.raises(ConfigError):
-        book.found("{", node_id="a", now=4.0)
+        book.propose_from_file("{", node_id="a", now=4.0)
 
 
 def test_other_contents_under_one_version_are_told_of_once_and_decided_by_nobody() -> None:
     book = ConfigBook()
-    page = write(book, 0.1)
-    assert book.conflict(1, page.config.digest, "a") is None
+    authored = write(book, 0.1)
+    assert book.conflict(1, authored.config.digest, "a") is None
     assert "other contents under version 1" in str(book.conflict(1, "0" * 64, "a"))
     assert book.conflict(1, "0" * 64, "a") is None and book.conflict(1, "0" * 64, "b") is not None
     write(book, 0.2)
     assert book.conflict(1, "0" * 64, "a") is None, "it is over"
 
 
-def test_the_book_keeps_so_many_pages_and_no_more() -> None:
+def test_the_book_keeps_so_many_versions_and_no_more() -> None:
     book = ConfigBook()
     for _ in range(250):
         write(book, 0.1)
-    assert len(book.pages) == 200 and book.version == 250
+    assert len(book.versions) == 200 and book.version == 250

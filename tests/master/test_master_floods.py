@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.master.service import CallEnded, Door, Guard, host_of
-from elastic_ext.master.status import Shown
+from elastic_ext.master.service import CallEnded, Guard, GuardInterceptor, host_of
+from elastic_ext.master.status import StatusCache
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.support.masters import TOKEN, MasterProcess, master_in_process
 
@@ -36,7 +36,7 @@ class Slow:
         self.num_made = 0
         self.num_events = 0
         self._seconds = seconds
-        self.shown = Shown(self, lambda: self.now)
+        self.shown = StatusCache(self, lambda: self.now)
 
     def status(self, request: wire.GetStatusRequest) -> wire.JobStatus:
         self.num_made += 1
@@ -217,7 +217,7 @@ class Doorkeeping:
     def __init__(self, *, read_seconds: float = 3600.0) -> None:
         self.given: list[bytes] = []
         self.guard = Guard(TOKEN, lambda: 0.0, wait_seconds=0.0)
-        self._door = Door(self.guard, open_service="open.Service", read_seconds=read_seconds)
+        self._door = GuardInterceptor(self.guard, open_service="open.Service", read_seconds=read_seconds)
 
     @contextlib.asynccontextmanager
     async def channel(self) -> AsyncIterator[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elastic_ext.master.process import Freed
+from elastic_ext.master.process import MemoryTrimmer
 from tests.support.masters import TOKEN, MasterProcess, join_request, master_in_process, until
 
 NUM_PEERS = 400
@@ -31,8 +31,8 @@ def test_memory_that_was_freed_goes_back_to_the_system_at_most_so_often() -> Non
         pytest.skip("this C library gives memory back in other ways")
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    freed = Freed(every_seconds=10.0)
-    freed.give_back(100.0)
+    trimmer = MemoryTrimmer(every_seconds=10.0)
+    trimmer.trim(100.0)
 
     def hold_and_free() -> None:
         """So that what was freed lies below what is still held, as nearly always."""
@@ -46,9 +46,9 @@ def test_memory_that_was_freed_goes_back_to_the_system_at_most_so_often() -> Non
     kept: list[int] = []
     hold_and_free()
     full = memory_of(os.getpid())
-    freed.give_back(105.0)
+    trimmer.trim(105.0)
     assert full - memory_of(os.getpid()) < 10 << 20, "not yet"
-    freed.give_back(110.0)
+    trimmer.trim(110.0)
     assert full - memory_of(os.getpid()) > 40 << 20
     for each in kept:
         libc.free(each)

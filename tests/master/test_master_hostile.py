@@ -308,7 +308,7 @@ def test_followers_and_streams_are_bounded(master: MasterProcess) -> None:
         next(each)
     other = master.caller()
     code, words = other.refusal("ReadEvents", wire.ReadEventsRequest(follow=True))
-    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "64 others follow already" in words
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "64 other calls follow the events already" in words
     for each in followers:
         each.cancel()
     until(lambda: is_followed(other))

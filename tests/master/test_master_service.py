@@ -84,7 +84,7 @@ def test_an_agent_that_joins_is_told_whom_it_speaks_with(caller: Caller) -> None
         ({"protocol": 9, "oldest_protocol": 2}, "speaks protocol 2 to 9, this master"),
         ({"job": "another"}, "this master is of job 'j', not of 'another'"),
         ({"job_id": "0" * 32}, "listens in its place"),
-        ({"epoch": 5}, "a later master \\(epoch 5\\) is there"),
+        ({"epoch": 5}, "has met a later master \\(epoch 5\\)"),
     ],
 )
 def test_who_does_not_belong_here_is_told_so(caller: Caller, given: dict[str, Any], words: str) -> None:

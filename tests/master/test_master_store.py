@@ -12,14 +12,14 @@ import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import HistoryEntry
-from elastic_ext.master.configs import Page
+from elastic_ext.master.configs import AuthoredVersion
 from elastic_ext.master.events import EventRecord, NodeRecord
 from elastic_ext.master.store import JobStore, StoreError, Superseded, network_in_words
 
 
-def page_of(version: int, **given: int) -> Page:
+def version_of(version: int, **given: int) -> AuthoredVersion:
     config = ElasticConfig.from_values({"optimizer.learning_rate": 0.1}, version=version, reason="a try")
-    return Page(entry=HistoryEntry(time=1.0 * version, config=config, **given), author="person")
+    return AuthoredVersion(entry=HistoryEntry(time=1.0 * version, config=config, **given), author="person")
 
 
 def event_of(number: int, text: str = "something") -> EventRecord:
@@ -37,15 +37,15 @@ def test_all_of_it_is_there_again(tmp_path: Path) -> None:
     with contextlib.closing(JobStore(tmp_path)) as store:
         first = store.read()
         assert first.epoch == 1 and first.job == "" and len(first.job_id) == 32
-        store.enter_page(page_of(1))
-        store.enter_page(page_of(2, restores=1))
+        store.enter_version(version_of(1))
+        store.enter_version(version_of(2, restores=1))
         store.keep(
             events=[event_of(1), event_of(2)], nodes=[NODE], membership='{"a": 1}', points=[(60.0, "{}")], job="j"
         )
     with contextlib.closing(JobStore(tmp_path)) as store:
         found = store.read()
     assert found.epoch == 2 and found.job == "j" and found.job_id == first.job_id
-    assert found.pages == (page_of(1), page_of(2, restores=1))
+    assert found.versions == (version_of(1), version_of(2, restores=1))
     assert found.events == (event_of(1), event_of(2)) and found.nodes == (NODE,)
     assert found.membership == '{"a": 1}' and found.points == ("{}",)
 
@@ -53,12 +53,12 @@ def test_all_of_it_is_there_again(tmp_path: Path) -> None:
 def test_what_is_forgotten_and_what_is_too_old_goes(tmp_path: Path) -> None:
     with contextlib.closing(JobStore(tmp_path)) as store:
         for version in range(1, 203):
-            store.enter_page(page_of(version))
+            store.enter_version(version_of(version))
         store.keep(events=[event_of(number) for number in range(1, 5_101)], nodes=[NODE])
         store.keep(forgotten=["a"])
         store.keep(events=[event_of(5_101)])
         found = store.read()
-    assert [each.config.version for each in found.pages] == list(range(3, 203))
+    assert [each.config.version for each in found.versions] == list(range(3, 203))
     assert (found.events[0].number, len(found.events)) == (102, 5_000)
     assert found.nodes == ()
 
@@ -72,38 +72,38 @@ def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
 
 def test_a_master_that_another_has_replaced_writes_nothing_more(tmp_path: Path) -> None:
     with contextlib.closing(JobStore(tmp_path)) as store:
-        store.enter_page(page_of(1))
+        store.enter_version(version_of(1))
         with contextlib.closing(sqlite3.connect(store.path)) as other, other:  # on storage whose locks were lost
             other.execute("UPDATE meta SET value = '2' WHERE key = 'epoch'")
         with pytest.raises(Superseded, match="another process has become the master"):
-            store.enter_page(page_of(2))
+            store.enter_version(version_of(2))
         with pytest.raises(Superseded):
             store.keep(events=[event_of(1)])
     with contextlib.closing(JobStore(tmp_path)) as store:
         found = store.read()
-        assert found.epoch == 3 and found.pages == (page_of(1),) and found.events == ()
+        assert found.epoch == 3 and found.versions == (version_of(1),) and found.events == ()
 
 
 def test_what_was_removed_under_it_is_written_to_no_more_and_goes_on_where_it_is_put_back(tmp_path: Path) -> None:
     store = JobStore(tmp_path / "state")
-    store.enter_page(page_of(1))
+    store.enter_version(version_of(1))
     (tmp_path / "state").rename(tmp_path / "away")
     with pytest.raises(StoreError, match="was removed while this master ran"):
-        store.enter_page(page_of(2))
+        store.enter_version(version_of(2))
     (tmp_path / "away").rename(tmp_path / "state")
-    store.enter_page(page_of(2))
+    store.enter_version(version_of(2))
     (tmp_path / "state").rename(tmp_path / "away")
     other = JobStore(tmp_path / "state")  # another master, which finds no lock
     with pytest.raises(Superseded, match="another file has taken the place"):
         store.keep(job="j")
-    other.enter_page(page_of(1))
+    other.enter_version(version_of(1))
     other.close()
     store.close()
 
 
 def test_a_full_disk_changes_nothing_and_is_got_over(tmp_path: Path) -> None:
     with contextlib.closing(JobStore(tmp_path)) as store:
-        store.enter_page(page_of(1))
+        store.enter_version(version_of(1))
         (used,) = store._db.execute("PRAGMA page_count").fetchone()
         store._db.execute(f"PRAGMA max_page_count = {used + 2}")
         with pytest.raises(StoreError, match="full"):
@@ -118,10 +118,10 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_versions(tmp_path
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from tests.master.test_master_store import JobStore, page_of\n"
+        "from tests.master.test_master_store import JobStore, version_of\n"
         "store = JobStore(Path(sys.argv[1]))\n"
         "for version in range(1, 100_000):\n"
-        "    store.enter_page(page_of(version))\n"
+        "    store.enter_version(version_of(version))\n"
         "    print(version, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
@@ -131,7 +131,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_versions(tmp_path
         told += [int(line) for line in writer.stdout if line.endswith("\n")]
     with contextlib.closing(JobStore(tmp_path)) as store:
         found = store.read()
-    versions = [each.config.version for each in found.pages]
+    versions = [each.config.version for each in found.versions]
     assert versions == list(range(versions[0], versions[-1] + 1)) and versions[-1] >= told[-1], "what was told stays"
     assert found.epoch == 2
 

@@ -155,7 +155,7 @@ def kept_pairs(folder: Path) -> str:
 
 
 def test_a_history_is_told() -> None:
-    stored = Stored(job="j", job_id="0", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+    stored = Stored(job="j", job_id="0", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
     job = Job(stored, JobSettings(library="1"), Now(clock=0.0, time=1e9))
     job.join(Now(clock=0.0, time=1e9), join_request("a"))
     for second in range(200):

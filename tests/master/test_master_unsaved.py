@@ -9,7 +9,7 @@ from elastic_ext.master.store import JobStore, Stored, Unsaved
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.support.masters import join_request
 
-NOTHING = Stored(job="", job_id="id", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+NOTHING = Stored(job="", job_id="id", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
 DAY = 24 * 3600.0
 
 

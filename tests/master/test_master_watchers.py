@@ -20,7 +20,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 async def served(watcher: ConfigStream, sent: list[int], newest: list[int]) -> None:
     """As the service does it."""
     while not watcher.is_over:
-        if watcher.has_news(newest[0]):
+        if watcher.take_news(newest[0]):
             sent.append(newest[0])
         else:
             await watcher.rung()

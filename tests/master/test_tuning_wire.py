@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.master.facts import MOST_FACTS, facts_told
+from elastic_ext.master.facts import MOST_FACTS, checked_facts
 from elastic_ext.master.node_metrics import fitting_window
-from elastic_ext.master.observations import Seeing
+from elastic_ext.master.observations import MeasurementRounds
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_record
 from elastic_ext.profile.phases import Phase
@@ -46,7 +46,7 @@ def test_numbers_of_new_fields_stay_as_they_are() -> None:
 
 def test_facts_are_the_same_after_the_wire() -> None:
     facts = made_facts(memory=MEMORY, values={"parallelism.strategy": "no_shard", "communication.bucket_cap_mb": None})
-    assert facts_told(facts.to_json()) == facts
+    assert checked_facts(facts.to_json()) == facts
 
 
 def test_what_a_newer_version_has_added_is_left_out_of_facts() -> None:
@@ -55,7 +55,7 @@ def test_what_a_newer_version_has_added_is_left_out_of_facts() -> None:
     told["choices"]["kernel.tile"] = [None]
     told["fixed"] = {"kernel.tile": "x", "optimizer.learning_rate": "it is\nlearned"}
     told["weather"] = "fine"
-    found = facts_told(json.dumps(told))
+    found = checked_facts(json.dumps(told))
     assert "kernel.tile" not in {**found.values, **found.choices}
     assert found.fixed == {"optimizer.learning_rate": "it is learned"}
 
@@ -89,12 +89,12 @@ def test_what_a_newer_version_has_added_is_left_out_of_facts() -> None:
 def test_facts_that_cannot_be_are_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:
     told = {**json.loads(made_facts().to_json()), **changes}
     with pytest.raises(ValueError, match=words):
-        facts_told(json.dumps(told))
+        checked_facts(json.dumps(told))
 
 
 def test_facts_that_are_too_long_are_not_even_read() -> None:
     with pytest.raises(ValueError, match="allowed: 262144"):
-        facts_told("[" * (MOST_FACTS + 1))
+        checked_facts("[" * (MOST_FACTS + 1))
 
 
 @settings(max_examples=200, deadline=None)
@@ -103,7 +103,7 @@ def test_facts_with_anything_in_them_are_told_or_refused(value: Any) -> None:
     told = json.loads(made_facts(memory=MEMORY).to_json())
     for name in told:
         try:
-            found = facts_told(json.dumps({**told, name: value}))
+            found = checked_facts(json.dumps({**told, name: value}))
         except ValueError:
             continue
         assert 0 < found.world_size <= 1 << 24 and found.share <= found.global_batch
@@ -112,8 +112,8 @@ def test_facts_with_anything_in_them_are_told_or_refused(value: Any) -> None:
 # ---- steps ----
 
 
-def begun(world_size: int = 2) -> Seeing:
-    seeing = Seeing(patience_seconds=30.0)
+def begun(world_size: int = 2) -> MeasurementRounds:
+    seeing = MeasurementRounds(patience_seconds=30.0)
     seeing.expect(0, world_size)
     return seeing
 
@@ -121,45 +121,45 @@ def begun(world_size: int = 2) -> Seeing:
 def told_by(*workers: wire.Worker, world_size: int = 2) -> MeasuredSteps | None:
     seeing = begun(world_size)
     seeing.take(NOW, workers)
-    return seeing.seen(NOW)
+    return seeing.take_measurement(NOW)
 
 
 def test_a_round_is_what_all_ranks_have_told_since_the_last_one() -> None:
     seeing = begun()
     seeing.take(NOW, [reported(0)])
-    assert seeing.seen(NOW) is None, "rank 1 has told nothing"
+    assert seeing.take_measurement(NOW) is None, "rank 1 has told nothing"
     seeing.take(NOW + 1, [reported(0, number=2)])
     seeing.take(NOW + 1, [reported(1)])
-    seen = seeing.seen(NOW + 1)
+    seen = seeing.take_measurement(NOW + 1)
     assert seen is not None and (seen.num_steps, seen.num_ranks, seen.world_size) == (10, 2, 2)
     assert (seen.version, seen.step, seen.trouble) == (0, 20, "")
     assert seen.step_seconds == pytest.approx(sum(STEP.values()))
     assert seen.phases == pytest.approx({phase.label: seconds for phase, seconds in STEP.items()})
     assert seen.processor_share == pytest.approx(1.0)
-    assert seeing.seen(NOW + 2) is None, "and none of it comes a second time"
+    assert seeing.take_measurement(NOW + 2) is None, "and none of it comes a second time"
 
 
 def test_steps_under_an_earlier_version_count_no_more_once_a_rank_has_told_of_a_newer_one() -> None:
     seeing = begun()
     seeing.take(NOW, [reported(0), reported(1, config_version=1)])
-    assert seeing.seen(NOW) is None
+    assert seeing.take_measurement(NOW) is None
     seeing.take(NOW, [reported(0, number=2), reported(1, number=2)])
-    assert seeing.seen(NOW) is None, "both of which were begun before it came into force"
+    assert seeing.take_measurement(NOW) is None, "both of which were begun before it came into force"
     seeing.take(NOW, [reported(0, number=3, config_version=1)])
-    seen = seeing.seen(NOW)
+    seen = seeing.take_measurement(NOW)
     assert seen is not None and (seen.version, seen.num_steps) == (1, 10) and seeing.version == 1
 
 
 def test_steps_before_all_workers_are_there_do_not_count_for_a_while() -> None:
     seeing = begun()
     seeing.take(NOW, [reported(0, is_settling=True), reported(1)])
-    assert seeing.seen(NOW) is None
+    assert seeing.take_measurement(NOW) is None
     seeing.take(NOW + 1, [reported(0, number=2)])
-    seen = seeing.seen(NOW + 1)
+    seen = seeing.take_measurement(NOW + 1)
     assert seen is not None and seen.num_steps == 10
     for number in range(40):  # of workers that never come
         seeing.take(NOW + 2, [reported(rank, number=3 + number, is_settling=True) for rank in (0, 1)])
-    assert seeing.seen(NOW + 2) is not None
+    assert seeing.take_measurement(NOW + 2) is not None
 
 
 def test_who_waits_for_workers_is_not_silent() -> None:
@@ -167,7 +167,7 @@ def test_who_waits_for_workers_is_not_silent() -> None:
     seeing.take(NOW, [reported(1)])
     for second in range(1, 20):
         seeing.take(NOW + 10 * second, [reported(0, number=second, is_settling=True)])
-        assert seeing.seen(NOW + 10 * second) is None
+        assert seeing.take_measurement(NOW + 10 * second) is None
 
 
 def test_ranks_of_an_earlier_start_or_of_another_number_tell_nothing() -> None:
@@ -205,12 +205,12 @@ def test_a_rank_that_is_silent_is_named_once() -> None:
     seeing = begun()
     for second in range(0, 200, 10):
         seeing.take(NOW + second, [reported(0, number=second)])
-        seen = seeing.seen(NOW + second)
+        seen = seeing.take_measurement(NOW + second)
         assert (seen is not None) == (second == 40), "after more than thirty seconds, and not again"
         if seen is not None:
             assert seen.trouble == "rank 1 told nothing of their steps for a while, and others did"
     seeing.take(NOW + 200, [reported(1), reported(0, number=99)])
-    seen = seeing.seen(NOW + 200)
+    seen = seeing.take_measurement(NOW + 200)
     assert seen is not None and not seen.trouble
 
 
@@ -241,7 +241,7 @@ def test_of_a_very_large_job_some_ranks_are_looked_at() -> None:
     assert 500 < seeing.num_ranks <= 1024
     for rank in range(0, 100_000, 99):
         seeing.take(NOW, [reported(rank, world_size=100_000)])
-    seen = seeing.seen(NOW)
+    seen = seeing.take_measurement(NOW)
     assert seen is not None and seen.num_ranks == seeing.num_ranks and seen.world_size == 100_000
     facts = made_facts(world_size=100_000)
     assert why_untrusted(seen, facts) == ""

@@ -16,7 +16,7 @@ import grpc
 
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.process import serve
-from elastic_ext.master.tuning import Made
+from elastic_ext.master.tuning import StrategyFactory
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
@@ -67,7 +67,7 @@ class Reached:
 class MasterThread(Reached):
     """A master on a thread of this process."""
 
-    def __init__(self, folder: Path, *options: str, strategy: Made | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, strategy: StrategyFactory | None = None) -> None:
         super().__init__(folder)
         self._strategy = strategy
         self._options = parse([*self.arguments, *options])
@@ -232,7 +232,7 @@ def until(is_so: Callable[[], Any], seconds: float = _DEADLINE) -> Any:
     return found
 
 
-def master_on_thread(folder: Path, *options: str, strategy: Made | None = None) -> Iterator[MasterThread]:
+def master_on_thread(folder: Path, *options: str, strategy: StrategyFactory | None = None) -> Iterator[MasterThread]:
     """For a fixture: a master that has started, ended with the test."""
     master = MasterThread(folder, *options, strategy=strategy)
     master.start()

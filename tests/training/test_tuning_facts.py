@@ -19,7 +19,7 @@ from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.config.keys import TUNABLE, TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.master.address import MOST_BEAT_BYTES
-from elastic_ext.master.facts import facts_told
+from elastic_ext.master.facts import checked_facts
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.records.metrics import FILE, JobFacts
@@ -82,7 +82,7 @@ def in_alone(folder: Path, model: nn.Module, loader: Any, **given: Any) -> JobFa
         found = run.facts
         run.train(2)
     assert {*found.choices} | {*found.fixed} == {*TUNABLE} and not {*found.choices} & {*found.fixed}
-    assert json.loads(facts_told(found.to_json()).to_json()) == json.loads(found.to_json()), (
+    assert json.loads(checked_facts(found.to_json()).to_json()) == json.loads(found.to_json()), (
         "a master takes it as it is"
     )
     return found

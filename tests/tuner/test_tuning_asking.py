@@ -28,7 +28,7 @@ from tests.support.masters import Caller, Listening, MasterThread, join_request,
 from tests.support.tuned import Scripted, decision_of, reported
 
 FACTS = made_facts(world_size=2, share=64)
-STORED = Stored(job="j", job_id="x", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+STORED = Stored(job="j", job_id="x", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
 DEADLINE = 20.0
 
 
@@ -199,7 +199,7 @@ class Host:
                 self.tuning.control(self.now, what, "")
         else:
             changes = {"tuning.mode": json.dumps(what)} if what != "set" else {"user.x": str(self.now)}
-            self.job.enter(self.moment, self.job.changed(self.moment, wire.SetConfigRequest(changes=changes)))
+            self.job.enter(self.moment, self.job.propose_change(self.moment, wire.SetConfigRequest(changes=changes)))
 
     def settle(self) -> None:
         """All that was asked is answered."""
@@ -242,7 +242,7 @@ def test_a_decision_is_written_once_whatever_is_said_of_it_before_that_is_known(
     due = host.tuning.due
     assert due is not None
     host.do("tick")  # is under way as the version is written
-    host.job.enter(host.moment, host.job.generated(host.moment, due), decision=due.number)
+    host.job.enter(host.moment, host.job.propose_decided(host.moment, due), decision=due.number)
     host.settle()
     (kept,) = host.tuning.decisions
     assert (kept.version, kept.measured) == (1, 3.0) and host.tuning.due is None
@@ -260,7 +260,7 @@ def test_what_was_planned_from_a_version_that_a_person_has_replaced_is_never_wri
     due = host.tuning.due
     assert due is not None and due.base == 0
     with pytest.raises(StaleVersion, match="version 1"):
-        host.job.generated(host.moment, due)
+        host.job.propose_decided(host.moment, due)
 
 
 # ---- the thread ----
@@ -437,7 +437,7 @@ def test_a_master_that_ends_while_it_plans_writes_nothing_of_it(
     assert not ended.is_alive()
     with contextlib.closing(JobStore(tmp_path / "state")) as store:
         stored = store.read()
-    assert (list(stored.pages), list(stored.decisions)) == ([], [])
+    assert (list(stored.versions), list(stored.decisions)) == ([], [])
     assert stored.events[-1].text == "the master ends"
 
 

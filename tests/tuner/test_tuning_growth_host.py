@@ -22,7 +22,7 @@ from tests.support.profiles import made_window
 FIRST, NUM_RANKS = 128, 2
 NOISE = 4000.0
 KNOBS = {"global_batch_size": [64, 512], "optimizer.learning_rate": [1e-4, 1e-2]}
-STORED = Stored(job="j", job_id="x", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+STORED = Stored(job="j", job_id="x", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
 
 
 class Growing:
@@ -53,7 +53,7 @@ class Growing:
 
     def set(self, **changes: Any) -> None:
         values = {path.replace("__", "."): json.dumps(value) for path, value in changes.items()}
-        self.job.enter(self._moment, self.job.changed(self._moment, wire.SetConfigRequest(changes=values)))
+        self.job.enter(self._moment, self.job.propose_change(self._moment, wire.SetConfigRequest(changes=values)))
 
     def round(self) -> None:
         """Facts, then a window of each rank's, then what is due is written."""
@@ -92,11 +92,11 @@ class Growing:
         self.job.tick(self._moment)
         while (decision := self.job.tuning.due) is not None:
             try:
-                page = self.job.generated(self._moment, decision)
+                authored = self.job.propose_decided(self._moment, decision)
             except StaleVersion as error:
                 self.job.tuning.refuse_due(self.now, decision.number, f"it could not be written: {error}")
             else:
-                self.job.enter(self._moment, page, decision=decision.number)
+                self.job.enter(self._moment, authored, decision=decision.number)
 
     def _worker(self, rank: int, step: Mapping[Phase, float], version: int) -> wire.Worker:
         """With a window of ten steps."""
@@ -128,7 +128,7 @@ def test_a_master_that_is_started_again_in_a_try_puts_the_size_before_in_force()
         job.round()
     job.round()
     assert job.decisions("probe")[-1].outcome == ""
-    again = Growing(pages=job.job.book.pages, decisions=tuple(job.job.tuning.decisions))
+    again = Growing(versions=job.job.book.versions, decisions=tuple(job.job.tuning.decisions))
     again.now = job.now
     assert again.newest_size == job.newest_size
     again.round()

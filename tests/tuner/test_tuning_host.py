@@ -33,7 +33,7 @@ from tests.support.masters import ROOT, Caller, MasterThread, join_request, mast
 from tests.support.tuned import Scripted, decision_of, reported
 
 FACTS = made_facts(world_size=2, share=64)
-STORED = Stored(job="j", job_id="x", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+STORED = Stored(job="j", job_id="x", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
 BEAT = 10.0
 
 
@@ -70,12 +70,12 @@ class Told:
         """What a service does with what is due, with nothing in its way."""
         decision = self.job.tuning.due
         assert decision is not None
-        self.job.enter(self._moment, self.job.generated(self._moment, decision), decision=decision.number)
+        self.job.enter(self._moment, self.job.propose_decided(self._moment, decision), decision=decision.number)
 
     def set(self, **changes: Any) -> None:
         """A person's version."""
         values = {path.replace("__", "."): json.dumps(value) for path, value in changes.items()}
-        self.job.enter(self._moment, self.job.changed(self._moment, wire.SetConfigRequest(changes=values)))
+        self.job.enter(self._moment, self.job.propose_change(self._moment, wire.SetConfigRequest(changes=values)))
 
     def texts(self, kind: str) -> list[str]:
         return [each.text for each in self.job.log.after(0) if each.kind == kind]
@@ -286,7 +286,7 @@ def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> Non
     changes = {"optimizer.learning_rate": "0.5"}
     request = wire.SetConfigRequest(changes=changes, at_step=100)
     now = Now(clock=1.0, time=1.0)
-    told.job.enter(now, told.job.changed(now, request))
+    told.job.enter(now, told.job.propose_change(now, request))
     told.beat(facts=FACTS)
     told.round(1)
     with pytest.raises(StaleVersion, match="version 1 comes into force at step 100"):
@@ -299,13 +299,13 @@ def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> Non
 def test_what_was_decided_waits_for_a_persons_version_that_is_still_to_come() -> None:
     told = Told(deciding(decision_of(base=1, kind="undo")))
     request = wire.SetConfigRequest(changes={"optimizer.learning_rate": "0.5"}, at_step=100)
-    told.job.enter(Now(clock=1.0, time=1.0), told.job.changed(Now(clock=1.0, time=1.0), request))
+    told.job.enter(Now(clock=1.0, time=1.0), told.job.propose_change(Now(clock=1.0, time=1.0), request))
     told.beat(facts=FACTS)
     told.round(1)
     due, moment = told.job.tuning.due, Now(clock=told.now, time=told.now)
-    assert due is not None and told.job.decided(moment) is None
+    assert due is not None and told.job.decision_to_write(moment) is None
     told.beat(wire.Worker(rank=0, state="running", step=100))
-    assert told.job.decided(moment) == due
+    assert told.job.decision_to_write(moment) == due
 
 
 def test_facts_are_those_of_the_node_that_has_rank_0() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_ext.errors import MasterAbsent, in_words
 from elastic_ext.records.files import read_at_most, write_whole
 
-__all__ = ["INCARNATION_FILE", "PLACE_FILE", "Acquaintance", "NodeSelf", "next_incarnation", "node_id_of"]
+__all__ = ["INCARNATION_FILE", "PLACE_FILE", "KnownMaster", "NodeSelf", "next_incarnation", "node_id_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class NodeSelf:
 
 
 @dataclass(kw_only=True, slots=True)
-class Acquaintance:
+class KnownMaster:
     """The job id and epoch of the master that an agent has met, by which it recognises another or an older one."""
 
     job_id: str = ""

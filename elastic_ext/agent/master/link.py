@@ -24,7 +24,7 @@ from elastic_ext.records.files import write_whole
 from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.text import age_in_words
 
-from .identity import Acquaintance, NodeSelf
+from .identity import KnownMaster, NodeSelf
 from .outbox import EventOutbox, HeldConfig
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class MasterLink:
         self._chance = random.Random(f"{node.node_id}/{node.incarnation}")
         self._backoff = Backoff(self._chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
         self._slow = Backoff(self._chance, first_seconds=_REFUSED_SECONDS / 4, most_seconds=_REFUSED_SECONDS)
-        self._known = Acquaintance()
+        self._known = KnownMaster()
         self._story = LinkStory()
         self._refusal: str | None = None
         self._reason = ""
@@ -322,11 +322,11 @@ class MasterLink:
         """Wake the thread, which then looks whether a beat is due."""
         self._wake.set()
 
-    def spread(self, seconds: float) -> None:
+    def acknowledge_within(self, seconds: float) -> None:
         """Acknowledge the next config at a random moment within ``seconds``."""
         session = self._session
         if session is not None:
-            session.spread(self._chance.uniform(0.0, 1.0) * seconds)
+            session.acknowledge_after(self._chance.uniform(0.0, 1.0) * seconds)
 
     def _note(self, event: JobEvent) -> None:
         """Keep an event of the agent for the master."""

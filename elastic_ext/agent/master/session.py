@@ -18,7 +18,7 @@ from elastic_ext.master.client import OLDEST_PROTOCOL, PROTOCOL, MasterClient, M
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.ranks.deadlines import Backoff, OwnedThread
 
-from .identity import Acquaintance, NodeSelf
+from .identity import KnownMaster, NodeSelf
 from .outbox import EventOutbox, HeldConfig, NewestConfig
 from .report import NodeReporter, event_message, wire_text
 
@@ -49,7 +49,7 @@ class WatchingLink(Protocol):
     def wake(self) -> None:
         """Have the link look whether a beat is due, since a config was taken."""
 
-    def spread(self, seconds: float) -> None:
+    def acknowledge_within(self, seconds: float) -> None:
         """Acknowledge the next config at a random moment within ``seconds``."""
 
 
@@ -130,7 +130,7 @@ class ConfigWatch:
         for push in stream:
             if push.epoch < self._link.epoch:
                 return
-            self._link.spread(push.acknowledge_within_seconds)
+            self._link.acknowledge_within(push.acknowledge_within_seconds)
             if self._config.take(push.version, push.text):
                 self._backoff.forget()
                 self._link.wake()
@@ -147,7 +147,8 @@ _SPARE_BYTES = 64 << 10
 """How much of a beat is kept for events and for small fields."""
 _NUMBERS_BYTES = 32  # what comes after them
 _AROUND_BYTES = 8  # of a message within another one: its number and length
-_MOST_SPREAD_SECONDS = 2.0
+_MOST_DELAY_SECONDS = 2.0
+"""The longest delay of a config's acknowledgement, whatever a master asks for."""
 _EVENT_SECONDS = 0.25
 """The time between two beats that only events call for."""
 _CALL_SECONDS = 10.0
@@ -182,7 +183,7 @@ class MasterSession:
         self,
         client: MasterClient,
         node: NodeSelf,
-        known: Acquaintance,
+        known: KnownMaster,
         config: HeldConfig,
         report: NodeReporter,
         outbox: EventOutbox,
@@ -237,10 +238,10 @@ class MasterSession:
         """Have the next beat sent at once; from any thread."""
         self._is_asked = True
 
-    def spread(self, seconds: float) -> None:
-        """Acknowledge a config that comes now in ``seconds``, at most a few; from any thread."""
-        within = min(seconds, _MOST_SPREAD_SECONDS) if seconds > 0 else 0.0
-        self._acknowledge_at = time.monotonic() + within
+    def acknowledge_after(self, seconds: float) -> None:
+        """Acknowledge a config that comes now ``seconds`` later, two at most; from any thread."""
+        delay = min(seconds, _MOST_DELAY_SECONDS) if seconds > 0 else 0.0
+        self._acknowledge_at = time.monotonic() + delay
 
     def due_at(self) -> float:
         """When the next beat is due, by ``time.monotonic``."""

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.agent.event_files import EventFiles
-from elastic_ext.agent.master.identity import INCARNATION_FILE, PLACE_FILE, Acquaintance, next_incarnation, node_id_of
+from elastic_ext.agent.master.identity import INCARNATION_FILE, PLACE_FILE, KnownMaster, next_incarnation, node_id_of
 from elastic_ext.agent.master.link import FoundMaster, GivenMaster, LinkState, LinkStory
 from elastic_ext.agent.master.outbox import EventOutbox
 from elastic_ext.agent.master.report import NodeReporter
@@ -148,7 +148,7 @@ def test_how_long_a_master_was_away_counts_from_when_it_was_lost() -> None:
 
 
 def test_another_master_in_the_place_of_the_one_that_was_met_is_not_taken_for_it() -> None:
-    known = Acquaintance()
+    known = KnownMaster()
     known.check(3, "job-1")
     known.check(4)
     known.check(4, "job-1")

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
-from elastic_ext.master.facts import facts_told
+from elastic_ext.master.facts import checked_facts
 from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.training.counters import NoiseScale
 from elastic_ext.training.gradients.noise import _EVERY_STEPS, _FIRST_PAIRS, _MORE_PAIRS, _OFTEN_STEPS
@@ -319,7 +319,7 @@ def test_what_the_user_allows_may_come_and_go_while_training_runs(tmp_path: Path
         assert found.learning is not None
         assert (found.learning.rule, found.learning.first_batch) == ("sqrt", BATCH)
         assert found.learning.noise_scale == pytest.approx(run.noise.value, rel=0.06)
-        assert json.loads(facts_told(found.to_json()).to_json()) == json.loads(found.to_json())
+        assert json.loads(checked_facts(found.to_json()).to_json()) == json.loads(found.to_json())
         put(tmp_path, 0, {"version": 2}, seen_by=follower)
         run.train(8 + 2 * _FIRST_PAIRS)
         assert not run.is_looking
