@@ -27,11 +27,11 @@ __all__ = [
     "Applied",
     "Applier",
     "Appliers",
+    "AskAgainLater",
     "ConfigRounds",
     "ConfigSource",
     "Declined",
     "FunctionApplier",
-    "Later",
     "NoSource",
     "Proposal",
 ]
@@ -49,7 +49,7 @@ class Declined(Exception):
     """Raised by an applier's ``apply`` on all ranks, before anything was applied: the old config stays in force."""
 
 
-class Later(Exception):
+class AskAgainLater(Exception):
     """Raised by an applier's ``check``: the next step tells whether the config can be applied; ranks then ask again."""
 
 
@@ -131,7 +131,7 @@ class Appliers:
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
         """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
 
-        All raise Later where one does and none has a reason.
+        All raise AskAgainLater where one does and none has a reason.
         """
         with self.pulse.during(Activity.CHANGING):
             return self._check(new)
@@ -144,7 +144,7 @@ class Appliers:
             for applier in self._appliers:
                 try:
                     reason = applier.check(new)
-                except Later:
+                except AskAgainLater:
                     is_later = True
                     continue
                 if reason is not None:
@@ -196,7 +196,7 @@ class Appliers:
             raise kind(doing, self._ranks.world_size, failed) from failure
         found = {rank: answer["reasons"] for rank, answer in enumerate(answers) if answer["reasons"]}
         if not found and any(answer["is_later"] for answer in answers):
-            raise Later
+            raise AskAgainLater
         return found
 
 
@@ -258,9 +258,9 @@ class ConfigRounds:
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
-        self._told: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
-        self._stale: set[tuple[int, str]] = set()
-        self._conflict = ""
+        self._announced: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
+        self._warned_stale: set[tuple[int, str]] = set()
+        self._warned_conflict = ""
         self._looked_at: ElasticConfig | None = None
         self._is_started = False
         self.on_refusal: Callable[[int, str], None] | None = None
@@ -280,7 +280,7 @@ class ConfigRounds:
     def start(self, place: RoundPlace) -> Applied | None:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
         self._is_started = True
-        return self._hold(self._unsettled_file(), place, at_start=True)
+        return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: RoundPlace) -> Applied | None:
         """Put in force, after ``resume`` in a started job, the config file over the resumed config, or this alone.
@@ -312,7 +312,7 @@ class ConfigRounds:
         """Whether a change that this rank proposed is undecided."""
         return bool(self._proposals)
 
-    def tell(self) -> tuple[int, bool]:
+    def announce(self) -> tuple[int, bool]:
         """The version that this rank could take, and whether that is news for the others; now it counts as told.
 
         Without anything new it is the newest version that was agreed on. What the source holds is read once: another
@@ -320,13 +320,13 @@ class ConfigRounds:
         """
         newer = self._newer_file()
         key = None if newer is None else _key(newer)
-        is_fresh = key is not None and key != self._told
-        self._told = key
+        is_fresh = key is not None and key != self._announced
+        self._announced = key
         return (self._newest_agreed if newer is None else newer).version, is_fresh
 
-    def hold(self, place: RoundPlace) -> Applied | None:
+    def hold_round(self, place: RoundPlace) -> Applied | None:
         """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
-        return self._hold(self._newer_file(), place, at_start=False)
+        return self._hold_round_with(self._newer_file(), place, at_start=False)
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduled config comes into force at ``step``."""
@@ -339,7 +339,7 @@ class ConfigRounds:
         assert new is not None
         try:
             applied, reasons = self._put_in_force(new, step)
-        except Later:
+        except AskAgainLater:
             self.scheduled = new  # and due at the next boundary
             return None
         self._tell_refusal(new, _in_words(reasons))
@@ -357,9 +357,9 @@ class ConfigRounds:
             return
         self._looked_at = held
         agreed = self._newest_agreed
-        if held is None or held.version > agreed.version or _key(held) in self._settled | self._stale:
+        if held is None or held.version > agreed.version or _key(held) in self._settled | self._warned_stale:
             return
-        self._stale.add(_key(held))
+        self._warned_stale.add(_key(held))
         _logger.log(
             self._warning_level,
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
@@ -391,17 +391,17 @@ class ConfigRounds:
         file = self._unsettled_file()
         return None if file is None or file.version <= self._newest_agreed.version else file
 
-    def _hold(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
+    def _hold_round_with(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
         choice, content = self._choose(file, place)
         try:
             if choice.kind == "file":
                 return self._consider_file(_file_in(content), place.step, at_start=at_start)
             if choice.kind == "revision":
                 return self._consider_proposal(RankReport.from_bytes(content), place.step)
-        except Later:  # it comes again with the next agreement
+        except AskAgainLater:  # it comes again with the next agreement
             if choice.kind == "file":
                 self._settled.discard(_key(_file_in(content)))
-                self._told = None
+                self._announced = None
         return None
 
     def _choose(self, file: ElasticConfig | None, place: RoundPlace) -> tuple[RoundDecision, bytes]:
@@ -420,10 +420,10 @@ class ConfigRounds:
             places = "; ".join(f"rank {rank}: {each.place}" for rank, each in enumerate(reports))
             raise RanksDisagreeError(f"ranks are at different places: {places}")
         choice = choose(reports)
-        self._told = None if file is None else _key(file)
-        if choice.conflict and choice.conflict != self._conflict:
+        self._announced = None if file is None else _key(file)
+        if choice.conflict and choice.conflict != self._warned_conflict:
             self._log_refusal("a config file", choice.conflict)
-        self._conflict = choice.conflict
+        self._warned_conflict = choice.conflict
         if choice.kind == "nothing":
             return choice, b""
         content = report.to_bytes()

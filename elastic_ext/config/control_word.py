@@ -17,10 +17,10 @@ from typing import Any, Literal
 from elastic_ext.records.json import shown
 
 __all__ = [
-    "REFUSES_ONE",
-    "AgreedWord",
+    "REFUSES_SINGLE_SAMPLE",
     "AgreementPace",
     "ControlWord",
+    "GatheredWords",
     "Lag",
     "Purpose",
     "RankReport",
@@ -36,7 +36,7 @@ __all__ = [
 # should be the same everywhere, and the pulses are summed. A sum that is not the number of ranks times a rank's own
 # pulse means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
 
-REFUSES_ONE = "a layer refuses a single sample"
+REFUSES_SINGLE_SAMPLE = "a layer refuses a single sample"
 """How a rank's ``failed`` begins where its step failed for a single sample, and not because memory ran out."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
@@ -50,7 +50,7 @@ class Purpose(IntEnum):
     """A regular agreement, every so many boundaries; read one boundary later."""
     APPLY = 2
     """An exchange right before a scheduled config is applied."""
-    END = 3
+    END_EPOCH = 3
     """An exchange at the end of an epoch."""
     FINISH = 4
     """An exchange at the end of training."""
@@ -64,7 +64,7 @@ class Purpose(IntEnum):
     """Before training goes back to a checkpoint."""
     SHARE = 9
     """Within a guarded step, before its gradients are shared."""
-    SMALLER = 10
+    RETRY_SMALLER = 10
     """Before a step for which memory did not suffice is taken again."""
     NOISE = 11
     """After a step whose gradients were looked at, to see how noisy they are."""
@@ -179,7 +179,7 @@ class ControlWord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AgreedWord:
+class GatheredWords:
     """The control words of all ranks, and what follows from them; the same on every rank."""
 
     words: tuple[ControlWord, ...]

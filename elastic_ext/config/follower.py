@@ -44,9 +44,9 @@ from elastic_ext.records.metrics import (
 )
 from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, RunDirectory, StartSettings
 
-from .agreement import Agreement, Boundary, Every
+from .agreement import Agreement, AgreementInterval, Boundary
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
-from .control_word import AgreedWord, Purpose
+from .control_word import GatheredWords, Purpose
 from .elastic_config import ElasticConfig
 from .keys import KEYS, section_of
 from .watcher import ConfigWatcher
@@ -74,7 +74,7 @@ class UserKnobs:
         value = config.get(path)
         if value is None:
             return default
-        reason = _unlike(path, value, default)
+        reason = _wrong_type(path, value, default)
         if reason is not None:
             raise ConfigError([reason])
         return float(value) if isinstance(default, float) and isinstance(value, int) else value
@@ -92,14 +92,14 @@ class UserKnobs:
     def check(self, new: ElasticConfig) -> str | None:
         """The knobs whose values would be of another type than the script expects."""
         values = new.values()
-        reasons = [_unlike(path, values.get(path), default) for path, default in self._defaults.items()]
+        reasons = [_wrong_type(path, values.get(path), default) for path, default in self._defaults.items()]
         return "; ".join(str(reason) for reason in reasons if reason is not None) or None
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Nothing to do: ``read`` looks at the config in force."""
 
 
-def _unlike(path: str, value: object, default: object) -> Refusal | None:
+def _wrong_type(path: str, value: object, default: object) -> Refusal | None:
     """Why ``value`` is not of the type that ``default`` promises; any type will do where there is no default."""
     if value is None or default is None or path in KEYS:
         return None
@@ -145,13 +145,13 @@ class Reports:
         if self._directory is not None:
             self._directory.prepare()
 
-    def tell_of(self, applied: Applied) -> None:
+    def write_applied(self, applied: Applied) -> None:
         """Write an event: a config came into force."""
         version, revision = applied.new.version, applied.new.revision
         details = {"version": version, "revision": revision, "changes": applied.changes}
-        self.tell("config-applied", step=applied.step, text=str(applied), details=details)
+        self.write_event("config-applied", step=applied.step, text=str(applied), details=details)
 
-    def tell(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
+    def write_event(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
         """Write an event that happened before ``step``."""
         if self._directory is None:
             return
@@ -240,7 +240,7 @@ def follow_config(
     *,
     startup: Mapping[str, object] | None = None,
     start_step: int = 0,
-    agree_every_steps: Every = "auto",
+    agree_every_steps: AgreementInterval = "auto",
     job: str | None = None,
     run_dir: str | Path | None = None,
     timeout_seconds: float | None = None,
@@ -288,7 +288,7 @@ def follow_config(
     return ConfigFollower(settings, ranks, base, start_step=start_step, agree_every_steps=every)
 
 
-def _checked_every(every: Every) -> Every:
+def _checked_every(every: AgreementInterval) -> AgreementInterval:
     if every != "auto" and (type(every) is not int or every < 1):
         raise ValueError(f'agree_every_steps is {every!r}; allowed: "auto" or an integer >= 1')
     return every
@@ -304,7 +304,7 @@ class ConfigFollower:
         base: ElasticConfig,
         *,
         start_step: int = 0,
-        agree_every_steps: Every = "auto",
+        agree_every_steps: AgreementInterval = "auto",
     ) -> None:
         self.settings = settings
         self._ranks = ranks
@@ -459,7 +459,7 @@ class ConfigFollower:
         """
         self._raise_if_closed()
         with self._waiting(doubt):
-            self._agreement.end(Purpose.END)
+            self._agreement.meet(Purpose.END_EPOCH)
 
     def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
         """Return once every rank has come here to take a step again that failed on all of them; else raise.
@@ -471,26 +471,26 @@ class ConfigFollower:
         """
         self._raise_if_closed()
         with self._waiting("took back a step that had failed on it"):
-            self._agreement.end(purpose, exchanges, lost)
+            self._agreement.meet(purpose, exchanges, lost)
 
-    def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
+    def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
         """Every rank's word within a step, where memory ran out or gradients are unlike; None where neither is so."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            return self._agreement.hear_all(failed, brings)
+            return self._agreement.compare_words(failed, brings)
 
     def bring_noise(self, text: str) -> list[str]:
         """What every rank tells of the noise of gradients, in rank order. Called at a boundary, before ``boundary``."""
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            agreed = self._agreement.hear_all("", text, Purpose.NOISE)
+            agreed = self._agreement.compare_words("", text, Purpose.NOISE)
         return [text] * self._ranks.world_size if agreed is None else [word.brings for word in agreed.words]
 
     def meet_to_shrink(self) -> None:
         """Meet all ranks, as ``end_epoch``, before a step for which memory did not suffice; ``revise`` may follow."""
         self._raise_if_closed()
         with self._waiting("took back a step that ran out of memory"):
-            self._agreement.end(Purpose.SMALLER)
+            self._agreement.meet(Purpose.RETRY_SMALLER)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
         """Put a revision in force now, which all ranks bring alike; gives why it was refused, if it was."""
@@ -501,7 +501,7 @@ class ConfigFollower:
         """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
-            self._agreement.end(Purpose.REWIND)
+            self._agreement.meet(Purpose.REWIND)
 
     def go_back(self, step: int) -> None:
         """Set the number of steps taken to that of a checkpoint, on all ranks; the config in force stays."""
@@ -511,7 +511,7 @@ class ConfigFollower:
         """Meet all ranks, as ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
-            self._agreement.end(Purpose.FINISH)
+            self._agreement.meet(Purpose.FINISH)
         self._finished = True
         self._write_metrics()
 
@@ -613,13 +613,13 @@ class ConfigFollower:
     def _record(self, applied: Applied | None) -> None:
         """Write the event of a config that came into force."""
         if applied is not None:
-            self.reports.tell_of(applied)
+            self.reports.write_applied(applied)
         self._write_metrics()
 
     def _tell_refusal(self, version: int, why: str) -> None:
         """Write the event of a version that was refused."""
         details = {"version": version, "why": why}
-        self.reports.tell(
+        self.reports.write_event(
             "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details
         )
 

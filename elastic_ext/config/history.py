@@ -23,7 +23,7 @@ from elastic_ext.records.json import MAX_BYTES
 
 from .elastic_config import ElasticConfig
 
-__all__ = ["ConfigHistory", "HistoryEntry", "edited", "next_version", "restored", "undone"]
+__all__ = ["ConfigHistory", "HistoryEntry", "edited", "next_version", "restored", "undo_target"]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class HistoryEntry:
         return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
-def undone(entries: Sequence[HistoryEntry]) -> HistoryEntry:
+def undo_target(entries: Sequence[HistoryEntry]) -> HistoryEntry:
     """The entry to go back to: the one before the newest content was first written, further at each undo in a row."""
     for index in range(len(entries) - 1, 0, -1):
         if entries[index].restores is None and entries[index].config.version == entries[-1].origin:
@@ -155,7 +155,7 @@ class ConfigHistory:
                     raise
                 current = None
             entries = self._with_current(recorded, current)
-            target = recorded[-1] if current is None and recorded else undone(entries)
+            target = recorded[-1] if current is None and recorded else undo_target(entries)
             return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:

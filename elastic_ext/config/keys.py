@@ -49,10 +49,10 @@ __all__ = [
     "key_table",
     "keys_of",
     "nearest",
-    "null_value",
+    "null_refusal",
     "row",
     "section_of",
-    "unknown_key",
+    "unknown_key_refusal",
 ]
 
 
@@ -63,7 +63,7 @@ TORCH = "torch"
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 _MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
 _MOST_KNOBS_SHOWN = 5
-_SURE = 0.95  # as like as that are names with the same initials
+_INITIALS_SIMILARITY = 0.95  # as like as that are names with the same initials
 
 UserValue: TypeAlias = "bool | int | float | str | tuple[UserValue, ...] | None"
 KnobBounds: TypeAlias = tuple[UserValue, ...]
@@ -298,15 +298,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     given = str(name)[:100]
     given_last = given.rpartition(".")[2]
 
-    def likeness(candidate: str) -> float:
+    def similarity(candidate: str) -> float:
         last = candidate.rpartition(".")[2]
         initials = "".join(word[:1] for word in last.split("_"))
         if len(initials) > 1 and given_last.lower() == initials:
-            return _SURE
+            return _INITIALS_SIMILARITY
         whole = difflib.SequenceMatcher(None, given, candidate).ratio()
         return max(whole, difflib.SequenceMatcher(None, given_last, last).ratio())
 
-    return max(known, key=likeness)
+    return max(known, key=similarity)
 
 
 def _is_number(value: object) -> bool:
@@ -593,13 +593,13 @@ def key_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def null_value(path: str) -> Refusal:
+def null_refusal(path: str) -> Refusal:
     return Refusal(
         key=path, given="null", allowed=KEYS[path].rule.allowed, advice="leave the key out for its start-up value"
     )
 
 
-def unknown_key(path: str, *, searched: bool = True) -> Refusal:
+def unknown_key_refusal(path: str, *, searched: bool = True) -> Refusal:
     """``searched`` looks for the nearest known key, which takes a while where a file holds thousands."""
     shown_path = shown(path)[1:-1]
     advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undone
+from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undo_target
 from elastic_ext.errors import ConfigError, Refusal
 
 __all__ = ["Author", "ConfigBook", "ConfigStream", "Page", "StaleVersion", "Unacknowledged", "Watchers"]
@@ -104,7 +104,7 @@ class ConfigBook:
     def undo(self, *, now: float) -> Page:
         """A page with the content before the newest one as the next version, not entered yet. ConfigError."""
         entries = [each.entry for each in self._pages]
-        target = undone(entries)
+        target = undo_target(entries)
         config = restored(target, version=next_version(entries))
         return Page(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 
