@@ -151,7 +151,7 @@ class ElasticConfig(Section):
 
     @classmethod
     def _build(cls, arguments: Mapping[str, Any], refusals: Sequence[Refusal]) -> ElasticConfig:
-        """The config of these fields, unless something was refused before or is now."""
+        """The config of these fields; ConfigError with these ``refusals`` and those of the fields, if there are any."""
         try:
             config = cls(**arguments)
         except ConfigError as error:
@@ -260,7 +260,7 @@ def _take_section(
             else:
                 known[name] = value
         elif name == "version" and kind.section in ("dataloader", "optimizer"):
-            refusals += _check_section_version(path, value)  # DLRover's; here the whole file's counts
+            refusals += _check_section_version(path, value)  # DLRover writes it; not used here
         else:
             refusals.append(unknown_key_refusal(path, searched=len(refusals) < _MOST_REFUSALS))
     try:
@@ -279,6 +279,7 @@ def _check_section_version(path: str, value: object) -> list[Refusal]:
 
 
 def _check_user(given: object, kept: dict[str, UserValue]) -> Iterator[Refusal]:
+    """Why names and values of the section ``user`` are refused; those that are allowed are added to ``kept``."""
     if not isinstance(given, Mapping):
         yield Refusal(key="user", given=shown(given), allowed="an object")
         return

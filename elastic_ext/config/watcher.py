@@ -62,9 +62,9 @@ _CHANGES: list[type[FileSystemEvent]] = [
 
 
 class FolderEvents(FileSystemEventHandler):
-    """Watches the folders that a path depends on, and calls ``told`` from a thread of watchdog's at each change.
+    """Watches the folders that a path depends on, and calls ``on_change`` from a thread of watchdog's at each change.
 
-    ``told(True)`` means that the way to the file has changed: ``follow`` has to be called, on another thread.
+    ``on_change(True)`` means that the way to the file has changed: ``follow`` has to be called, on another thread.
     """
 
     def __init__(self, on_change: Callable[[bool], None]) -> None:
@@ -242,9 +242,9 @@ class ConfigWatcher:
         self._held_at = 0.0
         self._refusal: str | None = None
         self._stamp: FileStamp | None = None
-        self._seen_hash: bytes | None = None
-        self._warn_at: float | None = None
-        self._warned: dict[bytes, None] = {}
+        self._seen_hash: bytes | None = None  # of the file's contents when last read, valid or not
+        self._warn_at: float | None = None  # when contents that were refused are warned of, if they are still there
+        self._warned: dict[bytes, None] = {}  # hashes of contents that were warned of, oldest first
         self._error: BaseException | None = None
         self._wake = threading.Event()
         self._warning_level = logging.WARNING if warns else logging.DEBUG
@@ -361,7 +361,7 @@ class ConfigWatcher:
             except OSError as error:
                 self._stamp = None
                 self._refuse(_hash(str(error).encode()), f"it cannot be read: {error}")
-            self._warn_if_settled(is_last=is_last)
+            self._warn_if_lasting(is_last=is_last)
             self._changed.notify_all()
 
     def _forget_file(self) -> None:
@@ -389,7 +389,7 @@ class ConfigWatcher:
         self._refusal = reason
         self._warn_at = None if fingerprint in self._warned else time.monotonic() + self._settle_seconds
 
-    def _warn_if_settled(self, *, is_last: bool) -> None:
+    def _warn_if_lasting(self, *, is_last: bool) -> None:
         if self._warn_at is None or self._seen_hash is None or (time.monotonic() < self._warn_at and not is_last):
             return
         self._warn_at = None
