@@ -268,7 +268,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "profile.output:Sinks.write": "a sink is the user's code: told once, and dropped",
     "profile.output:Sinks.close": "a sink is the user's code: the others are to be closed too",
     "training.session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
-    "config.watcher:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
+    "config.watcher:ConfigWatcher._look_at_change": "the top of what a thread of watchdog's calls; as in _run",
     "config.watcher:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
 }
 OWN_THREADS: Mapping[str, str] = {

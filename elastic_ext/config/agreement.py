@@ -1,5 +1,9 @@
 """How all ranks agree on one config at the same step boundary: the agreement itself, the exchange of pulses and control
 words, and how often it takes place.
+
+A *pulse* is one integer per rank, a hash of what should be the same on all ranks; a *control word* is what a rank has
+to say, in full, and is sent only where the pulses call for it. (``Pulse`` in ranks/heartbeat.py is another thing: the
+heartbeat that a rank's agent reads.)
 """
 
 from __future__ import annotations
@@ -17,19 +21,19 @@ from typing import TYPE_CHECKING, Literal
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError
 
 from .apply import Applied, Applier, Appliers, ConfigRounds, ConfigSource, Proposal
-from .control_word import AgreedWord, AgreementPace, ControlWord, Lag, Purpose, RoundPlace, start_differences
+from .control_word import AgreementPace, ControlWord, GatheredWords, Lag, Purpose, RoundPlace, start_differences
 from .elastic_config import ElasticConfig
 
 if TYPE_CHECKING:
     from elastic_ext.ranks.group import PendingSum, Ranks
 
-__all__ = ["Agreement", "Boundary", "Every", "Exchange", "Pacing"]
+__all__ = ["Agreement", "AgreementInterval", "Boundary", "Exchange", "Pacing"]
 
 _logger = logging.getLogger(__name__)
 
 
 # --- how ranks compare what should be the same on all: pulses first, control words where those call for them ---------
-# What else the words say, and what is done about it, is not known here.
+# What the control words ask for beyond that, and what is done about it, is not known here: see Agreement, below.
 
 
 class Exchange:
@@ -56,31 +60,40 @@ class Exchange:
         self.word = word
         self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
 
-    def read(self) -> AgreedWord | None:
-        """Finish the pulse under way: every rank's control word, or None where the pulses show no need of them."""
+    def read(self) -> GatheredWords | None:
+        """Finish the pulse under way: every rank's control word, or None where the pulses show no need of them.
+
+        Raises on all ranks where they differ in what should be the same.
+        """
         word, pulse = self.word, self._pulse
         assert word is not None
         assert pulse is not None
         self.drop()
         return self._read_unless_alike(word, pulse.result(), "agreeing")
 
-    def compare(self, word: ControlWord, doing: str) -> AgreedWord | None:
-        """Begin and finish a pulse at once, as ``start`` and ``read``: raise on all ranks unless all are here."""
+    def compare(self, word: ControlWord, doing: str) -> GatheredWords | None:
+        """Sum the pulse of ``word`` over all ranks and wait for it: ``start`` and ``read`` in one call.
+
+        Gives and raises what ``read`` does. ``doing`` says in words, for an error, what this rank waits for.
+        """
         return self._read_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
 
     def drop(self) -> None:
         """Give up the pulse under way without reading it."""
         self.word = self._pulse = None
 
-    def _read_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> AgreedWord | None:
-        """Every rank's control word; None where all pulses are alike, without news. Raises if ranks have come apart."""
+    def _read_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> GatheredWords | None:
+        """Every rank's control word; None where all pulses are alike and no rank has news. Raises where ranks differ.
+
+        A rank looks at its own news too: where all ranks have some, their pulses may be alike.
+        """
         if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
             return None
         words = self._ranks.gather(word.to_bytes(), doing)
-        agreed = AgreedWord(words=tuple(ControlWord.from_bytes(data) for data in words))
-        if agreed.differing:
-            raise RanksDisagreeError(f"ranks differ in {', '.join(agreed.differing)}: {agreed.account}")
-        return agreed
+        gathered = GatheredWords(words=tuple(ControlWord.from_bytes(data) for data in words))
+        if gathered.differing:
+            raise RanksDisagreeError(f"ranks differ in {', '.join(gathered.differing)}: {gathered.account}")
+        return gathered
 
 
 # --- how many boundaries one rank would have between two agreements, from what it sees of steps and agreements -------
@@ -88,24 +101,28 @@ class Exchange:
 
 _NUM_MEASUREMENTS = 16
 _MEASUREMENT_SECONDS = 0.002
-_RETELL = 1.5  # how much a wanted interval must change to be worth telling
+_WORTH_SENDING = 1.5  # by what factor a wanted interval must change to be worth sending to the other ranks
 _GROWTH = (
     2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
 )
 
-Every = int | Literal["auto"]
+AgreementInterval = int | Literal["auto"]
+"""How many step boundaries lie between two agreements; "auto": ranks choose that by what steps and agreements take."""
 
 
 class Pacing:
-    """The interval between agreements that this rank wants, from noted times; a number given as ``every`` is kept."""
+    """The interval between agreements that this rank wants, in boundaries.
 
-    def __init__(self, ranks: Ranks, every: Every) -> None:
+    With ``every="auto"`` it follows from the times that are noted; a number given as ``every`` is kept.
+    """
+
+    def __init__(self, ranks: Ranks, every: AgreementInterval) -> None:
         self._ranks = ranks
         self._is_chosen = every == "auto"
         self.is_needed = self._is_chosen and ranks.world_size > 1
         """Whether noted times matter: this rank may choose the interval, and there are other ranks."""
         first = 1 if every == "auto" else every
-        self._wanted = self._told = first
+        self._wanted_interval = self._sent_interval = first
         self._pace = AgreementPace(pulse_seconds=0.0)
         self._passed_at: float | None = None
         self._spent_seconds = 0.0  # on the agreement under way
@@ -125,29 +142,33 @@ class Pacing:
         """Take in how long a boundary without an agreement kept the training thread."""
         self._pace.note_idle(seconds)
 
-    def note_reading(self, seconds: float) -> None:
-        """Take in how long reading a pulse kept the training thread; ``note_beginning`` ends that agreement."""
+    def note_pulse_read(self, seconds: float) -> None:
+        """Take in how long reading a pulse kept the training thread, before the next pulse is begun."""
         self._spent_seconds += seconds
 
-    def note_beginning(self, seconds: float) -> None:
-        """Take in how long beginning a pulse kept the training thread, after the reading of the one before."""
+    def note_pulse_started(self, seconds: float) -> None:
+        """Take in how long beginning a pulse kept the training thread.
+
+        With the reading of the pulse before, noted since the last call, that is what one agreement takes.
+        """
         self._pace.note_agreement(self._spent_seconds + seconds)
         self._spent_seconds = 0.0
 
-    def want(self, every: int) -> tuple[int, bool]:
-        """The interval that this rank would have where ``every`` is in force, and whether that is worth telling."""
-        self._wanted = min(self._pace.interval(), every * _GROWTH) if self._is_chosen else every
-        return self._wanted, not self._told / _RETELL <= self._wanted <= self._told * _RETELL
+    def wanted_interval(self, every: int) -> tuple[int, bool]:
+        """The interval that this rank wants where ``every`` is in force, and whether to send it to the other ranks."""
+        self._wanted_interval = min(self._pace.interval(), every * _GROWTH) if self._is_chosen else every
+        least, most = self._sent_interval / _WORTH_SENDING, self._sent_interval * _WORTH_SENDING
+        return self._wanted_interval, not least <= self._wanted_interval <= most
 
-    def mark_told(self) -> None:
+    def mark_sent(self) -> None:
         """Note that all ranks have read the interval that this rank wanted last."""
-        self._told = self._wanted
+        self._sent_interval = self._wanted_interval
 
 
 def _pulse_seconds(ranks: Ranks) -> float:
     """The CPU seconds that one pulse takes in all of this process's threads, measured; the largest over the ranks.
 
-    As in training, the threads that carry it have slept before: that makes it dearer than pulses in a row.
+    A pause lies between the pulses, as steps do in training: a pulse that wakes its threads takes more.
     """
     if ranks.world_size == 1:
         return 0.0
@@ -180,10 +201,10 @@ def _pulse_seconds(ranks: Ranks) -> float:
 _IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
 
 _DOING = {
-    Purpose.END: "waiting for the others at the end",
+    Purpose.END_EPOCH: "waiting for the others at the end",
     Purpose.FINISH: "waiting for the others at the end",
     Purpose.REWIND: "waiting for the others to go back to a checkpoint",
-    Purpose.SMALLER: "waiting for the others to take a step again that ran out of memory",
+    Purpose.RETRY_SMALLER: "waiting for the others to take a step again that ran out of memory",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 
@@ -198,13 +219,13 @@ class Boundary:
     applied: Applied | None
     """The config that came into force at this boundary; None where none did."""
     stop: bool
-    """Some rank asked to stop; stays true from then on."""
+    """Whether the script has asked on some rank to end its loop (``request_stop``); stays true from then on."""
     save: bool
-    """Some rank, or a config, asked for a checkpoint; true at one boundary."""
+    """Whether some rank, or a config, asked for a checkpoint; true at one boundary."""
     leave: bool
-    """Some rank was told to end; stays true from then on."""
+    """Whether some rank's process was told to end, as by SIGTERM (``request_leave``); stays true from then on."""
     copy: bool
-    """Some rank asked to copy training state, in case that training is told to end; true at one boundary."""
+    """Whether some rank asked to copy training state, in case that training is told to end; true at one boundary."""
 
 
 class Agreement:
@@ -219,7 +240,7 @@ class Agreement:
         source: ConfigSource,
         base: ElasticConfig,
         *,
-        every: Every = "auto",
+        every: AgreementInterval = "auto",
         warns: bool = True,
         lag_warning_seconds: float = 30.0,
         clock: Callable[[], float] = time.perf_counter,
@@ -266,7 +287,7 @@ class Agreement:
         self.appliers.add(applier)
 
     def tell_refusals(self, tell: Callable[[int, str], None]) -> None:
-        """Have rank 0 call ``tell`` with each version from outside that ranks refuse, and why."""
+        """Have rank 0 call ``tell(version, why)`` for each version of the config file that ranks refuse."""
         self._rounds.on_refusal = tell
 
     def resume(self, config: ElasticConfig) -> None:
@@ -304,17 +325,20 @@ class Agreement:
         return proposal
 
     def request_stop(self) -> None:
-        """Have ``stop`` be true on all ranks, within two agreements. Any rank may call it."""
+        """Have ``Boundary.stop`` be true on all ranks, within two agreements. Any rank may call it."""
         self._stop_wanted = True
         self.rouse()
 
     def request_leave(self) -> None:
-        """Have ``leave`` be true on all ranks, within two agreements. Any rank may call it, from a signal's handler."""
+        """Have ``Boundary.leave`` be true on all ranks, within two agreements.
+
+        Any rank may call it, from a signal's handler too.
+        """
         self._leave_wanted = True
         self.rouse()
 
     def request_copy(self) -> None:
-        """Have ``copy`` be true on all ranks at one boundary, within two agreements. Any rank may call it.
+        """Have ``Boundary.copy`` be true on all ranks at one boundary, within two agreements. Any rank may call it.
 
         Until then it may be called again, and that is no second request.
         """
@@ -323,12 +347,15 @@ class Agreement:
         self.rouse()
 
     def request_save(self) -> None:
-        """Have ``save`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
+        """Have ``Boundary.save`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
         self._save_wanted = True
         self.rouse()
 
     def boundary(self, *, step: int, backwards: int = 0) -> Boundary:
-        """Pass a step boundary: learn what was agreed, apply what is due, say what is new here."""
+        """Pass a step boundary: learn what was agreed, apply what is due, say what is new here.
+
+        ``step`` is the number of steps taken; ``backwards`` a count of backward passes, which ranks compare.
+        """
         self.rouse()
         self._raise_if_unusable()
         now = self._clock()
@@ -339,7 +366,7 @@ class Agreement:
         is_agreement = self._num_boundaries == 1 or self._num_boundaries - self._pulsed_boundary >= self.every
         if self._exchange.word is not None or is_agreement or self._rounds.is_due(step):
             with self._breaking():
-                self._take_part(now, is_agreement=is_agreement)
+                self._work_at_boundary(now, is_agreement=is_agreement)
         elif self._num_boundaries % _IDLE_SAMPLING == 0:
             self._pacing.note_idle(self._clock() - now)
         applied, save, copy = self._applied, self._save, self._copy
@@ -386,11 +413,12 @@ class Agreement:
         if has_question or self._exchange.word is not None or rounds.scheduled is not None or rounds.has_new_file:
             self.rouse()
 
-    def end(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
-        """Meet all ranks at the end of an epoch or of training, or before a step is taken again; else raise on all.
+    def meet(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
+        """Return once all ranks have come here for the same ``purpose`` with equal counts; else raise on all.
 
-        Finishes the agreement under way, and makes sure that all come with equal counts. What was applied here, and a
-        save that was asked for, are left to the next boundary to tell.
+        Called at the end of an epoch or of training, and before a step is taken again or training goes back. Finishes
+        the agreement under way. What was applied here, and a save that was asked for, are left to the next boundary to
+        tell. ``exchanges`` and ``lost`` are counts of a step that is taken again: see ControlWord.
         """
         self._raise_if_unusable()
         with self._breaking():
@@ -401,10 +429,18 @@ class Agreement:
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
 
-    def hear_all(self, failed: str, brings: str, purpose: Purpose = Purpose.SHARE) -> AgreedWord | None:
-        """Every rank's word within a step, where memory ran out or gradients are unlike; None where neither is so.
+    def compare_words(self, failed: str, brings: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
+        """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
 
-        All ranks call this, whichever of them ``failed``; for another ``purpose`` at a boundary too.
+        All ranks call this together. What comes of it, on all ranks alike:
+
+        - None: no rank failed, and every rank gave the same ``brings`` as this one.
+        - Control words with ``failures``: on those ranks the step failed, in the words that they gave as ``failed``.
+        - Control words without: no rank failed, and ranks gave unlike ``brings``.
+        - RanksDisagreeError: ranks are at different places.
+
+        With Purpose.SHARE it is called within a step, and ``brings`` says which parameters have a gradient; with
+        Purpose.NOISE at a boundary, and ``brings`` is what the rank has measured of gradient noise.
         """
         self._raise_if_unusable()
         word = replace(self._make_word(purpose), failed=failed, brings=brings)
@@ -412,13 +448,13 @@ class Agreement:
             return self._exchange.compare(word, str(purpose))
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
-        """Put a revision in force now, which all ranks bring alike; gives why it was refused, if it was.
+        """Put a revision in force now; gives why it was refused, empty where it was not.
 
-        Called where a step is taken again, after ``end``.
+        All ranks call this with the same changes, where a step is taken again, after ``meet``.
         """
         with self._breaking():
             applied, refusal = self._rounds.revise(changes, reason, self.step)
-        self._take(applied)
+        self._keep_applied(applied)
         return refusal
 
     def refuse_late_file(self) -> None:
@@ -432,7 +468,7 @@ class Agreement:
 
     @property
     def leaving(self) -> bool:
-        """Whether some rank was told to end; the same on every rank, after each boundary and each end."""
+        """Whether some rank's process was told to end; the same on every rank, after each boundary and ``meet``."""
         return self._leaving
 
     @property
@@ -454,27 +490,27 @@ class Agreement:
         if not self._started:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
-    def _take_part(self, now: float, *, is_agreement: bool) -> None:
-        """Do what a boundary takes beyond counting: read a pulse, apply a scheduled config, start a pulse."""
+    def _work_at_boundary(self, now: float, *, is_agreement: bool) -> None:
+        """Do what a boundary takes beyond counting: read a pulse, apply a scheduled config, begin a pulse."""
         if self._exchange.word is not None:
             self._read_pulse()
-            self._pacing.note_reading(self._clock() - now)
+            self._pacing.note_pulse_read(self._clock() - now)
         if self._rounds.is_due(self.step):
             self._make_sure_of_the_same_place(Purpose.APPLY, "applying a scheduled config")
-            self._take(self._rounds.apply_scheduled(self.step))
+            self._keep_applied(self._rounds.apply_scheduled(self.step))
         if is_agreement:
             began = self._clock()
             self._start_pulse(began)
-            self._pacing.note_beginning(self._clock() - began)
+            self._pacing.note_pulse_started(self._clock() - began)
 
     @property
     def _place(self) -> RoundPlace:
         return RoundPlace(boundary=self._num_boundaries, step=self.step)
 
-    def _take(self, applied: Applied | None) -> None:
+    def _keep_applied(self, applied: Applied | None) -> None:
         """Keep a config that came into force until ``boundary`` gives it to the caller.
 
-        Of two configs at one boundary nothing ran under the first.
+        If two come into force at one boundary, they count as one change: no step ran under the first.
         """
         if applied is None:
             return
@@ -482,10 +518,11 @@ class Agreement:
         self._applied = applied if self._applied is None else replace(applied, old=self._applied.old)
 
     def _start_pulse(self, now: float) -> None:
+        """Begin to sum this rank's pulse, with what it has to ask and to tell in its control word."""
         rounds = self._rounds
-        held_version, is_fresh = rounds.tell()
+        held_version, is_fresh = rounds.announce()
         self._pulsed_boundary = self._num_boundaries
-        wanted, is_pacing = self._pacing.want(self.every)
+        wanted, is_pacing = self._pacing.wanted_interval(self.every)
         word = replace(
             self._make_word(Purpose.ROUTINE),
             held_version=held_version,
@@ -510,27 +547,27 @@ class Agreement:
 
     def _read_pulse(self) -> None:
         """Finish the pulse under way, and do with all ranks what their control words ask for."""
-        agreed = self._exchange.read()
-        if agreed is None:
+        gathered = self._exchange.read()
+        if gathered is None:
             return
-        self._stopping |= agreed.stop
-        self._leaving |= agreed.leave
-        self._save |= agreed.save
-        self._copy |= agreed.copy
-        self.every = agreed.interval
-        self._pacing.mark_told()
-        self._lag.note(agreed.lowest_held, agreed.highest_held, self._clock())
-        if agreed.proposing or (agreed.fresh and agreed.lowest_held > self.config.version):
-            self._take(self._rounds.hold(self._place))
-        elif agreed.asking:
-            self._name_laggards(agreed)
+        self._stopping |= gathered.stop
+        self._leaving |= gathered.leave
+        self._save |= gathered.save
+        self._copy |= gathered.copy
+        self.every = gathered.interval
+        self._pacing.mark_sent()
+        self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
+        if gathered.proposing or (gathered.fresh and gathered.lowest_held > self.config.version):
+            self._keep_applied(self._rounds.hold_round(self._place))
+        elif gathered.asking:
+            self._name_laggards(gathered)
 
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:
         """Raise on all ranks unless all are at the same boundary with equal counts."""
         word = replace(self._make_word(purpose), exchanges=exchanges, lost=lost, leave=self._has_to_tell_of_leaving)
-        agreed = self._exchange.compare(word, doing)
-        if agreed is not None:
-            self._leaving |= agreed.leave
+        gathered = self._exchange.compare(word, doing)
+        if gathered is not None:
+            self._leaving |= gathered.leave
 
     def _make_word(self, purpose: Purpose) -> ControlWord:
         """This rank's control word without news: the counts that ranks compare, and the config in force."""
@@ -546,9 +583,9 @@ class Agreement:
             wanted_interval=self.every,
         )
 
-    def _name_laggards(self, agreed: AgreedWord) -> None:
+    def _name_laggards(self, gathered: GatheredWords) -> None:
         """Have rank 0 warn of the ranks that lack a version which others hold."""
         self._lag.mark_named()
-        behind = agreed.laggards(self._ranks.names)
+        behind = gathered.laggards(self._ranks.names)
         if self._ranks.rank == 0 and behind:
-            _logger.warning("version %d waits for %s; training goes on", agreed.highest_held, "; ".join(behind))
+            _logger.warning("version %d waits for %s; training goes on", gathered.highest_held, "; ".join(behind))

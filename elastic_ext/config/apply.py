@@ -27,11 +27,11 @@ __all__ = [
     "Applied",
     "Applier",
     "Appliers",
+    "AskAgainLater",
     "ConfigRounds",
     "ConfigSource",
     "Declined",
     "FunctionApplier",
-    "Later",
     "NoSource",
     "Proposal",
 ]
@@ -49,8 +49,8 @@ class Declined(Exception):
     """Raised by an applier's ``apply`` on all ranks, before anything was applied: the old config stays in force."""
 
 
-class Later(Exception):
-    """Raised by an applier's ``check``: the next step tells whether the config can be applied; ranks then ask again."""
+class AskAgainLater(Exception):
+    """Raised by an applier's ``check`` that cannot answer before the next step has run; ranks then ask again."""
 
 
 class Applier(Protocol):
@@ -108,14 +108,14 @@ class Applied:
 class Appliers:
     """One rank's appliers; ``check`` and ``apply`` are called by all ranks together.
 
-    One with ``only_checks`` may refuse a change of its section, and gives none effect.
+    An applier whose attribute ``only_checks`` is true may refuse a change of its section, and puts none into effect.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._appliers: list[Applier] = []
         self.pulse = Pulse()
-        """The heartbeat in which this rank notes that it checks or applies a config."""
+        """The heartbeat in which this rank notes that it checks or applies a config; no pulse of an agreement."""
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section from the next change on."""
@@ -131,7 +131,7 @@ class Appliers:
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
         """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
 
-        All raise Later where one does and none has a reason.
+        All raise AskAgainLater where one does and none has a reason.
         """
         with self.pulse.during(Activity.CHANGING):
             return self._check(new)
@@ -144,7 +144,7 @@ class Appliers:
             for applier in self._appliers:
                 try:
                     reason = applier.check(new)
-                except Later:
+                except AskAgainLater:
                     is_later = True
                     continue
                 if reason is not None:
@@ -196,15 +196,16 @@ class Appliers:
             raise kind(doing, self._ranks.world_size, failed) from failure
         found = {rank: answer["reasons"] for rank, answer in enumerate(answers) if answer["reasons"]}
         if not found and any(answer["is_later"] for answer in answers):
-            raise Later
+            raise AskAgainLater
         return found
 
 
 # --- which config is in force, which are waiting, and the exchange in which all ranks take the next one --------------
 # When a round is held is decided by the control word (agreement.py); here is what happens in one.
 #
-# Words: the *base* is the start-up config, what absent keys mean. A file is *settled* when no further round needs to
-# hear of it: it is in force, scheduled or refused.
+# Words: the *base* is the start-up config, what absent keys mean. A *file* is a config that the source holds. It is
+# *settled* when no further round needs to hear of it: it is in force, scheduled or refused. A set of files holds their
+# keys, (version, digest).
 
 
 class ConfigSource(Protocol):
@@ -212,7 +213,7 @@ class ConfigSource(Protocol):
 
     @property
     def held(self) -> ElasticConfig | None:
-        """The newest valid config, always the same object until there is another."""
+        """The newest valid config that was found, always the same object until there is another; None before one."""
 
     @property
     def refusal(self) -> str | None:
@@ -258,10 +259,10 @@ class ConfigRounds:
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
-        self._told: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
-        self._stale: set[tuple[int, str]] = set()
-        self._conflict = ""
-        self._looked_at: ElasticConfig | None = None
+        self._announced: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
+        self._warned_stale: set[tuple[int, str]] = set()  # files whose version is too low, that were warned of
+        self._warned_conflict = ""  # what the last round said of files that contradict each other
+        self._looked_at: ElasticConfig | None = None  # what the source held when last looked for a stale file
         self._is_started = False
         self.on_refusal: Callable[[int, str], None] | None = None
         """Called on rank 0 with each version from outside the job that was refused, and why."""
@@ -280,12 +281,13 @@ class ConfigRounds:
     def start(self, place: RoundPlace) -> Applied | None:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
         self._is_started = True
-        return self._hold(self._unsettled_file(), place, at_start=True)
+        return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: RoundPlace) -> Applied | None:
-        """Put in force, after ``resume`` in a started job, the config file over the resumed config, or this alone.
+        """Put in force, after ``resume`` in a started job, the config file over the resumed config.
 
-        It is one change: to leave the file for what is resumed, and to come back to it, may take long.
+        Without a file, or with one that is refused, the resumed config itself. It is one change, and not one to the
+        resumed config and one to the file: each may take long.
         """
         self._settled.clear()
         self.scheduled = None
@@ -312,21 +314,21 @@ class ConfigRounds:
         """Whether a change that this rank proposed is undecided."""
         return bool(self._proposals)
 
-    def tell(self) -> tuple[int, bool]:
-        """The version that this rank could take, and whether that is news for the others; now it counts as told.
+    def announce(self) -> tuple[int, bool]:
+        """The version to send to the other ranks as what this rank could put in force, and whether it is news to them.
 
-        Without anything new it is the newest version that was agreed on. What the source holds is read once: another
-        thread may replace it at any time.
+        From here on it counts as announced. Without anything new it is the newest version that was agreed on. What the
+        source holds is read once: another thread may replace it at any time.
         """
         newer = self._newer_file()
         key = None if newer is None else _key(newer)
-        is_fresh = key is not None and key != self._told
-        self._told = key
+        is_fresh = key is not None and key != self._announced
+        self._announced = key
         return (self._newest_agreed if newer is None else newer).version, is_fresh
 
-    def hold(self, place: RoundPlace) -> Applied | None:
+    def hold_round(self, place: RoundPlace) -> Applied | None:
         """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
-        return self._hold(self._newer_file(), place, at_start=False)
+        return self._hold_round_with(self._newer_file(), place, at_start=False)
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduled config comes into force at ``step``."""
@@ -339,7 +341,7 @@ class ConfigRounds:
         assert new is not None
         try:
             applied, reasons = self._put_in_force(new, step)
-        except Later:
+        except AskAgainLater:
             self.scheduled = new  # and due at the next boundary
             return None
         self._tell_refusal(new, _in_words(reasons))
@@ -357,9 +359,9 @@ class ConfigRounds:
             return
         self._looked_at = held
         agreed = self._newest_agreed
-        if held is None or held.version > agreed.version or _key(held) in self._settled | self._stale:
+        if held is None or held.version > agreed.version or _key(held) in self._settled | self._warned_stale:
             return
-        self._stale.add(_key(held))
+        self._warned_stale.add(_key(held))
         _logger.log(
             self._warning_level,
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
@@ -391,17 +393,17 @@ class ConfigRounds:
         file = self._unsettled_file()
         return None if file is None or file.version <= self._newest_agreed.version else file
 
-    def _hold(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
+    def _hold_round_with(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
         choice, content = self._choose(file, place)
         try:
             if choice.kind == "file":
                 return self._consider_file(_file_in(content), place.step, at_start=at_start)
             if choice.kind == "revision":
                 return self._consider_proposal(RankReport.from_bytes(content), place.step)
-        except Later:  # it comes again with the next agreement
+        except AskAgainLater:  # the file or the proposal comes again with the next agreement
             if choice.kind == "file":
                 self._settled.discard(_key(_file_in(content)))
-                self._told = None
+                self._announced = None
         return None
 
     def _choose(self, file: ElasticConfig | None, place: RoundPlace) -> tuple[RoundDecision, bytes]:
@@ -420,10 +422,10 @@ class ConfigRounds:
             places = "; ".join(f"rank {rank}: {each.place}" for rank, each in enumerate(reports))
             raise RanksDisagreeError(f"ranks are at different places: {places}")
         choice = choose(reports)
-        self._told = None if file is None else _key(file)
-        if choice.conflict and choice.conflict != self._conflict:
+        self._announced = None if file is None else _key(file)
+        if choice.conflict and choice.conflict != self._warned_conflict:
             self._log_refusal("a config file", choice.conflict)
-        self._conflict = choice.conflict
+        self._warned_conflict = choice.conflict
         if choice.kind == "nothing":
             return choice, b""
         content = report.to_bytes()
@@ -461,12 +463,12 @@ class ConfigRounds:
             if not reasons and self._ranks.rank == 0:
                 _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
-            _logger.info("%s, agreed for step %s, gives way to it", displaced.label, displaced.apply_at_step)
+            _logger.info("%s, agreed for step %s, gives way to %s", displaced.label, displaced.apply_at_step, new.label)
         self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
 
     def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
-        """Put a revision in force that all ranks bring alike: gives what came into force, and why not if refused."""
+        """Put a revision in force, the same on all ranks: gives what came into force, else why it was refused."""
         applied: Applied | None = None
         try:
             applied, reasons = self._put_in_force(self.config.revise(changes, reason), step)
@@ -483,7 +485,10 @@ class ConfigRounds:
         return applied
 
     def _answer_proposals(self, decided: Mapping[str, object], refusal: str) -> None:
-        """Take from the queue what was decided, here and on the ranks that proposed the same."""
+        """Answer the first proposals of this rank's queue: those that ask for what was ``decided``, or for what is so.
+
+        Ranks may have proposed the same, or one what another's change has brought about already.
+        """
         while self._proposals:
             first = self._proposals[0]
             wanted = ElasticConfig.from_values(first.changes).values()
@@ -516,8 +521,8 @@ class ConfigRounds:
     def _log_refusal(self, what: str, why: str, otherwise: ElasticConfig | None = None) -> None:
         """Have rank 0 warn that something was refused, and why; nothing where there is no reason."""
         if why and self._ranks.rank == 0:
-            told = f"{self.config.label} stays in force" if otherwise is None else f"{otherwise.label} comes into force"
-            _logger.warning("%s was refused, %s: %s", what, told, why)
+            kept = f"{self.config.label} stays in force" if otherwise is None else f"{otherwise.label} comes into force"
+            _logger.warning("%s was refused, %s: %s", what, kept, why)
 
 
 def _file_in(content: bytes) -> ElasticConfig:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from elastic_ext.records.json import shown
 
 __all__ = [
-    "REFUSES_ONE",
-    "AgreedWord",
+    "REFUSES_SINGLE_SAMPLE",
     "AgreementPace",
     "ControlWord",
+    "GatheredWords",
     "Lag",
     "Purpose",
     "RankReport",
@@ -36,8 +36,9 @@ __all__ = [
 # should be the same everywhere, and the pulses are summed. A sum that is not the number of ranks times a rank's own
 # pulse means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
 
-REFUSES_ONE = "a layer refuses a single sample"
-"""How a rank's ``failed`` begins where its step failed for a single sample, and not because memory ran out."""
+REFUSES_SINGLE_SAMPLE = "a layer refuses a single sample"
+"""How ``ControlWord.failed`` begins where memory did not run out, but a layer (such as BatchNorm in training) cannot
+take a micro-batch of one sample."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
 _MOST_TEXT = 500
@@ -50,7 +51,7 @@ class Purpose(IntEnum):
     """A regular agreement, every so many boundaries; read one boundary later."""
     APPLY = 2
     """An exchange right before a scheduled config is applied."""
-    END = 3
+    END_EPOCH = 3
     """An exchange at the end of an epoch."""
     FINISH = 4
     """An exchange at the end of training."""
@@ -59,15 +60,16 @@ class Purpose(IntEnum):
     RETRY_CALLED = 6
     """After a step that was rolled back once the model had been called, and that the ranks take again together."""
     RETRY_AWAITED = 7
-    """After a step that was rolled back between a forward pass and the backward pass that shares gradients."""
+    """After a step that was rolled back between a forward pass and the backward pass that shares gradients, for which
+    other ranks may be waiting."""
     REWIND = 8
     """Before training goes back to a checkpoint."""
     SHARE = 9
     """Within a guarded step, before its gradients are shared."""
-    SMALLER = 10
-    """Before a step for which memory did not suffice is taken again."""
+    RETRY_SMALLER = 10
+    """Before a step for which memory did not suffice is taken again in smaller micro-batches."""
     NOISE = 11
-    """After a step whose gradients were looked at, to see how noisy they are."""
+    """After a step in which ranks have measured the noise of gradients, to compare what they measured."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -103,46 +105,59 @@ _SAME = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlWord:
-    """What one rank tells the others at an agreement: its counts, its config, its requests and its news."""
+    """What one rank tells the others at an agreement: its counts, its config, its requests and its news.
 
+    Sent as JSON by the names of the fields.
+    """
+
+    # What should be the same on all ranks: the counts, and the config in force.
     purpose: Purpose
     boundary: int
     """How many boundaries this rank has passed."""
     step: int
+    """How many steps this rank has taken."""
     backwards: int
     """How many backward passes the caller has counted."""
     schedules: int = 0
     """How often the caller's schedules have stepped."""
     ahead: int = 0
-    """How many batches the caller has taken between two steps that no step has trained on."""
+    """How many batches the caller has taken from its loader that no step has trained on yet; compared between steps."""
     exchanges: int = 0
-    """How many collectives the caller has begun in a step that is taken again, where that is compared."""
+    """How many collectives of the model a failed step had begun, before ranks take it again; else 0."""
     lost: int = 0
-    """How many micro-batches a failed step took that do not come again."""
+    """How many micro-batches a failed step took that do not come again, before ranks take it again; else 0."""
     in_force: str
     """The digest of the config in force."""
+    # What this rank has and would have.
     held_version: int
-    """The version this rank could put in force; the one in force where it has nothing new."""
+    """The version this rank could put in force; the newest one agreed on where it has nothing new."""
     wanted_interval: int
     """How many boundaries this rank would have between two agreements."""
+    # What this rank has to ask or to tell: where one of these is true, all ranks exchange their words.
     fresh: bool = False
     """Whether this rank holds a config that it has not told the others of."""
     proposing: bool = False
+    """Whether this rank proposes a revision, on which a round is to decide."""
     asking: bool = False
     """Whether this rank wants to know which ranks lack a config."""
     stop: bool = False
+    """Whether the script has asked on this rank to end its loop."""
     save: bool = False
+    """Whether this rank asks for a checkpoint."""
     leave: bool = False
+    """Whether this rank's process was told to end, as by SIGTERM."""
     copy: bool = False
     """Whether this rank asks to copy training state, in case that training is told to end."""
     pacing: bool = False
-    """Whether this rank's wanted interval has changed since it last told it."""
+    """Whether this rank's wanted interval has changed, by enough to tell, since it last told it."""
     refusal: str = ""
     """Why this rank holds no newer config, where a file was refused."""
+    # What came of this rank's step, where ranks compare that before they go on (Purpose.SHARE, Purpose.NOISE).
     failed: str = ""
     """How memory ran out in this rank's step, or that a layer refuses a single sample; empty where neither."""
     brings: str = ""
-    """Which gradients this rank has for the others, in short; or what noise it has seen in them."""
+    """With Purpose.SHARE which parameters have a gradient on this rank, a 1 or 0 for each; with Purpose.NOISE what this
+    rank has measured of the noise of gradients. Where ranks have unlike ones, all exchange their words."""
 
     @property
     def progress(self) -> str:
@@ -155,13 +170,16 @@ class ControlWord:
 
     @property
     def has_news(self) -> bool:
-        """Whether the other ranks should read this word."""
+        """Whether the other ranks should read this word: this rank has something to ask or to tell, or has failed."""
         asks = self.stop or self.save or self.leave or self.copy
         return asks or self.fresh or self.proposing or self.asking or self.pacing or bool(self.failed)
 
     @property
     def pulse(self) -> int:
-        """The number that ranks sum up: the same on all ranks which agree and have nothing to say."""
+        """The number that ranks sum up: the same on all ranks that are at the same place and have nothing to say.
+
+        A hash of what should be the same on all ranks, of whether this rank has news, and of what it ``brings``.
+        """
         said = [*(str(getattr(self, name)) for name in _SAME), str(self.has_news), self.brings]
         digest = hashlib.blake2b(" ".join(said).encode(), digest_size=_PULSE_BYTES).digest()
         return int.from_bytes(digest, "big")
@@ -179,8 +197,12 @@ class ControlWord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AgreedWord:
-    """The control words of all ranks, and what follows from them; the same on every rank."""
+class GatheredWords:
+    """The control words of all ranks, and what follows from them; the same on every rank.
+
+    ``fresh``, ``proposing``, ``asking``, ``stop``, ``save``, ``leave`` and ``copy`` are true where some rank's word has
+    them true.
+    """
 
     words: tuple[ControlWord, ...]
     """The control words of all ranks, by rank."""
@@ -198,14 +220,14 @@ class AgreedWord:
     def laggards(self, names: Sequence[object]) -> list[str]:
         """The ranks, by name, that lack the config version which others hold, and why where that is known."""
         return [
-            f"{name} has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
+            f"{name}, which has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
             for name, word in zip(names, self.words, strict=True)
             if word.held_version < self.highest_held
         ]
 
     @property
     def failures(self) -> dict[int, str]:
-        """How memory ran out in the step, by rank, for the ranks where it did."""
+        """How memory ran out in the step, or that a layer refuses a single sample, by rank; only ranks that failed."""
         return {rank: word.failed for rank, word in enumerate(self.words) if word.failed}
 
     @property
@@ -252,14 +274,14 @@ class AgreedWord:
 
 # --- decisions of an agreement, as pure functions: whose config comes next, and how often to ask ---------------------
 # Words: a *round* is the exchange that follows a control word which says that there is something to decide. A
-# *report* is what one rank brings to a round; a *choice* is what all ranks make of the reports.
+# *report* is what one rank brings to a round; a *decision* is what all ranks make of the reports.
 
 _FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlace:
-    """The step and call at which a rank joins a round; all ranks must be at the same."""
+    """The step and the boundary at which a rank joins a round; all ranks must be at the same."""
 
     boundary: int
     step: int
@@ -296,7 +318,7 @@ class RoundDecision:
 
     kind: Literal["file", "revision", "nothing"]
     source: int = 0
-    """The rank whose contents are taken."""
+    """The rank whose file, or whose proposal, is taken."""
     conflict: str = ""
     """Why the files that the ranks hold cannot be taken, where they contradict each other."""
 
@@ -307,16 +329,16 @@ def choose(reports: Sequence[RankReport]) -> RoundDecision:
     Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
     different contents is a conflict, and no file is taken.
     """
-    held = [report.version for report in reports if report.version is not None]
+    versions = [report.version for report in reports if report.version is not None]
     conflict = ""
-    if len(held) == len(reports):
-        version = min(held)
+    if len(versions) == len(reports):  # every rank has a file
+        version = min(versions)
         digests: dict[str, list[int]] = {}
         for rank, report in enumerate(reports):
             if report.version == version:
                 digests.setdefault(report.digest, []).append(rank)
         if len(digests) == 1:
-            return RoundDecision(kind="file", source=held.index(version))
+            return RoundDecision(kind="file", source=versions.index(version))
         groups = " unlike ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
         conflict = f"version {version} has different contents: {groups}; put one content under a higher version"
     for rank, report in enumerate(reports):
@@ -327,22 +349,22 @@ def choose(reports: Sequence[RankReport]) -> RoundDecision:
 
 def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
     """The start-up values that are not the same on all ranks, and who has what; empty where all are."""
-    told = []
+    differences = []
     for name in dict.fromkeys(name for answer in answers for name in answer):
-        held: dict[str, list[str]] = {}
+        ranks_of: dict[str, list[str]] = {}  # by value
         for rank, answer in enumerate(answers):
-            held.setdefault(shown(answer[name]) if name in answer else "nothing", []).append(str(rank))
-        if len(held) > 1:
-            values = ", ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in held.items())
-            told.append(f"{name} is {values}")
-    return "; ".join(told)
+            ranks_of.setdefault(shown(answer[name]) if name in answer else "nothing", []).append(str(rank))
+        if len(ranks_of) > 1:
+            values = ", ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items())
+            differences.append(f"{name} is {values}")
+    return "; ".join(differences)
 
 
 class AgreementPace:
     """How many boundaries should lie between two agreements for their cost to stay below a share of the time.
 
-    ``pulse_seconds`` is what a pulse takes in threads that this one does not see; what it takes of the training thread
-    is noted while it runs.
+    ``share`` is that share, ``longest`` the largest interval. ``pulse_seconds`` is what a pulse takes of the CPU,
+    measured beforehand; how long an agreement keeps the training thread is noted while training runs.
     """
 
     def __init__(self, *, pulse_seconds: float, share: float = 0.005, longest: int = 10_000, window: int = 32) -> None:
@@ -366,9 +388,10 @@ class AgreementPace:
         self._idle_seconds.append(seconds)
 
     def interval(self) -> int:
-        """The smallest number of boundaries that keeps the share; 1 until enough steps were seen.
+        """The smallest number of boundaries that keeps the share; 1 until enough steps were noted.
 
-        What boundaries take without an agreement comes off the share, up to half of it: no thinning helps against it.
+        One agreement's cost is spread over the boundaries of an interval, and each can afford ``share`` of a step. What
+        a boundary takes without an agreement comes off that, up to half of it: no longer interval makes that less.
         """
         if len(self._step_seconds) < _FEWEST_STEPS:
             return 1

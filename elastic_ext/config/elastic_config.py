@@ -38,9 +38,9 @@ from .keys import (
     Value,
     fields_of,
     key_table,
-    null_value,
+    null_refusal,
     section_of,
-    unknown_key,
+    unknown_key_refusal,
 )
 
 __all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]
@@ -108,9 +108,9 @@ class ElasticConfig(Section):
                 else:
                     _take_section(_SECTION_NAMES[name], value, arguments, refusals)
             elif name not in KEYS or "." in name:
-                refusals.append(unknown_key(name, searched=len(refusals) < _MOST_REFUSALS))
+                refusals.append(unknown_key_refusal(name, searched=len(refusals) < _MOST_REFUSALS))
             elif value is None and name != "version":  # which is checked below
-                refusals.append(null_value(name))
+                refusals.append(null_refusal(name))
             else:
                 arguments[name] = value
         try:
@@ -135,9 +135,9 @@ class ElasticConfig(Section):
                 advice = "it belongs to the version as a whole, not to its values"
                 refusals.append(Refusal(key=path, given=shown(value), allowed="no value here", advice=advice))
             elif path not in KEYS:
-                refusals.append(unknown_key(path, searched=len(refusals) < _MOST_REFUSALS))
+                refusals.append(unknown_key_refusal(path, searched=len(refusals) < _MOST_REFUSALS))
             elif value is None:
-                refusals.append(null_value(path))
+                refusals.append(null_refusal(path))
             elif dot:
                 sections.setdefault(name, {})[rest] = value
             else:
@@ -151,7 +151,7 @@ class ElasticConfig(Section):
 
     @classmethod
     def _build(cls, arguments: Mapping[str, Any], refusals: Sequence[Refusal]) -> ElasticConfig:
-        """The config of these fields, unless something was refused before or is now."""
+        """The config of these fields; ConfigError with these ``refusals`` and those of the fields, if there are any."""
         try:
             config = cls(**arguments)
         except ConfigError as error:
@@ -256,13 +256,13 @@ def _take_section(
         path = f"{kind.section}.{name}"
         if path in KEYS:
             if value is None:
-                refusals.append(null_value(path))
+                refusals.append(null_refusal(path))
             else:
                 known[name] = value
         elif name == "version" and kind.section in ("dataloader", "optimizer"):
-            refusals += _check_section_version(path, value)  # DLRover's; here the whole file's counts
+            refusals += _check_section_version(path, value)  # DLRover writes it; not used here
         else:
-            refusals.append(unknown_key(path, searched=len(refusals) < _MOST_REFUSALS))
+            refusals.append(unknown_key_refusal(path, searched=len(refusals) < _MOST_REFUSALS))
     try:
         arguments[kind.section] = kind(**known)
     except ConfigError as error:
@@ -279,6 +279,7 @@ def _check_section_version(path: str, value: object) -> list[Refusal]:
 
 
 def _check_user(given: object, kept: dict[str, UserValue]) -> Iterator[Refusal]:
+    """Why names and values of the section ``user`` are refused; those that are allowed are added to ``kept``."""
     if not isinstance(given, Mapping):
         yield Refusal(key="user", given=shown(given), allowed="an object")
         return

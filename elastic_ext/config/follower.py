@@ -7,7 +7,7 @@
             if follower.boundary().stop:
                 break
 
-Every rank makes the same calls. ``with`` starts following, and at its end makes sure that all ranks took as many
+Every rank makes the same calls. ``with`` starts following, and at its end makes sure that all ranks took equally many
 steps; an exception that leaves it is told to the other ranks.
 
 The script's own knobs and the events and metrics that a rank writes are here too.
@@ -44,9 +44,9 @@ from elastic_ext.records.metrics import (
 )
 from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, RunDirectory, StartSettings
 
-from .agreement import Agreement, Boundary, Every
+from .agreement import Agreement, AgreementInterval, Boundary
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
-from .control_word import AgreedWord, Purpose
+from .control_word import GatheredWords, Purpose
 from .elastic_config import ElasticConfig
 from .keys import KEYS, section_of
 from .watcher import ConfigWatcher
@@ -74,7 +74,7 @@ class UserKnobs:
         value = config.get(path)
         if value is None:
             return default
-        reason = _unlike(path, value, default)
+        reason = _wrong_type(path, value, default)
         if reason is not None:
             raise ConfigError([reason])
         return float(value) if isinstance(default, float) and isinstance(value, int) else value
@@ -92,15 +92,15 @@ class UserKnobs:
     def check(self, new: ElasticConfig) -> str | None:
         """The knobs whose values would be of another type than the script expects."""
         values = new.values()
-        reasons = [_unlike(path, values.get(path), default) for path, default in self._defaults.items()]
+        reasons = [_wrong_type(path, values.get(path), default) for path, default in self._defaults.items()]
         return "; ".join(str(reason) for reason in reasons if reason is not None) or None
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Nothing to do: ``read`` looks at the config in force."""
 
 
-def _unlike(path: str, value: object, default: object) -> Refusal | None:
-    """Why ``value`` is not of the type that ``default`` promises; any type will do where there is no default."""
+def _wrong_type(path: str, value: object, default: object) -> Refusal | None:
+    """Why ``value`` is refused, being of another type than ``default``; any will do where there is no default."""
     if value is None or default is None or path in KEYS:
         return None
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -124,7 +124,7 @@ _METRICS_SECONDS = 10.0
 
 
 class Reports:
-    """The events and metrics that one rank writes to the run directory; none with the library switched off."""
+    """Writes one rank's events and metrics to the run directory; with the library switched off it writes nothing."""
 
     def __init__(self, settings: StartSettings, ranks: Ranks) -> None:
         self.measure: Callable[[], Measures] = Measures
@@ -135,8 +135,9 @@ class Reports:
         self._ranks = ranks
         self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
         self.census: StepCensus | None = None
+        """The census of a step that was written last: its operations and bytes."""
         self.calibration: NodeCalibration | None = None
-        """The calibration of the node that was written last, as ``census`` is the census."""
+        """The calibration of the node that was written last: what the machine does at best."""
         self.due_at = 0.0
         """When the next metrics are to be written, on the clock of ``time.perf_counter``."""
 
@@ -145,14 +146,14 @@ class Reports:
         if self._directory is not None:
             self._directory.prepare()
 
-    def tell_of(self, applied: Applied) -> None:
-        """Write an event: a config came into force."""
+    def write_applied(self, applied: Applied) -> None:
+        """Write the event that a config came into force."""
         version, revision = applied.new.version, applied.new.revision
         details = {"version": version, "revision": revision, "changes": applied.changes}
-        self.tell("config-applied", step=applied.step, text=str(applied), details=details)
+        self.write_event("config-applied", step=applied.step, text=str(applied), details=details)
 
-    def tell(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
-        """Write an event that happened before ``step``."""
+    def write_event(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
+        """Write an event of the kind ``kind``, which happened before ``step``."""
         if self._directory is None:
             return
         event = JobEvent(
@@ -231,7 +232,7 @@ class Reports:
 # --- owns a watcher, an agreement and appliers, for training loops without ElasticTrainer ----------------------------
 
 _Default = TypeVar("_Default")
-_DOUBTFUL_SECONDS = 30.0
+_DOUBTFUL_SECONDS = 30.0  # how long to wait for ranks that may be waiting elsewhere for this one
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 
 
@@ -240,7 +241,7 @@ def follow_config(
     *,
     startup: Mapping[str, object] | None = None,
     start_step: int = 0,
-    agree_every_steps: Every = "auto",
+    agree_every_steps: AgreementInterval = "auto",
     job: str | None = None,
     run_dir: str | Path | None = None,
     timeout_seconds: float | None = None,
@@ -288,7 +289,7 @@ def follow_config(
     return ConfigFollower(settings, ranks, base, start_step=start_step, agree_every_steps=every)
 
 
-def _checked_every(every: Every) -> Every:
+def _checked_every(every: AgreementInterval) -> AgreementInterval:
     if every != "auto" and (type(every) is not int or every < 1):
         raise ValueError(f'agree_every_steps is {every!r}; allowed: "auto" or an integer >= 1')
     return every
@@ -304,7 +305,7 @@ class ConfigFollower:
         base: ElasticConfig,
         *,
         start_step: int = 0,
-        agree_every_steps: Every = "auto",
+        agree_every_steps: AgreementInterval = "auto",
     ) -> None:
         self.settings = settings
         self.ranks = ranks
@@ -340,12 +341,12 @@ class ConfigFollower:
         self.agreement.tell_refusals(self._tell_refusal)
         self._knobs = UserKnobs()
         self.agreement.add(self._knobs)
-        self._found_at_start: Applied | None = None  # until the first step has read its knobs
+        self._found_at_start: Applied | None = None  # what came into force at the start; until a step ends
         self._finished = False
         self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_pulse(self, pulse: Pulse) -> None:
-        """Note what this rank does in ``pulse`` from now on; it passes that on to the heartbeat before it."""
+        """Note what this rank does in ``pulse`` from now on; it passes that on to the heartbeat that it replaces."""
         self.pulse = self.agreement.appliers.pulse = pulse
 
     def add(self, applier: Applier) -> None:
@@ -434,56 +435,73 @@ class ConfigFollower:
         """
         self._raise_if_closed()
         with self._waiting(doubt):
-            self.agreement.end(Purpose.END)
+            self.agreement.meet(Purpose.END_EPOCH)
 
     def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
         """Return once every rank has come here to take a step again that failed on all of them; else raise.
 
-        Ranks that did not fail wait for this one's gradients, where they cannot be reached: so it waits for them
-        no longer than ranks differ that fail together. ``purpose`` says how far the step had come, ``exchanges`` how
-        many collectives it had begun: ranks that differ there would take each other's messages for others. ``lost``
-        says how many micro-batches it had taken that do not come again: ranks that differ there end steps apart.
+        A rank on which the step did not fail waits for this one's gradients and cannot be reached there: so this rank
+        waits half a minute at most, which is enough where all have failed. All ranks must come with the same counts.
+        ``purpose`` says how far the step had come. ``exchanges`` is how many collectives of the model it had begun:
+        with unlike numbers ranks would pair the messages of different collectives. ``lost`` is how many micro-batches
+        it had taken that do not come again: with unlike numbers ranks would no longer end their steps together.
         """
         self._raise_if_closed()
         with self._waiting("took back a step that had failed on it"):
-            self.agreement.end(purpose, exchanges, lost)
+            self.agreement.meet(purpose, exchanges, lost)
 
-    def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
-        """Every rank's word within a step, where memory ran out or gradients are unlike; None where neither is so."""
+    def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
+        """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
+
+        All ranks call this together. ``failed`` says how memory ran out on this rank, empty where it did not; the
+        control words have ``failures`` where it is not empty on some rank. ``brings`` says which parameters have a
+        gradient on this rank; without failures the control words are given where that is not the same on all.
+        """
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            return self.agreement.hear_all(failed, brings)
+            return self.agreement.compare_words(failed, brings)
 
     def bring_noise(self, text: str) -> list[str]:
-        """What every rank tells of the noise of gradients, in rank order. Called at a boundary, before ``boundary``."""
+        """Exchange ``text``, what this rank has measured of the noise of gradients: every rank's, in rank order.
+
+        All ranks call this together at a boundary, before ``boundary``.
+        """
         self._raise_if_closed()
         with self.pulse.during(Activity.BOUNDARY):
-            agreed = self.agreement.hear_all("", text, Purpose.NOISE)
-        return [text] * self.ranks.world_size if agreed is None else [word.brings for word in agreed.words]
+            gathered = self.agreement.compare_words("", text, Purpose.NOISE)
+        return [text] * self.ranks.world_size if gathered is None else [word.brings for word in gathered.words]
 
     def meet_to_shrink(self) -> None:
-        """Meet all ranks, as ``end_epoch``, before a step for which memory did not suffice; ``revise`` may follow."""
+        """Meet all ranks, as ``end_epoch``, once a step ran out of memory: it is taken again in smaller parts.
+
+        ``revise`` may follow.
+        """
         self._raise_if_closed()
         with self._waiting("took back a step that ran out of memory"):
-            self.agreement.end(Purpose.SMALLER)
+            self.agreement.meet(Purpose.RETRY_SMALLER)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
-        """Put a revision in force now, which all ranks bring alike; gives why it was refused, if it was."""
+        """Put a revision in force now, on all ranks, which call this with the same changes; gives why it was refused.
+
+        Empty where it was not.
+        """
         self._raise_if_closed()
         return self.agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
     def meet_to_go_back(self, *, doubt: str = "") -> None:
-        """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint, and sets
-        ``agreement.step``; the config in force stays."""
+        """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint; the config in force stays.
+
+        Whoever goes back sets ``agreement.step`` to the checkpoint's.
+        """
         self._raise_if_closed()
         with self._waiting(doubt):
-            self.agreement.end(Purpose.REWIND)
+            self.agreement.meet(Purpose.REWIND)
 
     def finish(self, *, doubt: str = "") -> None:
         """Meet all ranks, as ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
-            self.agreement.end(Purpose.FINISH)
+            self.agreement.meet(Purpose.FINISH)
         self._finished = True
         self._write_metrics()
 
@@ -524,7 +542,7 @@ class ConfigFollower:
     def close(self, by: str = "follower.close() was called") -> None:
         """Stop following; what is in force stays readable. Closing twice is allowed.
 
-        ``by`` is what the user did, for whoever calls something that comes too late.
+        ``by`` is what the user did, in words, for the error of a call that comes too late.
         """
         if self._closed_by:
             return
@@ -563,6 +581,7 @@ class ConfigFollower:
 
     @contextmanager
     def _waiting(self, doubt: str) -> Iterator[None]:
+        """A context that waits for other ranks; not long where ``doubt`` says why they may be waiting elsewhere."""
         seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
         with self.pulse.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
             yield
@@ -575,15 +594,15 @@ class ConfigFollower:
             )
 
     def _record(self, applied: Applied | None) -> None:
-        """Write the event of a config that came into force."""
+        """Write the event of a config that came into force, if one did, and the metrics."""
         if applied is not None:
-            self.reports.tell_of(applied)
+            self.reports.write_applied(applied)
         self._write_metrics()
 
     def _tell_refusal(self, version: int, why: str) -> None:
         """Write the event of a version that was refused."""
         details = {"version": version, "why": why}
-        self.reports.tell(
+        self.reports.write_event(
             "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details
         )
 

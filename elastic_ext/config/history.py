@@ -23,7 +23,7 @@ from elastic_ext.records.json import MAX_BYTES
 
 from .elastic_config import ElasticConfig
 
-__all__ = ["ConfigHistory", "HistoryEntry", "edited", "next_version", "restored", "undone"]
+__all__ = ["ConfigHistory", "HistoryEntry", "edited", "next_version", "restored", "undo_target"]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,8 +66,11 @@ class HistoryEntry:
         return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
-def undone(entries: Sequence[HistoryEntry]) -> HistoryEntry:
-    """The entry to go back to: the one before the newest content was first written, further at each undo in a row."""
+def undo_target(entries: Sequence[HistoryEntry]) -> HistoryEntry:
+    """The entry that an undo goes back to: the one before the newest content was first written.
+
+    So each undo in a row goes one version further back.
+    """
     for index in range(len(entries) - 1, 0, -1):
         if entries[index].restores is None and entries[index].config.version == entries[-1].origin:
             return entries[index - 1]
@@ -113,8 +116,8 @@ def next_version(entries: Sequence[HistoryEntry]) -> int:
 class ConfigHistory:
     """The config file at ``path`` with its earlier versions. One writer at a time, among processes of one machine.
 
-    A writer waits for another one, by default as long as that takes; what writes raises TimeoutError once it has waited
-    for ``patience_seconds``, and has written nothing then.
+    A writer waits for another one, by default as long as that takes. With ``patience_seconds`` a method that writes
+    raises TimeoutError once it has waited so long; it has written nothing then.
     """
 
     def __init__(self, path: Path, *, patience_seconds: float | None = None) -> None:
@@ -155,11 +158,11 @@ class ConfigHistory:
                     raise
                 current = None
             entries = self._with_current(recorded, current)
-            target = recorded[-1] if current is None and recorded else undone(entries)
+            target = recorded[-1] if current is None and recorded else undo_target(entries)
             return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:
-        """Write a version that was made elsewhere, unchanged; False, and no write, where the file's is as high."""
+        """Write a version that was made elsewhere, unchanged; False, and no write, if the file's version is as high."""
         with self._alone() as recorded:
             try:
                 current = self.current()
@@ -185,6 +188,7 @@ class ConfigHistory:
 
     @contextmanager
     def _alone(self) -> Iterator[list[HistoryEntry]]:
+        """A context in which no other process writes; gives the entries of the history file."""
         make_folder(self.path.parent)
         with exclusive(self._lock) if self._patience_seconds is None else self._locked(self._patience_seconds):
             yield self._read()

@@ -49,10 +49,10 @@ __all__ = [
     "key_table",
     "keys_of",
     "nearest",
-    "null_value",
+    "null_refusal",
     "row",
     "section_of",
-    "unknown_key",
+    "unknown_key_refusal",
 ]
 
 
@@ -63,7 +63,7 @@ TORCH = "torch"
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 _MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
 _MOST_KNOBS_SHOWN = 5
-_SURE = 0.95  # as like as that are names with the same initials
+_INITIALS_SIMILARITY = 0.95  # what a name counts for that is the initials of a key, such as "lr" of learning_rate
 
 UserValue: TypeAlias = "bool | int | float | str | tuple[UserValue, ...] | None"
 KnobBounds: TypeAlias = tuple[UserValue, ...]
@@ -298,15 +298,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     given = str(name)[:100]
     given_last = given.rpartition(".")[2]
 
-    def likeness(candidate: str) -> float:
+    def similarity(candidate: str) -> float:
         last = candidate.rpartition(".")[2]
         initials = "".join(word[:1] for word in last.split("_"))
         if len(initials) > 1 and given_last.lower() == initials:
-            return _SURE
+            return _INITIALS_SIMILARITY
         whole = difflib.SequenceMatcher(None, given, candidate).ratio()
         return max(whole, difflib.SequenceMatcher(None, given_last, last).ratio())
 
-    return max(known, key=likeness)
+    return max(known, key=similarity)
 
 
 def _is_number(value: object) -> bool:
@@ -343,7 +343,7 @@ class Key:
     meaning: str
     knob: Knob | None = None
     is_bounded: bool = False
-    """Whether ``tuning.knobs`` may have bounds for this key, though it is no knob of its own."""
+    """Whether ``tuning.knobs`` may have bounds for this key, though ``knob`` is None: no tuner chooses it unasked."""
     replaces: tuple[str, ...] = ()
     """The keys whose start-up values are out of force where this key is given."""
 
@@ -356,13 +356,13 @@ class Key:
 def row(
     rule: Rule, meaning: str, *, knob: Knob | None = None, is_bounded: bool = False, replaces: tuple[str, ...] = ()
 ) -> Any:
-    """The field of a section that is a key, absent by default."""
+    """The dataclass field for a key of a section, with the key's row in the table; absent (None) by default."""
     return field(default=None, metadata={"key": Key(rule, meaning, knob, is_bounded, replaces)})
 
 
 USER_RULE = UserValueRule()
 USER_NAME = Text(200)
-_MEBIBYTES = Number(above=0.0, at_most=2.0**20)  # as plans have it: more cannot be counted in bytes
+_MEBIBYTES = Number(above=0.0, at_most=2.0**20)  # up to a tebibyte, as MOST_MIB in fsdp/plan.py
 _UNSHARDED = tuple(name for name, strategy in STRATEGIES.items() if not strategy.is_sharded)
 
 
@@ -593,14 +593,18 @@ def key_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def null_value(path: str) -> Refusal:
+def null_refusal(path: str) -> Refusal:
+    """Why a known key may not have the value null."""
     return Refusal(
         key=path, given="null", allowed=KEYS[path].rule.allowed, advice="leave the key out for its start-up value"
     )
 
 
-def unknown_key(path: str, *, searched: bool = True) -> Refusal:
-    """``searched`` looks for the nearest known key, which takes a while where a file holds thousands."""
+def unknown_key_refusal(path: str, *, searched: bool = True) -> Refusal:
+    """Why a key that is not in the table is refused.
+
+    With ``searched`` it names the nearest known key, which takes a while where a file holds thousands of such keys.
+    """
     shown_path = shown(path)[1:-1]
     advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""
     return Refusal(key=shown_path, given="not a known key", allowed="the keys of the table", advice=advice)

@@ -62,13 +62,13 @@ _CHANGES: list[type[FileSystemEvent]] = [
 
 
 class FolderEvents(FileSystemEventHandler):
-    """Watches the folders that a path depends on, and calls ``told`` from a thread of watchdog's at each change.
+    """Watches the folders that a path depends on, and calls ``on_change`` from a thread of watchdog's at each change.
 
-    ``told(True)`` means that the way to the file has changed: ``follow`` has to be called, on another thread.
+    ``on_change(True)`` means that the way to the file has changed: ``follow`` has to be called, on another thread.
     """
 
-    def __init__(self, told: Callable[[bool], None]) -> None:
-        self._told = told
+    def __init__(self, on_change: Callable[[bool], None]) -> None:
+        self._on_change = on_change
         self._path: Path | None = None
         self._names: Mapping[str, frozenset[str]] = {}
         self._watches: dict[str, tuple[ObservedWatch, tuple[int, int]]] = {}
@@ -107,10 +107,10 @@ class FolderEvents(FileSystemEventHandler):
             folder, name = os.path.split(touched)
             if event.event_type == "deleted" and touched in self._names:
                 self._gone.add(touched)
-                self._told(True)
+                self._on_change(True)
                 return
             if name in self._names.get(folder, ()):
-                self._told(self._is_other_way(touched))
+                self._on_change(self._is_other_way(touched))
                 return
 
     def _is_other_way(self, touched: str) -> bool:
@@ -233,7 +233,7 @@ class ConfigWatcher:
         warns: bool = True,
     ) -> None:
         self.path = path_given("path", path).absolute()
-        self.on_news: Callable[[], None] = _nobody
+        self.on_news: Callable[[], None] = _do_nothing
         """Called on the watching thread when another config is held, or when that thread dies."""
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
@@ -242,13 +242,13 @@ class ConfigWatcher:
         self._held_at = 0.0
         self._refusal: str | None = None
         self._stamp: FileStamp | None = None
-        self._seen: bytes | None = None
-        self._warn_at: float | None = None
-        self._warned: dict[bytes, None] = {}
+        self._seen_hash: bytes | None = None  # of the file's contents when last read, valid or not
+        self._warn_at: float | None = None  # when contents that were refused are warned of, if they are still there
+        self._warned: dict[bytes, None] = {}  # hashes of contents that were warned of, oldest first
         self._error: BaseException | None = None
         self._wake = threading.Event()
         self._warning_level = logging.WARNING if warns else logging.DEBUG
-        self._events = FolderEvents(self._told_of_change) if use_events else None
+        self._events = FolderEvents(self._look_at_change) if use_events else None
         name = f"elastic_ext watcher of {self.path.name}"
         self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
 
@@ -313,23 +313,23 @@ class ConfigWatcher:
         """Whether the file's contents, valid or not, were seen to be ``data`` before the time was up."""
         with self._changed:
             seen = _hash(data[: MAX_BYTES + 1])  # of a longer file no more is read
-            return self._changed.wait_for(lambda: self._seen == seen, timeout=timeout_seconds)
+            return self._changed.wait_for(lambda: self._seen_hash == seen, timeout=timeout_seconds)
 
     def _run(self) -> None:
         try:
             while not self._thread.stopping.is_set():
-                told = self._wake.wait(self._seconds_to_wait())
+                is_changed = self._wake.wait(self._seconds_to_wait())
                 self._wake.clear()
                 if self._thread.stopping.is_set():
                     break
                 if self._events is not None:
-                    told |= self._events.follow(self.path)
-                self._look(must_read=told)
+                    is_changed |= self._events.follow(self.path)
+                self._look(must_read=is_changed)
             self._look(must_read=True, is_last=True)
         except Exception as error:  # the top of a thread: kept for the owner, who learns of it in ``held``
             self._die(error)
 
-    def _told_of_change(self, must_follow: bool) -> None:
+    def _look_at_change(self, must_follow: bool) -> None:
         """Look at the file at once, on the thread that brings the event; wake the watcher's own only if needed."""
         try:
             self._look(must_read=True)
@@ -361,46 +361,46 @@ class ConfigWatcher:
             except OSError as error:
                 self._stamp = None
                 self._refuse(_hash(str(error).encode()), f"it cannot be read: {error}")
-            self._warn_if_settled(is_last=is_last)
+            self._warn_if_lasting(is_last=is_last)
             self._changed.notify_all()
 
     def _forget_file(self) -> None:
-        self._stamp = self._seen = self._refusal = self._warn_at = None
+        self._stamp = self._seen_hash = self._refusal = self._warn_at = None
 
     def _take(self, data: bytes) -> None:
         fingerprint = _hash(data)
-        if fingerprint == self._seen:
+        if fingerprint == self._seen_hash:
             return
         try:
             config = ElasticConfig.parse(data)
         except ConfigError as error:
             self._refuse(fingerprint, str(error))
             return
-        self._seen = fingerprint
+        self._seen_hash = fingerprint
         self._refusal = self._warn_at = None
         if self._held is None or config.version != self._held.version or config.digest != self._held.digest:
             self._held, self._held_at = config, time.monotonic()
             self.on_news()
 
     def _refuse(self, fingerprint: bytes, reason: str) -> None:
-        if fingerprint == self._seen:
+        if fingerprint == self._seen_hash:
             return
-        self._seen = fingerprint
+        self._seen_hash = fingerprint
         self._refusal = reason
         self._warn_at = None if fingerprint in self._warned else time.monotonic() + self._settle_seconds
 
-    def _warn_if_settled(self, *, is_last: bool) -> None:
-        if self._warn_at is None or self._seen is None or (time.monotonic() < self._warn_at and not is_last):
+    def _warn_if_lasting(self, *, is_last: bool) -> None:
+        if self._warn_at is None or self._seen_hash is None or (time.monotonic() < self._warn_at and not is_last):
             return
         self._warn_at = None
-        self._warned[self._seen] = None
+        self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
         kept = "no config" if self._held is None else self._held.label
         _logger.log(self._warning_level, "%s was refused, %s stays: %s", self.path, kept, self._refusal)
 
 
-def _nobody() -> None: ...
+def _do_nothing() -> None: ...
 
 
 def _hash(data: bytes) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undone
+from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undo_target
 from elastic_ext.errors import ConfigError, Refusal
 
 __all__ = ["Author", "AuthoredVersion", "ConfigBook", "ConfigStream", "StaleVersion", "Unacknowledged", "Watchers"]
@@ -108,7 +108,7 @@ class ConfigBook:
     def propose_undo(self, *, now: float) -> AuthoredVersion:
         """The next version, with the content from before the newest one; it is not entered yet. ConfigError."""
         entries = [each.entry for each in self._versions]
-        target = undone(entries)
+        target = undo_target(entries)
         config = restored(target, version=next_version(entries))
         return AuthoredVersion(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from elastic_ext.config.agreement import Every
+from elastic_ext.config.agreement import AgreementInterval
 from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule
 from elastic_ext.fsdp.checkpoint.folder.claim import check_job
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
@@ -159,7 +159,7 @@ class FollowOptions:
 
     config_file: str | Path | None = None
     """The config file; by default ``config.json`` in the run directory."""
-    agree_every_steps: Every = "auto"
+    agree_every_steps: AgreementInterval = "auto"
     """Steps between two agreements of the ranks; "auto" measures what an agreement costs."""
     job: str | None = None
     """The job's name, which names its folder of checkpoints and its run directory; by default the script's."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
-from elastic_ext.config.apply import Declined, Later
+from elastic_ext.config.apply import AskAgainLater, Declined
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TORCH, CommunicationSection, ParallelismSection, keys_of
 from elastic_ext.errors import ElasticError, RanksFailedError
@@ -141,7 +141,7 @@ class Parallelism:
             if "recompute" in made.steps and plan.ratio and training.has_begun:
                 is_tried, why_not = self._spread.try_recomputing()
                 if not is_tried:
-                    raise Later
+                    raise AskAgainLater
                 if why_not is not None:
                     return why_not
             change = None

@@ -387,7 +387,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _tell_remark(training: Training, text: str) -> None:
-    training.follower.reports.tell("remark", step=training.counts.global_step, text=text, details={})
+    training.follower.reports.write_event("remark", step=training.counts.global_step, text=text, details={})
 
 
 def _remark_on_length(scheduler: Any, epoch: EpochLength | None, training: Training) -> None:

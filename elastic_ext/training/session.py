@@ -377,7 +377,7 @@ class Session:
             "global_batch_size": self._batches.global_batch,
             "checkpoints": None if self._training.checkpoints is None else str(self._training.checkpoints.job.root),
         }
-        self.follower.reports.tell("training-began", step=step, text=text, details=details)
+        self.follower.reports.write_event("training-began", step=step, text=text, details=details)
         self._training.facts.tell()
 
     def registered(self) -> Sequence[Mapping[str, torch.Tensor]]:
@@ -428,7 +428,7 @@ class Session:
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
         step = self._counts.global_step
-        self.follower.reports.tell("resharded", step=step, text=str(report), details=report.details())
+        self.follower.reports.write_event("resharded", step=step, text=str(report), details=report.details())
 
     def reset(self) -> None:
         """Begin an epoch: count its steps and its batches from zero."""
@@ -562,7 +562,7 @@ class Session:
             f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
         )
         _logger.warning("%s", text)
-        self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
+        self.follower.reports.write_event("nothing-left", step=counts.global_step, text=text, details={})
 
     def abandon(self) -> None:
         """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""

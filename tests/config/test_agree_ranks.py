@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from elastic_ext import ApplyError, ElasticConfig
-from elastic_ext.config.apply import Declined, Later
+from elastic_ext.config.apply import AskAgainLater, Declined
 from tests.support.loops import (
     Every,
     RecordingApplier,
@@ -76,7 +76,7 @@ class Trying:
     def check(self, new: ElasticConfig) -> str | None:
         self.asked.append(new.label)
         if self._tries and self.asked.count(new.label) == 1:
-            raise Later
+            raise AskAgainLater
         return self._refusal
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.config.control_word import AgreedWord, ControlWord, Purpose
+from elastic_ext.config.control_word import ControlWord, GatheredWords, Purpose
 from tests.support.configs import unhurried
 
 counts = st.integers(0, 2**53)
@@ -56,8 +56,8 @@ PLAIN = ControlWord(
 )
 
 
-def agreed(ranks: list[ControlWord]) -> AgreedWord:
-    return AgreedWord(words=tuple(ControlWord.from_bytes(word.to_bytes()) for word in ranks))
+def agreed(ranks: list[ControlWord]) -> GatheredWords:
+    return GatheredWords(words=tuple(ControlWord.from_bytes(word.to_bytes()) for word in ranks))
 
 
 @unhurried

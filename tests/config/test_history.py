@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory, HistoryEntry, undone
+from elastic_ext.config.history import ConfigHistory, HistoryEntry, undo_target
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive
 from tests.support.configs import configs, unhurried
@@ -271,13 +271,13 @@ def entry(version: int, restores: int | None = None) -> HistoryEntry:
     ],
 )
 def test_the_entry_to_go_back_to_is(entries: list[HistoryEntry], version: int) -> None:
-    assert undone(entries).config.version == version
+    assert undo_target(entries).config.version == version
 
 
 @pytest.mark.parametrize("entries", [[], [entry(1)], [entry(1), entry(2), entry(3, 1)], [entry(5, 3)]])
 def test_there_is_nothing_to_go_back_to_in(entries: list[HistoryEntry]) -> None:
     with pytest.raises(ConfigError, match="no earlier version"):
-        undone(entries)
+        undo_target(entries)
 
 
 # ---- the history file ----

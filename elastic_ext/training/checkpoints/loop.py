@@ -314,7 +314,7 @@ class Saving:
         now = self._counts.global_step
         kind, how = (TOLD_TO_END, f"at step {now}") if step is None else (CAN_GO_ON, f"and can go on from step {step}")
         text = f"training was told to end, {how}: {words}"
-        self._follower.reports.tell(kind, step=now if step is None else step, text=text, details={})
+        self._follower.reports.write_event(kind, step=now if step is None else step, text=text, details={})
 
     def _save(self) -> tuple[bool, str]:
         """Save before exiting, with a second try; whether a run can go on from this step, and the outcome in words."""

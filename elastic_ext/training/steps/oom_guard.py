@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from elastic_ext.config.control_word import REFUSES_ONE
+from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE
 from elastic_ext.errors import StepError, StepUndone
 from elastic_ext.torch_private.out_of_memory import is_out_of_memory
 from elastic_ext.training.gradients.sharing import Averaging
@@ -77,7 +77,7 @@ class StepFailure:
 
     def __str__(self) -> str:
         told = f"in micro-step {self.micro_step + 1}" + (f" ({self.during})" if self.during else "")
-        return f"{REFUSES_ONE} {told}: {self.refusal}" if self.refusal else told
+        return f"{REFUSES_SINGLE_SAMPLE} {told}: {self.refusal}" if self.refusal else told
 
 
 class Guarding:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_ext.config.apply import Proposal
-from elastic_ext.config.control_word import REFUSES_ONE
+from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ElasticError, StepError, StepUndone
 from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, let_go
@@ -111,7 +111,7 @@ class Growing:
         Where a layer refused a single sample, sizes that leave one are passed over. StepError where no size is left.
         """
         follower, plan = self._follower, self._spread.plan
-        refusals = {rank: text for rank, text in failures.items() if text.startswith(REFUSES_ONE)}
+        refusals = {rank: text for rank, text in failures.items() if text.startswith(REFUSES_SINGLE_SAMPLE)}
         self._takes_one &= not refusals
         if len(refusals) < len(failures):
             self._failed_with = largest
@@ -141,7 +141,7 @@ class Growing:
             _logger.warning("%s", told)
         self.warn()
         details = {"micro_batch": wanted, "was": largest, "ranks": sorted(failures)}
-        follower.reports.tell("out-of-memory", step=self._counts.global_step, text=told, details=details)
+        follower.reports.write_event("out-of-memory", step=self._counts.global_step, text=told, details=details)
 
     def warn(self) -> None:
         """Warn where the allocator has found memory hard to get since the last time."""
