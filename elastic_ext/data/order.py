@@ -27,11 +27,11 @@ __all__ = [
     "InTurn",
     "Order",
     "Ranges",
+    "RemainingOrder",
     "Shuffled",
-    "Without",
     "chunks",
-    "left_out",
     "num_chunks",
+    "position_and_completed",
     "told_length",
 ]
 
@@ -55,7 +55,7 @@ class EpochPosition:
     """Whether a loop took samples of the epoch, or there were none: the next loop is over another epoch."""
     is_over: bool = False
     """Whether a loaded state says that no more samples of the epoch come."""
-    named: int | None = None
+    next_epoch: int | None = None
     """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
@@ -69,12 +69,12 @@ class EpochPosition:
 
     def to_come(self) -> EpochPosition:
         """The position at which the next loop begins."""
-        if self.named is not None:
-            return self.at(self.named)
+        if self.next_epoch is not None:
+            return self.at(self.next_epoch)
         return EpochPosition(epoch=self.epoch + 1) if self.is_left else self
 
 
-def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
+def position_and_completed(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
     """The position of an order of which only the samples at ``left`` still come, and the ranges after it that do not.
 
     That position is the first one that comes.
@@ -213,7 +213,7 @@ class Drawn:
     def of_batches(cls, batches: Iterable[Any], num_samples: int | None) -> Drawn:
         """The batches that a batch sampler gave, of a dataset with ``num_samples`` samples, if that is known."""
         drawn = cls(())
-        drawn._keep([_own(batch) for batch in _some_of(batches, num_samples or 0)])
+        drawn._keep([_own(batch) for batch in _bounded(batches, num_samples or 0)])
         return drawn
 
     def _keep(self, drawn: list[Any]) -> None:
@@ -267,7 +267,7 @@ class EvenOrder:
         return self._order.state_dict()
 
 
-class Without:
+class RemainingOrder:
     """An order without the samples at some positions, which came before their turn; its positions close the gaps."""
 
     def __init__(self, order: Order, completed: Ranges) -> None:
@@ -296,7 +296,7 @@ class Without:
         return self._order.state_dict()
 
 
-def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
+def _bounded(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
     """The batches of a batch sampler; ValueError where they come to no end."""
     told = told_length(batches)
     most, num_given = max(_MOST_IN_BATCHES, _MOST_TIMES * num_samples), 0

@@ -24,7 +24,7 @@ from elastic_ext.records.text import check_flag
 from .order import Drawn, InTurn, Order, Shuffled, told_length
 from .seeding import seeded
 
-__all__ = ["ElasticDistributedSampler", "OfTorch", "OwnBatches"]
+__all__ = ["BatchSamplerAdapter", "DistributedSamplerAdapter", "ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(Sampler[Any]):
@@ -228,7 +228,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         return Drawn(sampler)
 
 
-class OfTorch(ElasticDistributedSampler):
+class DistributedSamplerAdapter(ElasticDistributedSampler):
     """An ElasticDistributedSampler that gives each rank the samples of torch's DistributedSampler.
 
     Its order does not change with ranks. The DistributedSampler's epoch stays the one there is: whoever calls its
@@ -250,7 +250,7 @@ class OfTorch(ElasticDistributedSampler):
         self.epoch = epoch
 
     @staticmethod
-    def is_like(sampler: Any) -> bool:
+    def can_adapt(sampler: Any) -> bool:
         """Whether a sampler is a DistributedSampler whose samples are the ones that torch's class gives."""
         return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
@@ -267,7 +267,7 @@ class OfTorch(ElasticDistributedSampler):
         self._of.set_epoch(epoch)
 
 
-class OwnBatches(ElasticDistributedSampler):
+class BatchSamplerAdapter(ElasticDistributedSampler):
     """The batches of a rank's own batch sampler, which may share them out by itself: nobody else does."""
 
     def __init__(self, batches: Iterable[Any], of: Any, seed: int) -> None:
