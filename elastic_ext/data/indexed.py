@@ -18,7 +18,7 @@ from .workers.producer import BatchProducer
 __all__ = ["BatchLoop", "Epochs", "IndexedEpochs"]
 
 
-# --- the loops over a dataset, one after another, and where they go on; what a loader must know of either kind -------
+# --- the loops over a dataset, one after another: what a loader asks of them, with or without indices ----------------
 # A dataset that is asked for samples by index is in IndexedEpochs, one that gives its samples itself in iterable.py.
 
 
@@ -192,8 +192,9 @@ class IndexedEpochs:
         self._in_order = in_order
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
-        self._is_drawn = False  # for the loop that comes: those of a batch sampler's own generator would not come again
-        self._place = EpochPosition()  # at which the loop under way has begun, or the one that comes will
+        # Whether order_to_come() has drawn the next loop's batches: drawn again, a batch sampler may give others.
+        self._is_drawn = False
+        self._place = EpochPosition()  # where the loop under way began, or the next one will
 
     @property
     def epoch(self) -> int:
@@ -327,8 +328,8 @@ class IndexedEpochs:
         missing = sorted({"epoch", "position", "is_over", "order"} - set(state))
         if missing:
             raise ValueError(
-                f"the state has no {', '.join(missing)}, and is none of a loader of samples with an index; give the "
-                "loader the dataset with which the state was saved"
+                f"the state has no {', '.join(missing)}, and is not one of a loader over a dataset with indices; "
+                "give the loader the dataset with which the state was saved"
             )
         is_over, epoch = bool(state["is_over"]), int(state["epoch"])
         if is_over:  # the next epoch may have another length
@@ -348,7 +349,7 @@ class IndexedEpochs:
         self.load_state_dict(state)
         if loop is not None and not loop.has_ended:
             place = replace(self._place, epoch=self.epoch, is_left=False, is_over=False)
-            if self._place.is_over:  # what it had then is all that there is
+            if self._place.is_over:  # the loop stays in that epoch, and has no samples left
                 place = replace(place, position=int(state["position"]))
             loop.go_to(self._order(place), place.position, place.completed)
             self.last_loop, self._place = loop, place
@@ -362,7 +363,8 @@ class IndexedEpochs:
     def _now(self) -> EpochPosition:
         """The position of the loop under way, or where the last one left the epoch, or where the next one begins.
 
-        A loop by itself has taken what it was given; of one that a trainer counts, what is committed counts alone.
+        Its ``is_left``: without a trainer an epoch is left once a loop over it has begun; with one, once a step of it
+        was committed, or where it has no step left.
         """
         place = self._place
         if self.last_loop is None:
@@ -397,8 +399,8 @@ class IndexedEpochs:
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, in an epoch of ``num_samples``.
 
-        Where the sampler leaves out those that do not go round among ranks, or gives some again, all have as many; with
-        a trainer, whose steps go round by themselves, none comes again.
+        The sampler's ``drop_last`` leaves out the last ones that are too few for a round among the ranks; its ``pad``
+        fills that round up with samples that come again. With a trainer, whose steps may be of any size, none does.
         """
         num_left = _num_after(place, num_samples)
         plan = self._given_plan

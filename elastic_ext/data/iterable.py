@@ -63,10 +63,14 @@ class StreamMaker(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RequestedBatch:
+    """A batch that a worker was asked for, of samples of its stream."""
+
     chunk: Chunk
     stream: WorkerStream
     start: int
+    """The number of the batch's first sample in the stream."""
     number: int
+    """The number of the request."""
     turn: int
     """The worker whose turn it is after this batch was asked for."""
 
@@ -90,10 +94,11 @@ class StreamSettings:
     collate_fn: Callable[[Any], Any]
     """Makes a batch of samples."""
     told_length: int | None = None
-    """How many samples the dataset says it has: more than these are warned of."""
+    """How many samples the dataset's ``__len__`` says it has; where more come, each batch of them is warned of."""
     passes_samples: bool = False
     """Whether samples are drawn and dropped to come to a place where the dataset has told no state."""
     wants_states: bool = False
+    """Whether the dataset is to tell its state after every batch."""
     in_order: bool = True
     seed: int = 0
 
@@ -101,12 +106,12 @@ class StreamSettings:
 class StreamedLoop:
     """One rank's loop over an IterableDataset: an iterator over batches, whose sizes may change.
 
-    With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
-    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
-    a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
+    With a ``plan`` batches have exactly the sizes that it says, pieced together of several streams where one ends; the
+    last samples that are too few for a batch are left out. Without one they have the settings' ``batch_size``, and the
+    last batch of each stream has what is left of it, or is left out with ``drop_last``.
 
-    Without ``in_order`` and without ``plan`` whichever worker is first gives the next batch; each worker's stream comes
-    in its own order.
+    Without ``in_order`` in the settings, and without a plan, whichever worker is first gives the next batch; the
+    batches of one stream keep their order. ``loop`` is the number of this loop among those over the dataset.
     """
 
     def __init__(
@@ -139,7 +144,7 @@ class StreamedLoop:
     def __len__(self) -> int:
         """How many batches the loop has, by the length that the dataset gives."""
         if self._num_batches is None:
-            raise TypeError("it is not known how many batches there are")
+            raise TypeError("the loop does not know how many batches it has")
         return self._num_batches()
 
     def __next__(self) -> Any:
@@ -342,8 +347,8 @@ class StreamedLoop:
             stream.end = stream.passed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
-                f"data worker {stream.number} died, and where its stream goes on is not known, so this one is over: "
-                f"{NO_STATE}",
+                f"data worker {stream.number} died, and where its stream goes on is not known, so the rest of that "
+                f"stream is left out: {NO_STATE}",
                 indices=[],
             )
         stream.is_found = False
@@ -398,7 +403,7 @@ def _warn_of_more(progress: StreamsProgress, told_length: int) -> None:
     )
 
 
-# --- the loops over an IterableDataset, of which each worker has a stream; where one stands is told for each ---------
+# --- the loops over an IterableDataset, one after another; how far a loop is, is said for each worker's stream -------
 
 
 class StreamedEpochs:
@@ -440,11 +445,11 @@ class StreamedEpochs:
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
-        self._position: StreamsPosition | None = None  # that the next loop begins at
-        self._left: StreamsPosition | None = None  # in a copy: where the loop stood of which it has none
+        self._position: StreamsPosition | None = None  # where the next loop begins; None: at an epoch's beginning
+        self._left: StreamsPosition | None = None  # in a copy, which has no loop: where the original's loop stood
         self._wants_states = False  # somebody has asked where a loop stands, or gone on there
-        self._is_begun = False
-        self._is_over = False  # the epoch of a state that was loaded
+        self._is_begun = False  # whether a loop over this epoch was begun, so that the next loop is over the next
+        self._is_over = False  # whether the epoch is over, by a state that was loaded or by leave_epoch()
         self._next_epoch: int | None = None  # named while a loop is under way
         self._num_loops = 0
         self._told_length: int | None = None  # samples that the dataset said it has, when the loader was asked

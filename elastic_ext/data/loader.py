@@ -46,7 +46,7 @@ __all__ = ["ElasticDataLoader", "LoaderConfigFollower", "Ordering", "epochs_of",
 _logger = logging.getLogger(__name__)
 
 
-# --- which loops the arguments of a loader mean, or why they mean none -----------------------------------------------
+# --- the loops over a dataset, chosen by the arguments of its loader; which arguments are refused --------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
 
 
 # --- why the workers and sizes of a loader cannot be as a config wants them ------------------------------------------
-# Taking them up is the loader's.
+# Where they can be, ElasticDataLoader.apply sets them.
 
 
 def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted: DataloaderSection) -> str | None:
@@ -156,7 +156,7 @@ def fixed_settings(*, keeps_workers: bool, can_pin: bool) -> dict[str, str]:
 
 
 class LoaderConfigFollower:
-    """Follows the config file of a loader without a trainer, and applies it between two batches; ``close`` it."""
+    """Reads the config file of a loader that has no trainer, and applies it between two batches, until ``close``."""
 
     def __init__(
         self,
@@ -205,6 +205,7 @@ class LoaderConfigFollower:
 
 
 def _why_not_alone(new: ElasticConfig, num_ranks: int) -> str | None:
+    """Why a loader without a trainer cannot apply a config; None if it can."""
     if dist.is_available() and dist.is_initialized():
         num_ranks = max(num_ranks, dist.get_world_size())
     if new.dataloader.batch_size is None or num_ranks == 1:
@@ -285,7 +286,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
             "in_order": in_order,
         }
         batches = of_torch = given.get("batch_sampler")
-        # One of torch's own does what a loader does with a sampler; what goes with neither torch refuses in its words.
+        # torch's own BatchSampler stands for its sampler and its batch size, which can change. Arguments that do not go
+        # with a batch sampler are left as they are, for torch to refuse.
         if (
             type(batches) is BatchSampler
             and not isinstance(dataset, IterableDataset)
@@ -303,10 +305,11 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._is_alone = True
         order = Ordering(given.get("sampler"), batches, shuffle=bool(given.get("shuffle")), seed=seed)
         self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
-        self._producer: BatchProducer | None = None  # that is kept from epoch to epoch
+        self._producer: BatchProducer | None = None  # the one that is kept from epoch to epoch
         self._kept_for: BatchLoop | None = None  # the last loop that it was used by
         self._finished: BatchLoop | None = None  # the last loop that came to its end
-        self._ending: _Loop | None = None  # which came to it within a step: if that is taken back, it has samples again
+        # A loop that came to its end within a step keeps its workers: after a rollback it hands out batches again.
+        self._ending: _Loop | None = None
         self._step_before: _StepBefore | None = None
         self._producers: weakref.WeakSet[BatchProducer] = weakref.WeakSet()
         self._config_follower: LoaderConfigFollower | None = None

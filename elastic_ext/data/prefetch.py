@@ -24,7 +24,7 @@ __all__ = ["BatchNotReady", "IndexedLoop", "Maker", "can_be_recut", "cut", "join
 
 
 def can_be_recut(collate_fn: Callable[[Any], Any]) -> bool:
-    """Whether batches can be cut and joined: default_collate makes them, which nobody has taught other types."""
+    """Whether batches can be cut and joined: default_collate makes them, with torch's own functions for all types."""
     known = default_collate.__module__
     return collate_fn is default_collate and all(
         getattr(each, "__module__", None) == known for each in default_collate_fn_map.values()
@@ -120,7 +120,7 @@ class Maker(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _PrefetchedBatch:
-    """A batch that was asked for, of the samples from ``start`` to before ``stop``."""
+    """A batch that a Maker was asked for and may still be making: the samples from ``start`` to before ``stop``."""
 
     start: int
     stop: int
@@ -143,13 +143,13 @@ class _BatchToHandOut:
 
 
 class IndexedLoop:
-    """The rest of an epoch with indices on one rank: an iterator over prefetched batches, whose sizes may change.
+    """One rank's loop over the rest of an epoch by index: an iterator over prefetched batches, whose sizes may change.
 
-    With ``can_recut`` batches are as default_collate makes them: those of other sizes that are on their way are cut and
-    joined. Else their samples are asked for again.
+    With ``can_recut`` batches are as default_collate makes them: when sizes change, those that are asked for already
+    are cut and joined. Else their samples are asked for again.
 
-    ``completed`` are positions after the one it begins at whose samples came before. With ``as_they_come`` whichever
-    batch is made first is handed out first, which is for a rank that has all samples of its steps.
+    ``completed`` are ranges after ``position`` whose samples are consumed already. With ``as_they_come``, which is for
+    a rank that has all samples of its steps, whichever batch is made first is handed out first.
     """
 
     def __init__(
@@ -275,6 +275,7 @@ class IndexedLoop:
 
     def go_to(self, order: Order, position: int, completed: Ranges = ()) -> None:
         """Have the loop go on from another position, in this order."""
+        # Batches that are asked for can be used only where their positions mean the same samples in the new order.
         keeps_places = self._rest is self.order and not self._early and not completed
         if not keeps_places or order.state_dict() != self.order.state_dict():
             self.close()
@@ -296,8 +297,8 @@ class IndexedLoop:
     def _begin_at(self, order: Order, position: int, completed: Ranges) -> None:
         self.order = order
         self._rest = RemainingOrder(order, completed) if completed else order
-        self.cursor = Cursor(self._rest.num_samples, position=position)  # which counts what is not completed
-        self._early: list[Chunk] = []  # handed out before those ahead of them, which are not; in order
+        self.cursor = Cursor(self._rest.num_samples, position=position)  # positions in self._rest
+        self._early: list[Chunk] = []  # handed out while a chunk before them was not yet; in order of position
 
     def _cut(self) -> None:
         """Cut the next step after what is consumed; batches on their way are used again where they fit."""

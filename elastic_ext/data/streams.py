@@ -42,7 +42,10 @@ class Mark:
 START = Mark(0)
 
 _SAMPLE_SECONDS_PER_STATE_SECOND = 50.0
-"""How many times as long samples take as the states told of them, where nobody is known to want these."""
+"""How long samples have to take before the dataset tells another state, as a multiple of the time that a state takes.
+
+This is for states that no request asks for.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -65,7 +68,7 @@ class StreamRequest:
     is_whole: bool = False
     """Whether only a full batch is wanted: fewer samples are counted, and not collated."""
     is_marked: bool = False
-    """Whether somebody will go on behind this batch: the dataset tells its state there, whatever that takes."""
+    """Whether the dataset has to tell its state after this batch, however long that takes."""
     seed: int = 0
     """The seed by which a data pipe shuffles in this loop, alike in all workers and on all ranks."""
 
@@ -109,9 +112,10 @@ class PipeSharing(Protocol):
 class Stream:
     """One worker's samples of an IterableDataset: ``stream[request]`` is the answer to a StreamRequest.
 
-    A state may be large, and often nobody ever goes on from it: where no request is marked, all states together take a
-    fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
-    fifty times as long as a state, or a batch, at most.
+    A state may be large, and often nobody goes on from it. So where no request needs one (``is_marked``) the dataset
+    tells a state only once samples have taken fifty times as long as the last state took. Whoever goes on from the
+    last state draws the samples after it again and drops them: that takes at most fifty times as long as a state, or
+    as long as a batch.
 
     ``share_out`` is called with the dataset and a request's seed before the dataset is iterated over.
     """
@@ -133,7 +137,7 @@ class Stream:
         self._tells_state = can_tell_state(dataset)
         self._first_state: Copied | None = None
         self._num_seconds = 0.0  # that samples have taken since the state was told last
-        self._due_seconds = 0.0  # as many as make it due
+        self._due_seconds = 0.0  # once samples have taken this long, another state is due
         self._loop = self._attempt = -1
         self._seed = 0
         self._iterator: Iterator[Any] = iter(())
@@ -358,7 +362,8 @@ class StreamsProgress:
     def next_stream(self, num_asked: Mapping[int, int] | None = None) -> WorkerStream | None:
         """The stream to ask next, of those that may have more samples; None where all have ended.
 
-        It is the one whose turn it is, or, where it is told how much each has to answer, the one with least of it.
+        It is the one whose turn it is, or, with ``num_asked`` (requests without an answer, by stream), the one with
+        fewest of these.
         """
         in_turn = [self.streams[(self.asked + number) % len(self.streams)] for number in range(len(self.streams))]
         left = [stream for stream in in_turn if not stream.is_over]

@@ -113,7 +113,7 @@ class Starter(Protocol):
 
 
 class MultiprocessingChild:
-    """A process that multiprocessing starts here: a worker, or a fork server; any thread may ask how it ended."""
+    """A worker or a nursery that multiprocessing starts, by any start method; any thread may ask how it ended."""
 
     def __init__(
         self, context: BaseContext, name: str, target: Callable[..., None], arguments: tuple[object, ...]
@@ -140,7 +140,7 @@ class MultiprocessingChild:
     def ending(self) -> Ending:
         """How the process has ended; waits for seconds at most."""
         if is_readable(self._watched, GONE_SECONDS) and self._process.exitcode is None:
-            self._process.join(GONE_SECONDS)  # its fork server has yet to say
+            self._process.join(GONE_SECONDS)  # with ``forkserver`` multiprocessing's server has yet to say
         return Ending.of(self.pid, self._process.exitcode)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class MultiprocessingChild:
         # A sentinel is a pipe, which a process that is forked at the same time by another thread may hold open.
         try:
             return os.pidfd_open(self.pid)
-        except OSError:  # an older kernel, or a process that its fork server has seen the end of
+        except OSError:  # an older kernel, or multiprocessing's fork server has reaped it
             sentinel: int = self._process.sentinel
             return sentinel
 
@@ -229,7 +229,7 @@ class WorkerOutcome(JsonRecord):
 def run_nursery(
     work: Work, context: BaseContext, orders: socket.socket, parents_end: socket.socket, mask: AbstractSet[int]
 ) -> None:
-    """Run a fork server: fork workers until the pool wants no more, and see the last of them end.
+    """Run a nursery in this process: fork workers until the pool wants no more, and wait until the last has ended.
 
     It is begun with all signals blocked; ``mask`` has those that are to be blocked in workers. What is sent to a whole
     process group or job reaches the workers alone.
@@ -242,7 +242,7 @@ def run_nursery(
 
 
 class _NurseryProcess:
-    """The fork server's own part: forks workers as the pool orders them, and tells how each has ended."""
+    """A nursery in its own process: forks workers as the pool orders them, and tells how each has ended."""
 
     def __init__(self, work: Work, context: BaseContext, orders: socket.socket) -> None:
         self._work = work
@@ -377,9 +377,9 @@ def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
 
 
 class NurseryStarter:
-    """Starts the workers of a pool from a fork server, and from a new one where that has died; on one thread.
+    """Starts each worker with ``fork``, from a nursery, and from a new nursery where that has died; on one thread.
 
-    The first may be forked on the thread that loops: what belongs to a thread is in workers then as it is there.
+    The first nursery may be forked on the thread that loops: workers then have that thread's thread-local values.
     """
 
     def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
@@ -418,6 +418,8 @@ class NurseryStarter:
 
 
 class _Nursery:
+    """A nursery as its pool sees it: the process, and the socket on which the pool orders workers."""
+
     def __init__(self, work: Work, context: BaseContext) -> None:
         self._orders, theirs = _sockets()
         self._is_ending = threading.Lock()  # asked for on two threads

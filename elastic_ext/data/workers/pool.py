@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 # --- the workers that there are, and those that there should be ------------------------------------------------------
-# What they are given to do is not its affair.
+# Which tasks they are given is decided by TaskAssigner, below.
 #
 # A worker is *ready* once it can be given tasks. Its *slot* is its id, which another is given after it. It *retires*
 # when it is one too many and nothing of it is wanted any more.
@@ -54,7 +54,7 @@ class Crew:
         self._slots: dict[int, Worker | None] = {}  # None: being started
         self._num_starts: dict[int, int] = {}  # by slot
         self._num_unstarted = 0  # since a worker was last ready
-        self._went_with: int | None = None  # what the last of them was forked from, if that is why
+        self._went_with: int | None = None  # the pid of the fork server that the last of them ended with
         self._unstarted: Unstarted | None = None  # why no more are started for now
         self._poll = select.poll()
         self._polled: dict[int, Worker] = {}  # by each descriptor of theirs
@@ -210,9 +210,9 @@ class Crew:
 class TaskAssigner:
     """Gives tasks to the workers of a crew, and keeps those for which there is none yet.
 
-    ``in_turn`` they are dealt as torch does, so that who makes what is the same each time; else whoever has least to do
-    is given the next one, and of several the one whose turn it is. Those of a worker that is not there go to others,
-    but at the start: it is waited for then.
+    With ``in_turn`` batch i of a loop goes to worker i mod n, as in torch, so that each worker makes the same batches
+    each time. Else the worker with least to do is given the next task, and of several such the one whose turn it is.
+    Tasks of a worker that is not there go to others, except of the first workers: these are waited for.
     """
 
     def __init__(self, crew: Crew, *, in_turn: bool = False) -> None:
@@ -222,7 +222,7 @@ class TaskAssigner:
         self._in_turn = in_turn
 
     def choose_slot(self, task: Task) -> None:
-        """Choose the slot with least to do as a task is submitted; tasks that wait for a starting worker count too."""
+        """Choose the slot with least to do for a task, if any worker may make it; tasks that wait for one count too."""
         if self._in_turn or task.slot is not None or self._crew.num_wanted == 0:
             return
         num_slots = self._crew.num_wanted
@@ -257,7 +257,7 @@ class TaskAssigner:
     def hand_out(self) -> None:
         """Give out the tasks that are waiting.
 
-        Where half of the workers or more are still starting they are left theirs, unless another is idle.
+        Where half of the workers or more are still starting, their tasks are kept for them unless another is idle.
         """
         num_ready, num_starting = len(self._crew.ready), self._crew.num_starting
         num_dealt_to = num_ready + (num_starting if num_starting >= num_ready else 0)
@@ -290,18 +290,18 @@ class TaskAssigner:
 # Batches come back whatever happens to the workers: one that dies is replaced, and what it had been given is made
 # again. Which batches are made, and in which order they are used, is the caller's affair.
 
-_DYING_SECONDS = 1.0  # between the end of what a process shares and its own
-_LOST: Any = object()
+_DYING_SECONDS = 1.0  # how long a process may go on after the memory that it shares is gone
+_LOST: Any = object()  # instead of an answer whose tensors were in the memory of a worker that has died
 
 
 class Pool:
     """Worker processes behind a loader. All of it is called on one thread.
 
-    ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
+    ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without hearing from a worker; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
     gives what is to be taken, or its future. ``in_turn`` workers are given batches one after another, else whoever has
-    least to do is. Processes are started within ``may_start``, on another thread: who holds it is in the middle of
-    nothing that they would find locked for ever.
+    least to do is. Processes are started on another thread, which holds ``may_start``, a lock, as it forks: a thread
+    that loads samples holds it meanwhile, so that no process is forked while that thread holds locks of the dataset's.
     """
 
     def __init__(

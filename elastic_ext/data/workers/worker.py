@@ -67,7 +67,7 @@ class Worker:
         self.num_made = 0
         """How many of the first of ``tasks`` are done, with their batches on their way."""
         self.is_being_read = False
-        """Whether somebody is taking in what the worker has sent."""
+        """Whether the pool is in the middle of reading what the worker has sent."""
         self._stack = -1  # its descriptor for the pipe with its stack
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as in_worker:
             indices, self._indices = multiprocessing.Pipe(duplex=False)
@@ -101,7 +101,7 @@ class Worker:
         return self.outbox.send(number, ForkingPickler.dumps(task))
 
     def has_begun(self, num_bytes_before: int) -> bool:
-        """Whether the worker may have begun with a task that was sent behind ``num_bytes_before`` bytes.
+        """Whether the worker may have begun with a task that was sent after ``num_bytes_before`` bytes.
 
         A worker that never answered may have: workers that only ever die are not to be replaced for ever.
         """

@@ -226,15 +226,16 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     if os.getppid() == parent.pid:
-        # The thread that forked it is the parent here: one that stays as long as there are workers.
+        # Linux sends the signal as the thread ends that forked this process; that thread outlives the workers.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it has a fork server's, which outlives the parent
+    if os.getppid() != parent.pid:  # multiprocessing's fork server forked it, and outlives the parent
         threading.Thread(
             target=_kill_this_process_after, args=(parent.sentinel,), name="elastic_ext parent", daemon=True
         ).start()
 
 
 def _kill_this_process_after(sentinel: int) -> None:
+    """Kill this process once the process of this multiprocessing sentinel has ended."""
     wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -258,7 +259,7 @@ class TrackedIndices(list[Any]):
 
 
 class ParentQueues:
-    """The parent as torch's worker loop sees it: its index queue, its result queue and its done event in one."""
+    """The pipes to the parent, as torch's worker loop wants them: index queue, result queue and done event in one."""
 
     def __init__(
         self, indices: int, results: int, parts: PrivateParts, slot: int, stack: int, *, tracks_indices: bool
