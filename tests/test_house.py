@@ -224,19 +224,23 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "config.apply:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "fsdp.blocks:_why_not_alike": "a block is the user's code: what it raises the second time is told as a refusal",
     "ranks.deadlines:Call._keep": "the top of a thread: kept for the one who waits, who raises it",
-    "data.prefetch:Ahead.__next__": "what cannot be made is passed before it is raised again",
-    "data.prefetch:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
-    "data.prefetch:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
-    "data.workers.producer:Making.take": (
+    "data.prefetch:IndexedLoop.__next__": "what cannot be made is passed before it is raised again",
+    "data.prefetch:IndexedLoop._taken": "whatever was raised instead of the batch, it is taken; raised again",
+    "data.prefetch:IndexedLoop._batch_of": (
+        "another batch's failure is none of this one's, which is made again by itself"
+    ),
+    "data.workers.producer:BatchProducer.take": (
         "whatever the user's code raised, the batch is asked for no more; raised again"
     ),
-    "data.workers.producer:Making._made": "says of which samples it is what the user's code raised, and raises again",
+    "data.workers.producer:BatchProducer._made": (
+        "says of which samples it is what the user's code raised, and raises again"
+    ),
     "data.seeding:Copied.of": "pickling runs the user's code: what cannot be pickled is copied otherwise",
     "data.streams:Stream._go_to": "why a dataset cannot begin is raised in the place of each of its samples",
     "data.streams:Stream._draw": "kept in the place of the sample, and raised where that is wanted",
-    "data.iterable:Streams.__next__": "what cannot be made is passed before it is raised again",
+    "data.iterable:StreamedLoop.__next__": "what cannot be made is passed before it is raised again",
     "data.workers.pool:_loaded": "unpickling runs the user's code: kept for who takes the batch, who raises it",
-    "data.workers.worker_process:Line._pickled": (
+    "data.workers.worker_process:ParentQueues._pickled": (
         "pickling runs the user's code: what it raises is sent instead of the batch"
     ),
     "data.workers.worker:Spawner._run": "the top of a thread: kept for the pool, who raises it",
@@ -274,8 +278,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
 OWN_THREADS: Mapping[str, str] = {
     # "module:Class.function": why its thread is no OwnedThread
     "agent.launcher:_Launch._check_machine": "nobody waits for it: storage that hangs would hold up the agent's end",
-    "data.workers.worker_process:Line._write": "feeds a pipe until the worker process ends",
-    "data.workers.worker_process:Line.put": "sends what a worker process makes, until that ends",
+    "data.workers.worker_process:ParentQueues._write": "feeds a pipe until the worker process ends",
+    "data.workers.worker_process:ParentQueues.put": "sends what a worker process makes, until that ends",
     "data.workers.worker_process:end_with_parent": "waits for the end of the parent, and ends its process",
     "profile.memory.analysis_process:main": "waits for the end of the parent, and ends its process",
     "training.checkpoints.signals:spare_loader_workers.in_worker": "waits for a signal, and ends its process",

@@ -21,7 +21,7 @@ class StepPlan:
 
     global_batch: int
     micro_batches: tuple[tuple[int, ...], ...]
-    """Samples per micro-batch, by rank, then by micro-step; at least 1, but in a tail of a plan that is not even."""
+    """Samples per micro-batch, by rank, then by micro-step; 0 only in a last step, for ranks without a part in it."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -38,25 +38,28 @@ class StepPlan:
         return min(size for sizes in self.micro_batches for size in sizes if size)
 
     def weight(self, rank: int, micro_step: int) -> float:
-        """What the mean loss of a rank's micro-batch counts, for gradients that are averaged over the ranks."""
+        """The factor for the mean loss of a rank's micro-batch: its samples * the number of ranks / the global batch.
+
+        With it gradients that are averaged over the ranks are those of the mean over the whole global batch.
+        """
         return self.micro_batches[rank][micro_step] * len(self.micro_batches) / self.global_batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """How steps are cut, until something changes; ValueError where a full one cannot be."""
+    """How the steps of an epoch are cut into micro-batches; ValueError where a full step cannot be cut so."""
 
     global_batch: int
     num_ranks: int
     micro_batch: int
     weights: tuple[float, ...] | None = None
-    """What ranks' shares are in proportion to; None for equal shares, which a tail has that cannot be cut so."""
+    """The proportions of the ranks' shares; None: equal shares. A last step too small for these has equal ones too."""
     drop_last: bool = False
     is_even: bool = True
-    """Whether all ranks have as many micro-batches in every step.
+    """Whether all ranks have equally many micro-batches in every step.
 
-    Else a tail is a last micro-step that some ranks may have no part in: every sample comes, and no rank has more of
-    one than of a full step's.
+    Else the last samples of an epoch, where they are fewer than a full step, are one micro-step, in which some ranks
+    may have no samples. Unless ``drop_last`` no sample is left out, and no rank has more of them than in a full step.
     """
     full_step: StepPlan = field(init=False, compare=False)
 
@@ -74,10 +77,12 @@ class BatchPlan:
             return self._after_carried(remaining, carried)
         if remaining is None:
             return self.full_step
+        # A plan that is not even has full steps, and a last one with all that is left.
         if not self.is_even and 0 < remaining < self.global_batch and not self.drop_last:
             return StepPlan(global_batch=remaining, micro_batches=tuple((size,) for size in self._dealt(remaining)))
         if not self.is_even and remaining >= self.global_batch:
             return self.full_step
+        # The last step of an even plan may be larger than a full one, or smaller.
         batch = next_batch(remaining, self.global_batch, self.num_ranks, drop_last=self.drop_last)
         if batch == self.global_batch:
             return self.full_step
@@ -106,9 +111,10 @@ class BatchPlan:
         return StepPlan(global_batch=num_carried + missing, micro_batches=micro_batches)
 
     def _dealt(self, tail: int) -> list[int]:
-        """Each rank's part of a tail with fewer samples than a full step.
+        """Each rank's part of the last ``tail`` samples, which are fewer than a full step.
 
-        One sample each if there are enough, the others in proportion to a full step's parts.
+        One sample each if there are enough, the others in proportion to a full step's parts. Where a proportion is no
+        whole number it is rounded down, and the samples left over go, one each, to the ranks with the largest rests.
         """
         full = [sizes[0] for sizes in self.full_step.micro_batches]
         least = int(tail >= self.num_ranks)

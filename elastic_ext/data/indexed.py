@@ -10,19 +10,19 @@ from typing import Any, Protocol
 
 from .batch_plan import BatchPlan
 from .order import BatchOrder, EpochPosition, EvenOrder, Order, num_chunks
-from .prefetch import Ahead, can_be_recut
+from .prefetch import IndexedLoop, can_be_recut
 from .sampler import ElasticDistributedSampler
 from .seeding import SeededDataset, SeededOrder
-from .workers.producer import Making
+from .workers.producer import BatchProducer
 
-__all__ = ["Epochs", "Indexed", "Running"]
-
-
-# --- the loops over a dataset, one after another, and where they go on; what a loader must know of either kind -------
-# A dataset that is asked for samples by index is in Indexed, one that gives its samples itself in iterable.py.
+__all__ = ["BatchLoop", "Epochs", "IndexedEpochs"]
 
 
-class Running(Protocol):
+# --- the loops over a dataset, one after another: what a loader asks of them, with or without indices ----------------
+# A dataset that is asked for samples by index is in IndexedEpochs, one that gives its samples itself in iterable.py.
+
+
+class BatchLoop(Protocol):
     """A loop over a dataset: an iterator over its batches, which counts those that are consumed."""
 
     @property
@@ -62,12 +62,12 @@ class Epochs(Protocol):
     """Whether several samples are asked for at once, as a list."""
 
     @property
-    def asked(self) -> Any:
+    def worker_dataset(self) -> Any:
         """What workers ask for samples, instead of the dataset itself."""
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:
-        """Makes a batch of the samples that ``asked`` gives."""
+        """Makes a batch of the samples that ``worker_dataset`` gives."""
 
     @property
     def keeps_workers(self) -> bool:
@@ -82,7 +82,7 @@ class Epochs(Protocol):
         """Why a later loop cannot go on where this one is; None if it can."""
 
     @property
-    def running(self) -> Running | None:
+    def last_loop(self) -> BatchLoop | None:
         """The loop that was begun last."""
 
     @property
@@ -111,8 +111,8 @@ class Epochs(Protocol):
     def draw_seed(self) -> None:
         """Draw the seed that shuffles the next loop, where torch draws it before the workers' seed."""
 
-    def begin(self, making: Making) -> Running:
-        """Begin the next loop, whose batches ``making`` makes."""
+    def begin(self, producer: BatchProducer) -> BatchLoop:
+        """Begin the next loop, whose batches ``producer`` makes."""
 
     def num_batches(self) -> int:
         """How many batches the next loop has on this rank."""
@@ -160,7 +160,7 @@ class Epochs(Protocol):
 # Where one stands is a position in an order.
 
 
-class Indexed:
+class IndexedEpochs:
     """The epochs of a dataset with indices, in a sampler's order: one of samples, or of whole batches of samples."""
 
     num_workers = None
@@ -179,10 +179,10 @@ class Indexed:
         seeds_samples: bool,
         in_order: bool = True,
     ) -> None:
-        self.asked = SeededDataset(dataset) if seeds_samples else dataset
+        self.worker_dataset = SeededDataset(dataset) if seeds_samples else dataset
         self.collate_fn = collate_fn
         self.auto_collation = is_of_batches or batch_size is not None
-        self.running: Ahead | None = None
+        self.last_loop: IndexedLoop | None = None
         self._sampler = sampler
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
@@ -192,8 +192,9 @@ class Indexed:
         self._in_order = in_order
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
-        self._is_drawn = False  # for the loop that comes: those of a batch sampler's own generator would not come again
-        self._place = EpochPosition()  # at which the loop under way has begun, or the one that comes will
+        # Whether order_to_come() has drawn the next loop's batches: drawn again, a batch sampler may give others.
+        self._is_drawn = False
+        self._place = EpochPosition()  # where the loop under way began, or the next one will
 
     @property
     def epoch(self) -> int:
@@ -211,8 +212,8 @@ class Indexed:
 
     @property
     def remaining(self) -> int | None:
-        if self.running is not None:
-            return self.running.remaining
+        if self.last_loop is not None:
+            return self.last_loop.remaining
         return self._num_left(self._now, self._sampler.order.num_samples)
 
     @property
@@ -230,7 +231,7 @@ class Indexed:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which has no loop under way: it stands where that loop does."""
-        return {**self.__dict__, "running": None, "_place": self._now}
+        return {**self.__dict__, "last_loop": None, "_place": self._now}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
@@ -238,10 +239,10 @@ class Indexed:
     def draw_seed(self) -> None:
         """Nothing to draw: an order is drawn from a seed that stays."""
 
-    def begin(self, making: Making) -> Ahead:
-        if self.running is not None and self._given_plan is not None:
-            self.running.end()  # a trainer counts what one loop takes
-        place, self.running = self._to_come(), None
+    def begin(self, producer: BatchProducer) -> IndexedLoop:
+        if self.last_loop is not None and self._given_plan is not None:
+            self.last_loop.end()  # a trainer counts what one loop takes
+        place, self.last_loop = self._to_come(), None
         self._sampler.set_epoch(place.epoch)
         start = self._start_of(place)
         if start == 0 and not place.completed and not self._is_drawn:
@@ -249,21 +250,21 @@ class Indexed:
         self._is_drawn = False
         self._place = replace(place, position=start)
         self._sampler.begin_elsewhere()
-        self.running = Ahead(
+        self.last_loop = IndexedLoop(
             self._order(self._place),
             start,
-            making,
+            producer,
             self._planned(),
             self._rank,
             can_recut=can_be_recut(self.collate_fn),
             completed=place.completed,
             as_they_come=not self._in_order and self._given_plan is None and self.num_ranks == 1,
         )
-        return self.running
+        return self.last_loop
 
     def num_batches(self) -> int:
-        if self.running is not None and self._is_under_way:
-            return len(self.running)
+        if self.last_loop is not None and self._is_under_way:
+            return len(self.last_loop)
         place = self._to_come()
         place = replace(place, position=self._start_of(place))
         goes_on = place.position or place.completed
@@ -279,33 +280,33 @@ class Indexed:
 
     def resize(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        if self.running is not None and self._given_plan is None:
-            self.running.plan(self._planned(), self._rank)
+        if self.last_loop is not None and self._given_plan is None:
+            self.last_loop.plan(self._planned(), self._rank)
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         self._given_plan, self._rank = plan, rank
-        if self.running is not None:
-            self.running.keep_order()
-            self.running.plan(plan, rank)
+        if self.last_loop is not None:
+            self.last_loop.keep_order()
+            self.last_loop.plan(plan, rank)
 
     def leave_epoch(self) -> None:
-        if self.running is not None and self.running.has_ended and self._now.is_left:
-            self._place, self.running = replace(self._now, is_over=True), None
+        if self.last_loop is not None and self.last_loop.has_ended and self._now.is_left:
+            self._place, self.last_loop = replace(self._now, is_over=True), None
 
     def set_epoch(self, epoch: int) -> None:
         if self._is_under_way:
-            self._place = replace(self._place, named=epoch)
+            self._place = replace(self._place, next_epoch=epoch)
             return
-        self._place, self.running = self._now.at(epoch), None
+        self._place, self.last_loop = self._now.at(epoch), None
         self._sampler.set_epoch(epoch)
 
     def take_seed(self, seed: int) -> None:
         self._sampler.reseed(seed)
 
     def order_to_come(self) -> dict[str, Any]:
-        if self.running is not None and self._is_under_way:
-            return self.running.order.state_dict()
-        self._place, self.running = self._to_come(), None
+        if self.last_loop is not None and self._is_under_way:
+            return self.last_loop.order.state_dict()
+        self._place, self.last_loop = self._to_come(), None
         self._sampler.set_epoch(self._place.epoch)
         if self._is_of_batches and self._start_of(self._place) == 0:
             self._sampler.draw_anew()
@@ -314,7 +315,7 @@ class Indexed:
 
     def state_dict(self) -> dict[str, Any]:
         place = self._now
-        order = self._sampler.order if self.running is None else self.running.order
+        order = self._sampler.order if self.last_loop is None else self.last_loop.order
         state = {
             "epoch": place.epoch,
             "position": place.position,
@@ -327,8 +328,8 @@ class Indexed:
         missing = sorted({"epoch", "position", "is_over", "order"} - set(state))
         if missing:
             raise ValueError(
-                f"the state has no {', '.join(missing)}, and is none of a loader of samples with an index; give the "
-                "loader the dataset with which the state was saved"
+                f"the state has no {', '.join(missing)}, and is not one of a loader over a dataset with indices; "
+                "give the loader the dataset with which the state was saved"
             )
         is_over, epoch = bool(state["is_over"]), int(state["epoch"])
         if is_over:  # the next epoch may have another length
@@ -336,7 +337,7 @@ class Indexed:
             self._sampler.set_epoch(epoch)
         else:
             self._sampler.load_state_dict({key: value for key, value in state.items() if key != "completed"})
-        self.running = None
+        self.last_loop = None
         if is_over:
             self._place = EpochPosition(epoch=epoch, is_left=True, is_over=True)
             return
@@ -344,41 +345,42 @@ class Indexed:
         self._place = EpochPosition(epoch=epoch, position=int(state["position"]), completed=completed)
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        running = self.running
+        loop = self.last_loop
         self.load_state_dict(state)
-        if running is not None and not running.has_ended:
+        if loop is not None and not loop.has_ended:
             place = replace(self._place, epoch=self.epoch, is_left=False, is_over=False)
-            if self._place.is_over:  # what it had then is all that there is
+            if self._place.is_over:  # the loop stays in that epoch, and has no samples left
                 place = replace(place, position=int(state["position"]))
-            running.go_to(self._order(place), place.position, place.completed)
-            self.running, self._place = running, place
+            loop.go_to(self._order(place), place.position, place.completed)
+            self.last_loop, self._place = loop, place
 
     @property
     def _is_under_way(self) -> bool:
         """Whether a loop is under way."""
-        return self.running is not None and not self.running.has_ended
+        return self.last_loop is not None and not self.last_loop.has_ended
 
     @property
     def _now(self) -> EpochPosition:
         """The position of the loop under way, or where the last one left the epoch, or where the next one begins.
 
-        A loop by itself has taken what it was given; of one that a trainer counts, what is committed counts alone.
+        Its ``is_left``: without a trainer an epoch is left once a loop over it has begun; with one, once a step of it
+        was committed, or where it has no step left.
         """
         place = self._place
-        if self.running is None:
+        if self.last_loop is None:
             return place if place.epoch == self.epoch else place.at(self.epoch)
-        position, completed = self.running.standing
+        position, completed = self.last_loop.standing
         is_left = (
             self._given_plan is None
             or position != place.position
-            or self._given_plan.next_step(self.running.remaining) is None
+            or self._given_plan.next_step(self.last_loop.remaining) is None
         )
         return replace(place, position=position, completed=completed, is_left=is_left)
 
     def _to_come(self) -> EpochPosition:
         """Where the next loop begins; the sampler's own epoch may have been set meanwhile."""
         place = self._now
-        return place.at(self.epoch) if place.named is None and place.epoch != self.epoch else place.to_come()
+        return place.at(self.epoch) if place.next_epoch is None and place.epoch != self.epoch else place.to_come()
 
     def _start_of(self, place: EpochPosition) -> int:
         """The position at which a loop from a place begins, which the sampler's own state may say."""
@@ -397,8 +399,8 @@ class Indexed:
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, in an epoch of ``num_samples``.
 
-        Where the sampler leaves out those that do not go round among ranks, or gives some again, all have as many; with
-        a trainer, whose steps go round by themselves, none comes again.
+        The sampler's ``drop_last`` leaves out the last ones that are too few for a round among the ranks; its ``pad``
+        fills that round up with samples that come again. With a trainer, whose steps may be of any size, none does.
         """
         num_left = _num_after(place, num_samples)
         plan = self._given_plan

@@ -22,18 +22,18 @@ from elastic_ext.errors import WorkerDiedError
 from .batch_plan import BatchPlan
 from .order import Chunk, chunks
 from .prefetch import BatchNotReady
-from .streams import Stream, StreamAnswer, StreamRequest, StreamsPosition, Turns, WorkerStream, can_tell_state
-from .workers.producer import Making
+from .streams import Stream, StreamAnswer, StreamRequest, StreamsPosition, StreamsProgress, WorkerStream, can_tell_state
+from .workers.producer import BatchProducer
 
-__all__ = ["NO_STATE", "StreamMaker", "StreamedEpochs", "Streams"]
+__all__ = ["NO_STATE", "StreamMaker", "StreamedEpochs", "StreamedLoop"]
 
 
 # --- the batches of an IterableDataset, asked for ahead --------------------------------------------------------------
-# Streams: the batches of an IterableDataset, of which each worker has a stream of its own, asked for before they are
-# needed and asked for again where steps are cut otherwise or come again.
+# Each worker has a stream of its own. Batches are asked for before they are needed, and again where the sizes of steps
+# change or a step comes again.
 #
-# Workers take turns, a batch each, as torch has them do: streams.py. Who makes batches is behind ``StreamMaker``; what
-# a worker does with a request is in streams.py.
+# Workers take turns, a batch each, as in torch. A ``StreamMaker`` has batches made; whose turn it is, and what a worker
+# does with a request, is in streams.py.
 
 NO_STATE = (
     "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
@@ -63,10 +63,14 @@ class StreamMaker(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RequestedBatch:
+    """A batch that a worker was asked for, of samples of its stream."""
+
     chunk: Chunk
-    slot: WorkerStream
+    stream: WorkerStream
     start: int
+    """The number of the batch's first sample in the stream."""
     number: int
+    """The number of the request."""
     turn: int
     """The worker whose turn it is after this batch was asked for."""
 
@@ -90,23 +94,24 @@ class StreamSettings:
     collate_fn: Callable[[Any], Any]
     """Makes a batch of samples."""
     told_length: int | None = None
-    """How many samples the dataset says it has: more than these are warned of."""
+    """How many samples the dataset's ``__len__`` says it has; where more come, each batch of them is warned of."""
     passes_samples: bool = False
     """Whether samples are drawn and dropped to come to a place where the dataset has told no state."""
     wants_states: bool = False
+    """Whether the dataset is to tell its state after every batch."""
     in_order: bool = True
     seed: int = 0
 
 
-class Streams:
+class StreamedLoop:
     """One rank's loop over an IterableDataset: an iterator over batches, whose sizes may change.
 
-    With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
-    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
-    a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
+    With a ``plan`` batches have exactly the sizes that it says, pieced together of several streams where one ends; the
+    last samples that are too few for a batch are left out. Without one they have the settings' ``batch_size``, and the
+    last batch of each stream has what is left of it, or is left out with ``drop_last``.
 
-    Without ``in_order`` and without ``plan`` whichever worker is first gives the next batch; each worker's stream comes
-    in its own order.
+    Without ``in_order`` in the settings, and without a plan, whichever worker is first gives the next batch; the
+    batches of one stream keep their order. ``loop`` is the number of this loop among those over the dataset.
     """
 
     def __init__(
@@ -139,54 +144,54 @@ class Streams:
     def __len__(self) -> int:
         """How many batches the loop has, by the length that the dataset gives."""
         if self._num_batches is None:
-            raise TypeError("it is not known how many batches there are")
+            raise TypeError("the loop does not know how many batches it has")
         return self._num_batches()
 
     def __next__(self) -> Any:
         while True:
             self._ask()
             if not self._asked:
-                self._turns.is_over = True
+                self._progress.is_over = True
                 raise StopIteration
             asked = self._next_asked()
-            slot, chunk, start = asked.slot, asked.chunk, asked.start
+            stream, chunk, start = asked.stream, asked.chunk, asked.start
             try:
-                answer = self._taken(slot, asked.number)
+                answer = self._taken(stream, asked.number)
             except (BatchNotReady, KeyboardInterrupt):  # the next call may have it
                 raise
             except BaseException:
-                self._pass(asked)
-                self._handed.append(_Handed(chunk, self._turns.place))
+                self._count_as_handed_out(asked)
+                self._handed.append(_Handed(chunk, self._progress.place))
                 raise
-            self._pass(asked)
+            self._count_as_handed_out(asked)
             if answer.num_samples == chunk.num_samples:
                 return self._handed_out(chunk, answer.batch)
             if answer.is_lost:
-                slot.handed, self._turns.handed = start, slot.number
-                self._find_again(slot, chunk)
+                stream.handed, self._progress.handed = start, stream.number
+                self._find_again(stream, chunk)
                 self._take_back(chunk)
                 continue
-            if slot.end is None:
-                slot.end = start + answer.num_samples
+            if stream.end is None:
+                stream.end = start + answer.num_samples
             if self._plan is not None:
-                slot.handed = min(start, slot.end)
-                samples = self._pieced_together(slot, chunk)
+                stream.handed = min(start, stream.end)
+                samples = self._pieced_together(stream, chunk)
                 if samples is not None:
                     return self._handed_out(chunk, self._settings.collate_fn(samples))
             else:
-                slot.handed = slot.end
+                stream.handed = stream.end
                 if answer.num_samples and not self._settings.drop_last:
                     return self._handed_out(chunk, answer.batch)
 
     @property
     def num_workers(self) -> int:
         """Among how many workers the streams are shared out; 0: the only stream is this process's own."""
-        return self._turns.num_workers
+        return self._progress.num_workers
 
     @property
     def position(self) -> StreamsPosition:
         """How far each stream is consumed."""
-        return self._turns.position
+        return self._progress.position
 
     @property
     def num_handed(self) -> int:
@@ -213,9 +218,9 @@ class Streams:
         num_consumed = len(self._handed) if num_batches is None else min(num_batches, len(self._handed))
         consumed = [self._handed.popleft() for _ in range(num_consumed)]
         if not self._handed:
-            self._turns.commit()
+            self._progress.commit()
         elif consumed:
-            self._turns.commit(consumed[-1].place)
+            self._progress.commit(consumed[-1].place)
         if consumed:
             self.carried = None
             if not consumed[-1].chunk.ends_step:
@@ -225,7 +230,7 @@ class Streams:
         """Hand out again the batches that are not consumed."""
         self._handed.clear()
         self.carried = None
-        if self._turns.rollback():
+        if self._progress.rollback():
             self._cut()
 
     def go_to(self, position: StreamsPosition) -> None:
@@ -246,7 +251,7 @@ class Streams:
 
     def _go_to(self, position: StreamsPosition) -> None:
         self._handed.clear()
-        self._turns = Turns(position)
+        self._progress = StreamsProgress(position)
         self._cut()
 
     def _cut(self) -> None:
@@ -268,21 +273,21 @@ class Streams:
         self.close()
         if sizes:
             self._to_come = chain(sizes, self._to_come)
-        self._turns.take_back()
+        self._progress.take_back()
 
     def _ask(self) -> None:
         """Ask for batches until as many are under way as should be, one at least."""
         most = 0 if self.has_ended else max(self._maker.num_ahead, 1)
         while len(self._asked) < most:
-            num_asked = None if self._keeps_order else Counter(asked.slot.number for asked in self._asked)
-            slot = self._turns.next_slot(num_asked)
-            if slot is None:
+            num_asked = None if self._keeps_order else Counter(asked.stream.number for asked in self._asked)
+            stream = self._progress.next_stream(num_asked)
+            if stream is None:
                 return
             chunk = next(self._to_come)
-            start = slot.asked
-            number = self._submit(slot, start, chunk.num_samples)
-            slot.asked = start + chunk.num_samples
-            self._asked.append(_RequestedBatch(chunk, slot, start, number, self._turns.asked))
+            start = stream.asked
+            number = self._submit(stream, start, chunk.num_samples)
+            stream.asked = start + chunk.num_samples
+            self._asked.append(_RequestedBatch(chunk, stream, start, number, self._progress.asked))
 
     @property
     def _keeps_order(self) -> bool:
@@ -293,20 +298,20 @@ class Streams:
             return self._asked[0]
         first: dict[int, _RequestedBatch] = {}  # of each stream
         for asked in self._asked:
-            first.setdefault(asked.slot.number, asked)
+            first.setdefault(asked.stream.number, asked)
         by_number = {asked.number: asked for asked in first.values()}
         return by_number[self._maker.first_made(list(by_number))]
 
-    def _submit(self, slot: WorkerStream, start: int, num_samples: int, *, is_raw: bool = False) -> int:
-        mark = None if slot.is_found else slot.marks[0]
-        slot.is_found = True
+    def _submit(self, stream: WorkerStream, start: int, num_samples: int, *, is_raw: bool = False) -> int:
+        mark = None if stream.is_found else stream.marks[0]
+        stream.is_found = True
         request = StreamRequest(
-            slot.number,
+            stream.number,
             self._loop,
             self._attempt,
             start,
             num_samples,
-            slot.passed,
+            stream.passed,
             mark,
             is_raw,
             # A plan's batch has what is left of several streams.
@@ -314,79 +319,81 @@ class Streams:
             is_marked=self.wants_states or self._plan is not None,
             seed=self.seed,
         )
-        return self._maker.submit([request], slot.number)
+        return self._maker.submit([request], stream.number)
 
-    def _taken(self, slot: WorkerStream, number: int) -> StreamAnswer:
+    def _taken(self, stream: WorkerStream, number: int) -> StreamAnswer:
         try:
             answer = self._maker.take(number)
         except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
-            raise RuntimeError(f"making a batch of the stream of worker {slot.number} raised StopIteration") from error
+            raise RuntimeError(
+                f"making a batch of the stream of worker {stream.number} raised StopIteration"
+            ) from error
         assert isinstance(answer, StreamAnswer)
-        if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
-            slot.marks.append(answer.mark)
+        if answer.mark is not None and answer.mark.num_samples > stream.marks[-1].num_samples:
+            stream.marks.append(answer.mark)
         return answer
 
-    def _pass(self, asked: _RequestedBatch) -> None:
+    def _count_as_handed_out(self, asked: _RequestedBatch) -> None:
         """Count a batch as handed out, also where it cannot be made."""
         self._asked.remove(asked)
-        asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
+        asked.stream.handed, self._progress.handed = asked.start + asked.chunk.num_samples, asked.turn
 
-    def _find_again(self, slot: WorkerStream, chunk: Chunk) -> None:
+    def _find_again(self, stream: WorkerStream, chunk: Chunk) -> None:
         """Have a stream's new worker told where to go on; WorkerDiedError, once, where that place is not known.
 
         The chunk that the stream was to give is then to come from another.
         """
-        if slot.passed and slot.marks[0].state is None and not self._settings.passes_samples:
-            slot.end = slot.passed  # after a rollback too
+        if stream.passed and stream.marks[0].state is None and not self._settings.passes_samples:
+            stream.end = stream.passed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
-                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: "
-                f"{NO_STATE}",
+                f"data worker {stream.number} died, and where its stream goes on is not known, so the rest of that "
+                f"stream is left out: {NO_STATE}",
                 indices=[],
             )
-        slot.is_found = False
+        stream.is_found = False
 
-    def _pieced_together(self, slot: WorkerStream, chunk: Chunk) -> list[Any] | None:
+    def _pieced_together(self, stream: WorkerStream, chunk: Chunk) -> list[Any] | None:
         """Samples for a batch from a stream that has too few and from those after it; None where all are over."""
         self._take_back()
         samples: list[Any] = []
-        each: WorkerStream | None = slot
+        each: WorkerStream | None = stream
         while each is not None:
             answer = self._raw(each, chunk, chunk.num_samples - len(samples))
             samples += answer.batch or []
             each.asked += answer.num_samples
             if len(samples) == chunk.num_samples:
-                self._turns.hand_out_asked()
+                self._progress.hand_out_asked()
                 return samples
             each.end = each.asked
-            each = self._turns.next_slot()
+            each = self._progress.next_stream()
         return None  # all of them are over now
 
-    def _raw(self, slot: WorkerStream, chunk: Chunk, num_samples: int) -> StreamAnswer:
+    def _raw(self, stream: WorkerStream, chunk: Chunk, num_samples: int) -> StreamAnswer:
         """The answer with the next samples of one stream, not collated."""
         while True:
-            answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
+            answer = self._taken(stream, self._submit(stream, stream.asked, num_samples, is_raw=True))
             if not answer.is_lost:
                 return answer
-            self._find_again(slot, chunk)
+            self._find_again(stream, chunk)
 
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
-        self._handed.append(_Handed(chunk, self._turns.place))
+        self._handed.append(_Handed(chunk, self._progress.place))
         self._ask()
         if self._settings.told_length is not None:
-            _warn_of_more(self._turns, self._settings.told_length)
+            _warn_of_more(self._progress, self._settings.told_length)
         return batch
 
 
-def _warn_of_more(turns: Turns, told_length: int) -> None:
+def _warn_of_more(progress: StreamsProgress, told_length: int) -> None:
     """Warn of a batch with which more samples have come than the dataset has, in words that begin as torch's do."""
-    num_samples = sum(slot.handed for slot in turns.slots)
+    num_samples = sum(stream.handed for stream in progress.streams)
     if num_samples <= told_length:
         return
     advice = (
         "For multiprocessing data-loading, this may be since workers give the same samples; share them out by "
         "get_worker_info()"
-        if turns.num_workers > 0
+        if progress.num_workers > 0
         else "Have its __len__ say how many it gives"
     )
     warnings.warn(
@@ -396,7 +403,7 @@ def _warn_of_more(turns: Turns, told_length: int) -> None:
     )
 
 
-# --- the loops over an IterableDataset, of which each worker has a stream; where one stands is told for each ---------
+# --- the loops over an IterableDataset, one after another; how far a loop is, is said for each worker's stream -------
 
 
 class StreamedEpochs:
@@ -424,7 +431,7 @@ class StreamedEpochs:
         self._auto_collation = batch_size is not None
         self.collate_fn = _as_it_is
         self.epoch = 0
-        self.running: Streams | None = None
+        self.last_loop: StreamedLoop | None = None
         self._dataset = dataset
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
@@ -438,17 +445,17 @@ class StreamedEpochs:
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
-        self._position: StreamsPosition | None = None  # that the next loop begins at
-        self._left: StreamsPosition | None = None  # in a copy: where the loop stood of which it has none
+        self._position: StreamsPosition | None = None  # where the next loop begins; None: at an epoch's beginning
+        self._left: StreamsPosition | None = None  # in a copy, which has no loop: where the original's loop stood
         self._wants_states = False  # somebody has asked where a loop stands, or gone on there
-        self._is_begun = False
-        self._is_over = False  # the epoch of a state that was loaded
+        self._is_begun = False  # whether a loop over this epoch was begun, so that the next loop is over the next
+        self._is_over = False  # whether the epoch is over, by a state that was loaded or by leave_epoch()
         self._next_epoch: int | None = None  # named while a loop is under way
         self._num_loops = 0
         self._told_length: int | None = None  # samples that the dataset said it has, when the loader was asked
 
     @property
-    def asked(self) -> Stream:
+    def worker_dataset(self) -> Stream:
         """A new Stream of the dataset: loops that go on side by side do not draw from the same."""
         return Stream(
             self._dataset,
@@ -463,13 +470,13 @@ class StreamedEpochs:
 
     @property
     def is_at_end(self) -> bool:
-        return self._is_over if self.running is None else self.running.position.is_over
+        return self._is_over if self.last_loop is None else self.last_loop.position.is_over
 
     @property
     def why_no_position(self) -> str | None:
         """Why a later loop cannot go on where this one is; None if it can."""
-        running = self.running
-        if self._can_go_on or running is None or running.position.is_over or not any(running.position.num_passed):
+        loop = self.last_loop
+        if self._can_go_on or loop is None or loop.position.is_over or not any(loop.position.num_passed):
             return None
         return NO_STATE
 
@@ -479,8 +486,8 @@ class StreamedEpochs:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which has no loop under way: it tells where that loop stands."""
-        left = self._left if self.running is None else self.running.position
-        return {**self.__dict__, "running": None, "_left": left}
+        left = self._left if self.last_loop is None else self.last_loop.position
+        return {**self.__dict__, "last_loop": None, "_left": left}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
@@ -491,10 +498,10 @@ class StreamedEpochs:
         if draws and _SharesPipe.of_this_rank().num_ranks == 1:
             self._drawn_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
 
-    def begin(self, making: Making) -> Streams:
-        if self.running is not None and self._given_plan is not None:
-            self.running.end()  # a trainer counts what one loop takes
-        named, self.running = self._next_epoch, None
+    def begin(self, producer: BatchProducer) -> StreamedLoop:
+        if self.last_loop is not None and self._given_plan is not None:
+            self.last_loop.end()  # a trainer counts what one loop takes
+        named, self.last_loop = self._next_epoch, None
         if named is not None:
             self.set_epoch(named)
         elif self._is_begun:
@@ -502,9 +509,9 @@ class StreamedEpochs:
         self._is_begun, self._is_over, self._next_epoch, self._left = True, False, None, None
         if self._is_pipe and not self._goes_on_shuffled:
             self._pipe_seed = self._seed_of_epoch() if self._drawn_seed is None else self._drawn_seed
-        self.running = Streams(
-            making,
-            self._position or StreamsPosition.start(making.num_workers),
+        self.last_loop = StreamedLoop(
+            producer,
+            self._position or StreamsPosition.start(producer.num_workers),
             StreamSettings(
                 batch_size=self._batch_size,
                 drop_last=self._drop_last,
@@ -521,7 +528,7 @@ class StreamedEpochs:
             rank=self._rank,
         )
         self._position = None
-        return self.running
+        return self.last_loop
 
     def num_batches(self) -> int:
         self._told_length = len(self._dataset)
@@ -532,25 +539,25 @@ class StreamedEpochs:
 
     def resize(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        if self.running is not None:
-            self.running.resize(batch_size)
+        if self.last_loop is not None:
+            self.last_loop.resize(batch_size)
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         self._given_plan, self._rank = plan, rank
-        if self.running is not None:
-            self.running.plan(plan, rank)
+        if self.last_loop is not None:
+            self.last_loop.plan(plan, rank)
 
     def leave_epoch(self) -> None:
-        if self.running is not None and self.running.has_ended and any(self.running.position.num_passed):
-            self.running, self._left, self._is_over = None, None, True
+        if self.last_loop is not None and self.last_loop.has_ended and any(self.last_loop.position.num_passed):
+            self.last_loop, self._left, self._is_over = None, None, True
 
     def set_epoch(self, epoch: int) -> None:
         if self._is_under_way:
             self._next_epoch = epoch
             return
-        if epoch != self.epoch or self.running is not None:
+        if epoch != self.epoch or self.last_loop is not None:
             self._position = None
-        self.running = self._left = None
+        self.last_loop = self._left = None
         self.epoch = epoch
         self._is_begun = False
         if hasattr(self._dataset, "set_epoch"):
@@ -564,11 +571,11 @@ class StreamedEpochs:
 
     def state_dict(self) -> dict[str, Any]:
         self._wants_states = True
-        if self.running is not None:
-            self.running.wants_states = True
+        if self.last_loop is not None:
+            self.last_loop.wants_states = True
         position = self._position
         if position is None:
-            position = self._left if self.running is None else self.running.position
+            position = self._left if self.last_loop is None else self.last_loop.position
         state = {
             "epoch": self.epoch,
             "is_over": self._is_over if position is None else position.is_over,
@@ -587,25 +594,25 @@ class StreamedEpochs:
             raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
         self._wants_states = True
         self.epoch = int(state["epoch"])
-        self.running = self._left = None
+        self.last_loop = self._left = None
         self._is_begun = self._is_over = bool(state["is_over"])
         self._position, self._next_epoch = position, None
         self._pipe_seed = state.get("pipe_seed")
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        running = self.running
+        loop = self.last_loop
         self.load_state_dict(state)
-        if running is None or running.has_ended:
+        if loop is None or loop.has_ended:
             return
-        position = self._position or StreamsPosition.start(running.num_workers)
-        if position.num_workers != running.num_workers:
+        position = self._position or StreamsPosition.start(loop.num_workers)
+        if position.num_workers != loop.num_workers:
             raise ValueError(
-                f"the loop under way has {running.num_workers} workers, and where it is to go back to was saved with "
+                f"the loop under way has {loop.num_workers} workers, and where it is to go back to was saved with "
                 f"{position.num_workers}; leave the loop first"
             )
-        running.seed = self._pipe_seed or 0
-        running.go_to(replace(position, is_over=False))
-        self.running, self._position, self._is_begun = running, None, True
+        loop.seed = self._pipe_seed or 0
+        loop.go_to(replace(position, is_over=False))
+        self.last_loop, self._position, self._is_begun = loop, None, True
 
     @property
     def _goes_on_shuffled(self) -> bool:
@@ -615,7 +622,7 @@ class StreamedEpochs:
     @property
     def _is_under_way(self) -> bool:
         """Whether a loop is under way."""
-        return self.running is not None and not self.running.has_ended
+        return self.last_loop is not None and not self.last_loop.has_ended
 
     def _num_batches(self) -> int:
         size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size

@@ -35,18 +35,18 @@ from elastic_ext.records.text import check_flag
 from elastic_ext.torch_private.loading import pinned
 
 from .batch_plan import BatchPlan
-from .indexed import Epochs, Indexed, Running
+from .indexed import BatchLoop, Epochs, IndexedEpochs
 from .iterable import StreamedEpochs
-from .sampler import ElasticDistributedSampler, OfTorch, OwnBatches
-from .workers.producer import Making
+from .sampler import BatchSamplerAdapter, DistributedSamplerAdapter, ElasticDistributedSampler
+from .workers.producer import BatchProducer
 from .workers.worker_process import Work
 
-__all__ = ["ElasticDataLoader", "Following", "Ordering", "epochs_of", "fixed_settings", "why_not_change"]
+__all__ = ["ElasticDataLoader", "LoaderConfigFollower", "Ordering", "epochs_of", "fixed_settings", "why_not_change"]
 
 _logger = logging.getLogger(__name__)
 
 
-# --- which loops the arguments of a loader mean, or why they mean none -----------------------------------------------
+# --- the loops over a dataset, chosen by the arguments of its loader; which arguments are refused --------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, 
     )
 
 
-def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Indexed:
+def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> IndexedEpochs:
     if fast_forward:
         raise ValueError(
             "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
@@ -98,12 +98,12 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
     elif isinstance(sampler, ElasticDistributedSampler):
         pass
     elif ordering.batches is not None:
-        sampler = OwnBatches(sampler, dataset, seed)
-    elif OfTorch.is_like(sampler):
-        sampler = OfTorch(sampler)
+        sampler = BatchSamplerAdapter(sampler, dataset, seed)
+    elif DistributedSamplerAdapter.can_adapt(sampler):
+        sampler = DistributedSamplerAdapter(sampler)
     else:
         sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
-    return Indexed(
+    return IndexedEpochs(
         dataset,
         sampler,
         batch_size=loader.batch_size,
@@ -116,7 +116,7 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
 
 
 # --- why the workers and sizes of a loader cannot be as a config wants them ------------------------------------------
-# Taking them up is the loader's.
+# Where they can be, ElasticDataLoader.apply sets them.
 
 
 def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted: DataloaderSection) -> str | None:
@@ -155,8 +155,8 @@ def fixed_settings(*, keeps_workers: bool, can_pin: bool) -> dict[str, str]:
 # --- the config file of a loader that is used by itself, without a trainer that would follow one for it --------------
 
 
-class Following:
-    """Follows the config file of a loader without a trainer, and applies it between two batches; ``close`` it."""
+class LoaderConfigFollower:
+    """Reads the config file of a loader that has no trainer, and applies it between two batches, until ``close``."""
 
     def __init__(
         self,
@@ -205,6 +205,7 @@ class Following:
 
 
 def _why_not_alone(new: ElasticConfig, num_ranks: int) -> str | None:
+    """Why a loader without a trainer cannot apply a config; None if it can."""
     if dist.is_available() and dist.is_initialized():
         num_ranks = max(num_ranks, dist.get_world_size())
     if new.dataloader.batch_size is None or num_ranks == 1:
@@ -285,8 +286,13 @@ class ElasticDataLoader(DataLoader[_Sample]):
             "in_order": in_order,
         }
         batches = of_torch = given.get("batch_sampler")
-        # One of torch's own does what a loader does with a sampler; what goes with neither torch refuses in its words.
-        if type(batches) is BatchSampler and not isinstance(dataset, IterableDataset) and not _says_more(given):
+        # torch's own BatchSampler stands for its sampler and its batch size, which can change. Arguments that do not go
+        # with a batch sampler are left as they are, for torch to refuse.
+        if (
+            type(batches) is BatchSampler
+            and not isinstance(dataset, IterableDataset)
+            and not _has_conflicting_arguments(given)
+        ):
             given |= {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
             batches = given["batch_sampler"] = None
         super().__init__(**given)
@@ -299,13 +305,14 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._is_alone = True
         order = Ordering(given.get("sampler"), batches, shuffle=bool(given.get("shuffle")), seed=seed)
         self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
-        self._making: Making | None = None  # that is kept from epoch to epoch
-        self._kept_for: Running | None = None  # the last loop that it was used by
-        self._finished: Running | None = None  # the last loop that came to its end
-        self._ending: _Loop | None = None  # which came to it within a step: if that is taken back, it has samples again
+        self._producer: BatchProducer | None = None  # the one that is kept from epoch to epoch
+        self._kept_for: BatchLoop | None = None  # the last loop that it was used by
+        self._finished: BatchLoop | None = None  # the last loop that came to its end
+        # A loop that came to its end within a step keeps its workers: after a rollback it hands out batches again.
+        self._ending: _Loop | None = None
         self._step_before: _StepBefore | None = None
-        self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
-        self._following: Following | None = None
+        self._producers: weakref.WeakSet[BatchProducer] = weakref.WeakSet()
+        self._config_follower: LoaderConfigFollower | None = None
         self.timeline: Timeline | None = None
         """The timeline in which the loader notes that a loop waits for a batch."""
         self.on_batch: Callable[[Any], None] | None = None
@@ -314,45 +321,45 @@ class ElasticDataLoader(DataLoader[_Sample]):
         """Whether a trainer's micro-step is under way."""
         if config_file is not None:
             me = weakref.ref(self)
-            self._following = Following(
+            self._config_follower = LoaderConfigFollower(
                 config_file, check=partial(_check, me), apply=partial(_apply, me), num_ranks=self._epochs.num_ranks
             )
-            weakref.finalize(self, self._following.close)
+            weakref.finalize(self, self._config_follower.close)
 
     # ---- a loop ----
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._following is not None:
-            self._following.look()
+        if self._config_follower is not None:
+            self._config_follower.look()
         self._warn_of_pinning()
         self._take_size()
         self._keep_step()
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
         self._epochs.draw_seed()
-        making = self._made_by(self.num_workers if num_workers is None else num_workers)
-        running = self._epochs.begin(making)
-        if making is not self._making:
-            return _Loop(self, running, making)
-        self._kept_for = running
-        return _Loop(self, running, None)
+        producer = self._producer_for(self.num_workers if num_workers is None else num_workers)
+        loop = self._epochs.begin(producer)
+        if producer is not self._producer:
+            return _Loop(self, loop, producer)
+        self._kept_for = loop
+        return _Loop(self, loop, None)
 
     def __len__(self) -> int:
         """How many batches the next loop has on this rank."""
-        if self._epochs.running is None or self._epochs.running.has_ended:
+        if self._epochs.last_loop is None or self._epochs.last_loop.has_ended:
             self._take_size()
         return self._epochs.num_batches()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which has no loops under way, no workers, and follows no file."""
         own = {
-            "_making": None,
+            "_producer": None,
             "_kept_for": None,
             "_finished": None,
             "_ending": None,
             "_step_before": None,
-            "_makings": None,
-            "_following": None,
+            "_producers": None,
+            "_config_follower": None,
             "timeline": None,
             "on_batch": None,
             "is_in_step": _never,
@@ -360,7 +367,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _makings=weakref.WeakSet())
+        self.__dict__.update(state, _producers=weakref.WeakSet())
 
     def set_epoch(self, epoch: int) -> None:
         """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
@@ -386,14 +393,14 @@ class ElasticDataLoader(DataLoader[_Sample]):
     @property
     def num_handed(self) -> int:
         """Batches that the loop was given and that no commit has taken as consumed."""
-        running, before = self._epochs.running, self._step_before
-        return (0 if running is None else running.num_handed) + (0 if before is None else before.num_handed)
+        loop, before = self._epochs.last_loop, self._step_before
+        return (0 if loop is None else loop.num_handed) + (0 if before is None else before.num_handed)
 
     @property
     def carried(self) -> tuple[int, ...] | None:
         """The sizes, by rank, of the batch in hand, where steps have been cut otherwise since it was handed out."""
-        running = self._epochs.running
-        return None if running is None else running.carried
+        loop = self._epochs.last_loop
+        return None if loop is None else loop.carried
 
     @property
     def has_own_positions(self) -> bool:
@@ -432,14 +439,14 @@ class ElasticDataLoader(DataLoader[_Sample]):
         """Cut steps by ``plan`` from the last commit on."""
         if self.batch_size is None:
             raise ValueError("batch_size is None, which makes no batches; give a number for a trainer to change")
-        if self._following is not None:
+        if self._config_follower is not None:
             raise ValueError("config_file is for a loader without a trainer, which follows a file itself; leave it out")
         self._is_alone = False
         self._epochs.plan(plan, rank)
 
     def commit(self, num_micro_batches: int | None = None) -> None:
         """Take the first batches that were handed out, or all, as consumed; the others begin the next step."""
-        before, running = self._step_before, self._epochs.running
+        before, loop = self._step_before, self._epochs.last_loop
         if self._ending is not None:
             self._ending.close()
             self._ending = None
@@ -447,15 +454,15 @@ class ElasticDataLoader(DataLoader[_Sample]):
             self._step_before = None
             if num_micro_batches is not None:
                 num_micro_batches = max(num_micro_batches - before.num_handed, 0)
-        if running is not None:
-            running.commit(num_micro_batches)
+        if loop is not None:
+            loop.commit(num_micro_batches)
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
         self._ending = None
         before, self._step_before = self._step_before, None
-        if self._epochs.running is not None:
-            self._epochs.running.rollback()
+        if self._epochs.last_loop is not None:
+            self._epochs.last_loop.rollback()
         if before is not None:
             self._epochs.rewind(before.state)
 
@@ -491,7 +498,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
     @property
     def is_settled(self) -> bool:
         """Whether all wanted workers are running, and none is still on its way."""
-        return all(making.is_settled for making in self._makings)
+        return all(producer.is_settled for producer in self._producers)
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why this loader's workers and sizes cannot be as in ``new``; None where they can."""
@@ -506,23 +513,23 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self.pin_memory = pins if wanted.pin_memory is None else wanted.pin_memory
         if self.is_alone:
             self._resize(wanted.batch_size)
-        for making in self._makings:
-            making.prefetch_factor = self.prefetch_factor or _PREFETCH
-            making.pin = self._pin()
+        for producer in self._producers:
+            producer.prefetch_factor = self.prefetch_factor or _PREFETCH
+            producer.pin = self._pin()
             if not self._epochs.keeps_workers:
-                making.resize(self.num_workers)
+                producer.resize(self.num_workers)
 
     # ---- how it is made ----
 
     def _keep_step(self) -> None:
         """Keep the step that had the last batches of the loop before, where a loop begins within that step."""
-        running = self._epochs.running
-        has_ended = running is not None and running is self._finished and running.num_handed > 0
-        if running is None or not has_ended or not self.is_in_step():
+        loop = self._epochs.last_loop
+        has_ended = loop is not None and loop is self._finished and loop.num_handed > 0
+        if loop is None or not has_ended or not self.is_in_step():
             return
         num_handed = self.num_handed
         state = self.state_dict()
-        running.commit()  # so that the loop that begins is over the next epoch
+        loop.commit()  # so that the loop that begins is over the next epoch
         self._step_before = _StepBefore(state, num_handed)
 
     def _take_size(self) -> None:
@@ -551,36 +558,36 @@ class ElasticDataLoader(DataLoader[_Sample]):
     def _pin(self) -> Callable[[Any], Any] | None:
         return partial(pinned, device=self.pin_memory_device) if self.pin_memory and _can_pin() else None
 
-    def _made_by(self, num_workers: int) -> Making:
+    def _producer_for(self, num_workers: int) -> BatchProducer:
         """The workers that make the batches of a loop: new ones, or those that are kept from loop to loop."""
-        making = self._making
-        if making is not None and self._epochs.keeps_workers:
+        producer = self._producer
+        if producer is not None and self._epochs.keeps_workers:
             if self.is_alone and self._kept_for is not None and not self._kept_for.has_ended:
-                return self._new_making(num_workers)  # a worker has one stream, and a loop in a loop has others
-            if making.num_workers != num_workers:
-                making.close()
-                making = None
-        if making is None:
-            making = self._new_making(num_workers)
+                return self._new_producer(num_workers)  # a worker has one stream, and a loop in a loop has others
+            if producer.num_workers != num_workers:
+                producer.close()
+                producer = None
+        if producer is None:
+            producer = self._new_producer(num_workers)
         if self.persistent_workers:
-            self._making = making
-        return making
+            self._producer = producer
+        return producer
 
-    def _new_making(self, num_workers: int) -> Making:
+    def _new_producer(self, num_workers: int) -> BatchProducer:
         context: Any = self.multiprocessing_context
         if context is None:
             context = torch.multiprocessing.get_context()
         elif not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
-        asked = self._epochs.asked
-        making = Making(
+        worker_dataset = self._epochs.worker_dataset
+        producer = BatchProducer(
             Work(
-                dataset=asked,
+                dataset=worker_dataset,
                 collate_fn=self._epochs.collate_fn,
                 base_seed=self._draw_seed(),
                 auto_collation=self._epochs.auto_collation,
                 worker_init_fn=self.worker_init_fn,
-                told_dataset=None if asked is self.dataset else self.dataset,
+                told_dataset=None if worker_dataset is self.dataset else self.dataset,
             ),
             context=context,
             timeout_seconds=self.timeout,
@@ -589,8 +596,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
             pin=self._pin(),
             in_turn=self.in_order,
         )
-        self._makings.add(making)
-        return making
+        self._producers.add(producer)
+        return producer
 
     def _draw_seed(self) -> int:
         """Draw the workers' seed, with or without workers: those that come later change no random number."""
@@ -627,35 +634,35 @@ class _StepBefore:
 class _Loop:
     """One loop over a loader; as it ends, the workers end that are its own."""
 
-    def __init__(self, loader: ElasticDataLoader, running: Running, making: Making | None) -> None:
+    def __init__(self, loader: ElasticDataLoader, loop: BatchLoop, producer: BatchProducer | None) -> None:
         self._loader = loader
-        self._running = running
-        self._making = making
+        self._loop = loop
+        self._producer = producer
 
     def __len__(self) -> int:
         """How many batches the loop has from its beginning on, as they are cut now."""
-        return len(self._running)
+        return len(self._loop)
 
     def __iter__(self) -> _Loop:
         return self
 
     def __next__(self) -> Any:
-        loader, running = self._loader, self._running
-        if not loader.is_alone and loader._epochs.running is not running:
+        loader, loop = self._loader, self._loop
+        if not loader.is_alone and loader._epochs.last_loop is not loop:
             raise ValueError(
                 "another loop over this loader has begun, and a trainer counts what one takes: this one is over; for a "
                 "loop within a loop make a loader that no trainer has"
             )
-        if loader._following is not None:
-            loader._following.look()
+        if loader._config_follower is not None:
+            loader._config_follower.look()
         timeline = loader.timeline
         if timeline is not None and not timeline.is_here:  # a thread that loads ahead: training does not wait for it
             timeline = None
         before = None if timeline is None else timeline.enter(Phase.DATA)
         try:
-            batch = next(running)
+            batch = next(loop)
         except StopIteration:
-            loader._finished = running
+            loader._finished = loop
             if loader.is_in_step():
                 loader._ending = self
             else:
@@ -665,21 +672,21 @@ class _Loop:
             if timeline is not None and before is not None:
                 timeline.enter(before)
             if loader.is_alone:  # what a loop is given is consumed, also where it cannot be made
-                running.commit()
+                loop.commit()
         if loader.on_batch is not None:
             loader.on_batch(batch)
         return batch
 
     def close(self) -> None:
-        if self._making is not None:
-            self._making.close()  # first: whoever has died by the same Ctrl-C is not to be replaced
-        self._running.end()
+        if self._producer is not None:
+            self._producer.close()  # first: whoever has died by the same Ctrl-C is not to be replaced
+        self._loop.end()
 
     def __del__(self) -> None:
         self.close()
 
 
-def _says_more(given: Mapping[str, Any]) -> bool:
+def _has_conflicting_arguments(given: Mapping[str, Any]) -> bool:
     """Whether arguments were given beside a batch sampler that do not go with one, which torch refuses."""
     return given.get("batch_size", 1) != 1 or any(given.get(name) for name in ("shuffle", "sampler", "drop_last"))
 

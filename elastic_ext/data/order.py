@@ -1,6 +1,4 @@
-"""Which sample of an epoch comes at which position, how far an epoch has come, and where the loops
-over it stand. Pure.
-"""
+"""Which sample of an epoch comes at which position, and how far the loops over an epoch have come. Pure."""
 
 from __future__ import annotations
 
@@ -27,16 +25,16 @@ __all__ = [
     "InTurn",
     "Order",
     "Ranges",
+    "RemainingOrder",
     "Shuffled",
-    "Without",
     "chunks",
-    "left_out",
     "num_chunks",
+    "position_and_completed",
     "told_length",
 ]
 
 
-# --- where the loops over an order of samples stand, one value from which the next one is told -----------------------
+# --- how far the loops over an order of samples have come, as one value, and where the next loop begins --------------
 
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of positions, each from the first to before the second number; sorted, without overlaps."""
@@ -50,12 +48,12 @@ class EpochPosition:
     position: int = 0
     """All samples before this position are consumed."""
     completed: Ranges = ()
-    """Ranges after ``position`` that are consumed too, where batches come as they are made."""
+    """Ranges after ``position`` that are consumed too, where batches are handed out in the order they are made in."""
     is_left: bool = False
     """Whether a loop took samples of the epoch, or there were none: the next loop is over another epoch."""
     is_over: bool = False
     """Whether a loaded state says that no more samples of the epoch come."""
-    named: int | None = None
+    next_epoch: int | None = None
     """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
@@ -69,21 +67,18 @@ class EpochPosition:
 
     def to_come(self) -> EpochPosition:
         """The position at which the next loop begins."""
-        if self.named is not None:
-            return self.at(self.named)
+        if self.next_epoch is not None:
+            return self.at(self.next_epoch)
         return EpochPosition(epoch=self.epoch + 1) if self.is_left else self
 
 
-def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
-    """The position of an order of which only the samples at ``left`` still come, and the ranges after it that do not.
-
-    That position is the first one that comes.
-    """
-    if not left:
+def position_and_completed(remaining: Ranges, num_samples: int) -> tuple[int, Ranges]:
+    """``position`` and ``completed`` of the EpochPosition at which only the samples at ``remaining`` still come."""
+    if not remaining:
         return num_samples, ()
-    stops = [stop for _, stop in left]
-    starts = [*[start for start, _ in left[1:]], num_samples]
-    return left[0][0], tuple(each for each in zip(stops, starts, strict=True) if each[0] < each[1])
+    stops = [stop for _, stop in remaining]
+    starts = [*[start for start, _ in remaining[1:]], num_samples]
+    return remaining[0][0], tuple(each for each in zip(stops, starts, strict=True) if each[0] < each[1])
 
 
 # --- which sample of an epoch comes at which position ----------------------------------------------------------------
@@ -96,9 +91,9 @@ _NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tes
 _BLOCK = 16_384  # positions that are computed together: each by itself would take a hundred times as long
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48
-_MOST_UNCOUNTED = 1 << 24  # samples that a sampler may give that says of fewer, or of none
-_MOST_IN_BATCHES = 1 << 20  # the same of a batch sampler, whose batches take several times as much memory
-_MOST_TIMES = 4  # that it may go through its dataset, if that comes to more
+_MOST_UNCOUNTED = 1 << 24  # samples that a sampler may give that has no length, or a smaller one
+_MOST_IN_BATCHES = 1 << 20  # the same for all batches of a batch sampler, which take several times as much memory
+_MOST_TIMES = 4  # or this many times the dataset, if that is more samples than _MOST_IN_BATCHES
 
 _Words = npt.NDArray[np.uint64]
 
@@ -132,8 +127,10 @@ class InTurn:
 class Shuffled:
     """A random order that ``seed`` and ``epoch`` choose, computed where it is asked for and not kept in memory.
 
-    Of many samples it is a bijection of all numbers with as many bits: each of its steps can be undone, and its keys
-    are drawn; it is repeated until the result is an index. Of few it is a sorted list of random numbers.
+    With up to ``_MOST_SORTED`` samples the indices are sorted by random numbers, and kept. With more a position goes
+    through rounds of additions, multiplications and shifts, with keys drawn from seed and epoch. Each of these can be
+    undone, so that a round is a bijection of all numbers with as many bits as the largest index; the rounds are
+    repeated until the result is an index (cycle walking).
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -213,7 +210,7 @@ class Drawn:
     def of_batches(cls, batches: Iterable[Any], num_samples: int | None) -> Drawn:
         """The batches that a batch sampler gave, of a dataset with ``num_samples`` samples, if that is known."""
         drawn = cls(())
-        drawn._keep([_own(batch) for batch in _some_of(batches, num_samples or 0)])
+        drawn._keep([_own(batch) for batch in _bounded(batches, num_samples or 0)])
         return drawn
 
     def _keep(self, drawn: list[Any]) -> None:
@@ -232,7 +229,7 @@ class Drawn:
 
 
 class BatchOrder:
-    """An order whose places each hold the indices of a whole batch."""
+    """An order of whole batches: each position has a list of indices, and ``num_samples`` counts batches."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -267,8 +264,8 @@ class EvenOrder:
         return self._order.state_dict()
 
 
-class Without:
-    """An order without the samples at some positions, which came before their turn; its positions close the gaps."""
+class RemainingOrder:
+    """An order without the samples that were consumed before their turn; its positions count the others alone."""
 
     def __init__(self, order: Order, completed: Ranges) -> None:
         self._order = order
@@ -279,7 +276,7 @@ class Without:
         return [index for part in self.places(start, stop) for index in self._order.indices(*part)]
 
     def places(self, start: int, stop: int) -> Ranges:
-        """The positions in the whole order of the positions from ``start`` to before ``stop`` of this one."""
+        """Which positions of the whole order are those from ``start`` to before ``stop`` in this one."""
         found = []
         num_before = 0  # positions that are left out before this one
         for first, last in self._completed:
@@ -296,7 +293,7 @@ class Without:
         return self._order.state_dict()
 
 
-def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
+def _bounded(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
     """The batches of a batch sampler; ValueError where they come to no end."""
     told = told_length(batches)
     most, num_given = max(_MOST_IN_BATCHES, _MOST_TIMES * num_samples), 0
@@ -344,7 +341,10 @@ def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
 
 
 def _drawn(num_samples: int, key: np.uint64) -> npt.NDArray[np.int64]:
-    """All numbers below ``num_samples``, sorted by random ones, of which each is a word's upper part."""
+    """All numbers below ``num_samples`` in a random order.
+
+    Each number is written into the lower bits of a random word; the words are sorted, and the lower bits read back.
+    """
     numbers = np.arange(num_samples, dtype=np.uint64)
     number_bits = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
     by_chance: _Words = np.sort(_mixed(numbers, key) & ~number_bits | numbers)
@@ -394,7 +394,7 @@ def chunks(
 ) -> Iterator[Chunk]:
     """The micro-batches of ``rank`` from a step's beginning at ``position`` to the end of the epoch.
 
-    ``num_samples`` is the epoch's; None where it never ends. There is none of a micro-step in which it has no samples.
+    ``num_samples`` is the epoch's; None where it never ends. Micro-steps in which ``rank`` has no samples give none.
     The first step begins with micro-batches of the sizes ``carried``, where these are given.
     """
     while True:
@@ -413,9 +413,8 @@ def chunks(
 def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
     """How many micro-batches ``chunks`` gives in an epoch of ``num_samples`` samples."""
     num_full = num_samples // plan.global_batch
-    if (
-        plan.is_even and not plan.drop_last
-    ):  # the last step has what is left, and what would be too little for a step of its own
+    if plan.is_even and not plan.drop_last:
+        # A step is full as long as it leaves a sample for each rank; fewer join the last step, as in next_batch.
         num_full = max(-(-(num_samples - plan.global_batch - plan.num_ranks + 1) // plan.global_batch), 0)
     last = plan.next_step(num_samples - num_full * plan.global_batch)
     last_sizes = () if last is None else last.micro_batches[rank]

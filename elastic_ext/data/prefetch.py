@@ -14,17 +14,17 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map  # as torch's documentation has it
 
 from .batch_plan import BatchPlan
-from .order import Chunk, Cursor, Order, Ranges, Without, chunks, left_out, num_chunks
+from .order import Chunk, Cursor, Order, Ranges, RemainingOrder, chunks, num_chunks, position_and_completed
 from .workers.worker import in_short
 
-__all__ = ["Ahead", "BatchNotReady", "Maker", "can_be_recut", "cut", "join"]
+__all__ = ["BatchNotReady", "IndexedLoop", "Maker", "can_be_recut", "cut", "join"]
 
 
 # --- batches that torch's default_collate has made, cut and joined as if they had been made so -----------------------
 
 
 def can_be_recut(collate_fn: Callable[[Any], Any]) -> bool:
-    """Whether batches can be cut and joined: default_collate makes them, which nobody has taught other types."""
+    """Whether batches can be cut and joined: default_collate makes them, with torch's own functions for all types."""
     known = default_collate.__module__
     return collate_fn is default_collate and all(
         getattr(each, "__module__", None) == known for each in default_collate_fn_map.values()
@@ -93,9 +93,7 @@ class BatchNotReady(RuntimeError):
 
 
 # --- the batches that are asked for before a loop needs them ---------------------------------------------------------
-# Ahead: the batches of one epoch that are asked for before a loop needs them, cut anew when steps are cut otherwise.
-#
-# Which samples come next is the cursor's; who makes batches of them is behind ``Maker``.
+# The cursor says which samples come next; a ``Maker`` makes batches of them.
 
 _NOT_TAKEN: Any = object()
 
@@ -121,8 +119,8 @@ class Maker(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Made:
-    """A batch that was asked for, of the samples from ``start`` to before ``stop``."""
+class _PrefetchedBatch:
+    """A batch that a Maker was asked for and may still be making: the samples from ``start`` to before ``stop``."""
 
     start: int
     stop: int
@@ -137,21 +135,21 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BatchesToHand:
+class _BatchToHandOut:
     """A batch that is to be handed out, and the prefetched batches from which it is cut, in order."""
 
     chunk: Chunk
-    made: tuple[_Made, ...]
+    prefetched: tuple[_PrefetchedBatch, ...]
 
 
-class Ahead:
-    """The rest of an epoch with indices on one rank: an iterator over prefetched batches, whose sizes may change.
+class IndexedLoop:
+    """One rank's loop over the rest of an epoch by index: an iterator over prefetched batches, whose sizes may change.
 
-    With ``can_recut`` batches are as default_collate makes them: those of other sizes that are on their way are cut and
-    joined. Else their samples are asked for again.
+    With ``can_recut`` batches are as default_collate makes them: when sizes change, those that are asked for already
+    are cut and joined. Else their samples are asked for again.
 
-    ``completed`` are positions after the one it begins at whose samples came before. With ``as_they_come`` whichever
-    batch is made first is handed out first, which is for a rank that has all samples of its steps.
+    ``completed`` are ranges after ``position`` whose samples are consumed already. With ``as_they_come``, which is for
+    a rank that has all samples of its steps, whichever batch is made first is handed out first.
     """
 
     def __init__(
@@ -174,7 +172,7 @@ class Ahead:
         self._maker = maker
         self._plan, self._rank = plan, rank
         self._can_recut = can_recut
-        self._asked: deque[_BatchesToHand] = deque()
+        self._asked: deque[_BatchToHandOut] = deque()
         self._to_come: Iterator[Chunk] = iter(())
         self.has_ended = False
         self._cut()
@@ -226,9 +224,9 @@ class Ahead:
         starts = [self.cursor.passed, *[stop for _, stop in early]]
         stops = [*[start for start, _ in early], self._rest.num_samples]
         left = tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
-        if isinstance(self._rest, Without):
+        if isinstance(self._rest, RemainingOrder):
             left = tuple(place for each in left for place in self._rest.places(*each))
-        return left_out(left, self.order.num_samples)
+        return position_and_completed(left, self.order.num_samples)
 
     @property
     def num_handed(self) -> int:
@@ -277,6 +275,7 @@ class Ahead:
 
     def go_to(self, order: Order, position: int, completed: Ranges = ()) -> None:
         """Have the loop go on from another position, in this order."""
+        # Batches that are asked for can be used only where their positions mean the same samples in the new order.
         keeps_places = self._rest is self.order and not self._early and not completed
         if not keeps_places or order.state_dict() != self.order.state_dict():
             self.close()
@@ -297,9 +296,9 @@ class Ahead:
 
     def _begin_at(self, order: Order, position: int, completed: Ranges) -> None:
         self.order = order
-        self._rest = Without(order, completed) if completed else order
-        self.cursor = Cursor(self._rest.num_samples, position=position)  # which counts what is not completed
-        self._early: list[Chunk] = []  # handed out before those ahead of them, which are not; in order
+        self._rest = RemainingOrder(order, completed) if completed else order
+        self.cursor = Cursor(self._rest.num_samples, position=position)  # positions in self._rest
+        self._early: list[Chunk] = []  # handed out while a chunk before them was not yet; in order of position
 
     def _cut(self) -> None:
         """Cut the next step after what is consumed; batches on their way are used again where they fit."""
@@ -314,41 +313,41 @@ class Ahead:
             self._plan, self._rank, position=cursor.passed, num_samples=cursor.num_samples, carried=self.carried
         )
         self._to_come = islice(to_come, len(self._handed), None)
-        self._ask(list(dict.fromkeys(made for asked in before for made in asked.made)))
+        self._ask(list(dict.fromkeys(prefetched for asked in before for prefetched in asked.prefetched)))
         for asked in before:
             self._release(asked)
 
-    def _ask(self, on_the_way: Sequence[_Made] = ()) -> None:
+    def _ask(self, on_the_way: Sequence[_PrefetchedBatch] = ()) -> None:
         """Ask for batches until as many are under way as should be, one at least, and all of what is ``on_the_way``."""
         if self.has_ended:
             return
         most = max(self._maker.num_ahead, 1)
-        end = max((made.stop for made in on_the_way), default=0)
+        end = max((prefetched.stop for prefetched in on_the_way), default=0)
         while len(self._asked) < most or self._asked[-1].chunk.passes < end:
             chunk = next(self._to_come, None)
             if chunk is None:
                 return
-            made = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop, self._num_begun),)
-            for each in made:
+            prefetched = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop, self._num_begun),)
+            for each in prefetched:
                 each.num_uses += 1
-            self._asked.append(_BatchesToHand(chunk, made))
+            self._asked.append(_BatchToHandOut(chunk, prefetched))
 
-    def _cover(self, chunk: Chunk, on_the_way: Sequence[_Made]) -> tuple[_Made, ...]:
+    def _cover(self, chunk: Chunk, on_the_way: Sequence[_PrefetchedBatch]) -> tuple[_PrefetchedBatch, ...]:
         """Batches on their way, and new ones between, that have all of a chunk; none if nothing of it is on its way."""
-        for made in on_the_way:
-            if (made.start, made.stop) == (chunk.start, chunk.stop):
-                return (made,)
+        for prefetched in on_the_way:
+            if (prefetched.start, prefetched.stop) == (chunk.start, chunk.stop):
+                return (prefetched,)
         if not self._can_recut:
             return ()
-        cover: list[_Made] = []
+        cover: list[_PrefetchedBatch] = []
         position = chunk.start
-        for made in sorted(on_the_way, key=lambda made: made.start):
-            if made.stop <= position or made.start >= chunk.stop:
+        for prefetched in sorted(on_the_way, key=lambda prefetched: prefetched.start):
+            if prefetched.stop <= position or prefetched.start >= chunk.stop:
                 continue
-            if made.start > position:
-                cover.append(self._submit(position, made.start, self._num_begun))
-            cover.append(made)
-            position = made.stop
+            if prefetched.start > position:
+                cover.append(self._submit(position, prefetched.start, self._num_begun))
+            cover.append(prefetched)
+            position = prefetched.stop
         if cover and position < chunk.stop:
             cover.append(self._submit(position, chunk.stop, self._num_begun))
         return tuple(cover)
@@ -358,14 +357,14 @@ class Ahead:
         """How many batches of the loop were handed out, or are asked for."""
         return self._num_passed + len(self._handed) + len(self._asked)
 
-    def _submit(self, start: int, stop: int, turn: int) -> _Made:
-        return _Made(start, stop, self._maker.submit(self._rest.indices(start, stop), turn=turn))
+    def _submit(self, start: int, stop: int, turn: int) -> _PrefetchedBatch:
+        return _PrefetchedBatch(start, stop, self._maker.submit(self._rest.indices(start, stop), turn=turn))
 
-    def _batch_of(self, asked: _BatchesToHand) -> Any:
-        chunk, made = asked.chunk, asked.made
+    def _batch_of(self, asked: _BatchToHandOut) -> Any:
+        chunk, prefetched = asked.chunk, asked.prefetched
         try:
-            batches = [self._taken(each) for each in made]
-            if (made[0].start, made[-1].stop) == (chunk.start, chunk.stop) and len(made) == 1:
+            batches = [self._taken(each) for each in prefetched]
+            if (prefetched[0].start, prefetched[-1].stop) == (chunk.start, chunk.stop) and len(prefetched) == 1:
                 return batches[0]
             return join(
                 [
@@ -375,40 +374,42 @@ class Ahead:
                         min(chunk.stop - each.start, each.num_samples),
                         each.num_samples,
                     )
-                    for each, batch in zip(made, batches, strict=True)
+                    for each, batch in zip(prefetched, batches, strict=True)
                 ]
             )
         except BatchNotReady:
             raise
         except Exception:
-            if (made[0].start, made[0].stop) == (chunk.start, chunk.stop):
+            if (prefetched[0].start, prefetched[0].stop) == (chunk.start, chunk.stop):
                 raise
             # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
             again = self._maker.submit(self._rest.indices(chunk.start, chunk.stop), turn=self._num_begun)
             return self._maker.take(again)
 
-    def _taken(self, made: _Made) -> Any:
-        if made.batch is _NOT_TAKEN:
+    def _taken(self, prefetched: _PrefetchedBatch) -> Any:
+        if prefetched.batch is _NOT_TAKEN:
             try:
-                made.batch = self._maker.take(made.number)
+                prefetched.batch = self._maker.take(prefetched.number)
             except (BatchNotReady, KeyboardInterrupt):
                 raise
             except BaseException:
-                made.batch = None  # it is taken
+                prefetched.batch = None  # it is taken
                 raise
-        return made.batch
+        return prefetched.batch
 
-    def _first_made(self) -> _BatchesToHand:
+    def _first_made(self) -> _BatchToHandOut:
         """The batch that may be handed out first: the first one whose parts have come."""
-        waiting: dict[int, _BatchesToHand] = {}
+        waiting: dict[int, _BatchToHandOut] = {}
         for asked in self._asked:
-            missing = next((made.number for made in asked.made if made.batch is _NOT_TAKEN), None)
+            missing = next(
+                (prefetched.number for prefetched in asked.prefetched if prefetched.batch is _NOT_TAKEN), None
+            )
             if missing is None:
                 return asked
             waiting.setdefault(missing, asked)
         return waiting[self._maker.first_made(list(waiting))]
 
-    def _hand_out(self, asked: _BatchesToHand) -> None:
+    def _hand_out(self, asked: _BatchToHandOut) -> None:
         if asked is self._asked[0]:
             self.cursor.hand_out(asked.chunk)
             while self._early and self._early[0].start == self.cursor.handed:
@@ -419,10 +420,10 @@ class Ahead:
         self._handed.append(asked.chunk)
         self._release(asked)
 
-    def _release(self, asked: _BatchesToHand) -> None:
-        for made in asked.made:
-            made.num_uses -= 1
-            if made.num_uses == 0:
-                if made.batch is _NOT_TAKEN:
-                    self._maker.forget(made.number)
-                made.batch = None
+    def _release(self, asked: _BatchToHandOut) -> None:
+        for prefetched in asked.prefetched:
+            prefetched.num_uses -= 1
+            if prefetched.num_uses == 0:
+                if prefetched.batch is _NOT_TAKEN:
+                    self._maker.forget(prefetched.number)
+                prefetched.batch = None

@@ -24,11 +24,11 @@ from elastic_ext.records.text import check_flag
 from .order import Drawn, InTurn, Order, Shuffled, told_length
 from .seeding import seeded
 
-__all__ = ["ElasticDistributedSampler", "OfTorch", "OwnBatches"]
+__all__ = ["BatchSamplerAdapter", "DistributedSamplerAdapter", "ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(Sampler[Any]):
-    """The samples of ``dataset``, or of ``sampler``, which draws the same ones wherever it is asked.
+    """This rank's samples of an epoch, in an order that all ranks share: of ``dataset``, or as ``sampler`` draws it.
 
     ``sampler`` may be any that a seed makes repeatable: its ``generator``, and this process's random numbers while it
     draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as a list;
@@ -77,8 +77,8 @@ class ElasticDistributedSampler(Sampler[Any]):
         self.pad = pad
         self.epoch = 0
         self._start = 0  # the position at which the iteration under way began
-        self._taken = 0  # by this rank since
-        self._goes_on_at = 0  # the next one begins
+        self._taken = 0  # samples that this rank has taken since then
+        self._goes_on_at = 0  # the position at which the next iteration begins
         self._order: Order | None = None
 
     @property
@@ -172,7 +172,10 @@ class ElasticDistributedSampler(Sampler[Any]):
         """Have the next iteration go on from a state, with any number of ranks; ValueError if its order is another."""
         missing = sorted({"epoch", "position", "order"} - set(state))
         if missing:
-            raise ValueError(f"the state has no {', '.join(missing)}, and is none of such a sampler")
+            raise ValueError(
+                f"the state has no {', '.join(missing)}, and is not one of an ElasticDistributedSampler; give what its "
+                "state_dict() gave"
+            )
         if state.get("completed"):
             raise ValueError(
                 "the state is of a loader with in_order=False, and samples behind its position are consumed, which a "
@@ -228,11 +231,11 @@ class ElasticDistributedSampler(Sampler[Any]):
         return Drawn(sampler)
 
 
-class OfTorch(ElasticDistributedSampler):
-    """An ElasticDistributedSampler that gives each rank the samples of torch's DistributedSampler.
+class DistributedSamplerAdapter(ElasticDistributedSampler):
+    """An ElasticDistributedSampler with the dataset, seed, rank and other settings of torch's DistributedSampler.
 
-    Its order does not change with ranks. The DistributedSampler's epoch stays the one there is: whoever calls its
-    ``set_epoch`` names the epoch here too.
+    Its order is the elastic one, which does not change with the number of ranks. The epoch is the DistributedSampler's:
+    whoever calls its ``set_epoch`` sets the epoch here too.
     """
 
     def __init__(self, of: DistributedSampler[Any]) -> None:
@@ -250,7 +253,7 @@ class OfTorch(ElasticDistributedSampler):
         self.epoch = epoch
 
     @staticmethod
-    def is_like(sampler: Any) -> bool:
+    def can_adapt(sampler: Any) -> bool:
         """Whether a sampler is a DistributedSampler whose samples are the ones that torch's class gives."""
         return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
@@ -267,8 +270,11 @@ class OfTorch(ElasticDistributedSampler):
         self._of.set_epoch(epoch)
 
 
-class OwnBatches(ElasticDistributedSampler):
-    """The batches of a rank's own batch sampler, which may share them out by itself: nobody else does."""
+class BatchSamplerAdapter(ElasticDistributedSampler):
+    """An ElasticDistributedSampler that gives this rank every batch of its own batch sampler.
+
+    Batches are not shared out here: the batch samplers of the ranks may do that, by giving each rank others.
+    """
 
     def __init__(self, batches: Iterable[Any], of: Any, seed: int) -> None:
         super().__init__(None, 1, 0, sampler=batches, seed=seed)

@@ -23,7 +23,7 @@ __all__ = ["Copied", "SeededDataset", "SeededOrder", "SeededSample", "seeded"]
 
 
 # --- random numbers that depend on the sample alone ------------------------------------------------------------------
-# Random numbers of a dataset that depend on the sample alone: neither on who makes it, nor on what was made before.
+# They depend neither on the process that loads the sample, nor on the samples that it has loaded before.
 
 
 class SeededSample(NamedTuple):
@@ -56,11 +56,11 @@ class SeededOrder:
     def _seed_of(self, index: Any) -> int:
         plain = index.__index__() if hasattr(index, "__index__") else index  # whatever kind of integer it is
         told = hashlib.blake2b(repr(plain).encode(), digest_size=8, key=self._key).digest()
-        return int.from_bytes(told, "little") >> 1  # what torch takes
+        return int.from_bytes(told, "little") >> 1  # 63 bits, as torch takes them
 
 
 class SeededDataset:
-    """A dataset that seeds random numbers before each sample; in the training process their states are restored."""
+    """A dataset that seeds ``random``, numpy and torch for each sample; outside of workers it restores them."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -92,15 +92,16 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(of_torch)
 
 
-# --- a value as it was, whatever becomes of what it was made of ------------------------------------------------------
-# It costs little until it is wanted.
+# --- a copy of a value, which later changes of the value do not reach ------------------------------------------------
+# It is unpickled only when it is asked for.
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy of a value, as bytes: these travel to another process, and nobody unpickles them on the way."""
+    """A copy of a value: bytes that can go to another process; where pickling fails, an object for this one alone."""
 
     content: Any
+    """The pickled bytes, or a deep copy where pickling failed."""
     is_pickled: bool
 
     @classmethod
@@ -109,7 +110,7 @@ class Copied:
         written = io.BytesIO()
         try:
             _Pickler(written).dump(value)
-        except Exception:  # it is only this process that it cannot leave
+        except Exception:  # it cannot be pickled: the copy is of use in this process alone
             return cls(copy.deepcopy(value), is_pickled=False)
         return cls(written.getvalue(), is_pickled=True)
 

@@ -198,6 +198,7 @@ class FixedBatches:
     def of(cls, loader: Any) -> FixedBatches | None:
         """What a DataLoader's settings say of its batches; None if they do not give a batch size."""
         sampler = getattr(loader, "batch_sampler", None)
+        # accelerate's DataLoaderDispatcher; a batch sampler that accelerate has wrapped; torch's own.
         if hasattr(loader, "slice_fn") and hasattr(loader, "split_batches"):
             return cls._dispatched(loader, cls._of_sampler(sampler))
         if hasattr(sampler, "batch_sampler"):
@@ -228,6 +229,7 @@ class FixedBatches:
         whole = cls._of_sampler(inner)
         if whole is None:
             return None
+        # accelerate's SkipBatchSampler, or its BatchSamplerShard.
         if hasattr(sampler, "skip_batches"):
             return whole._without(sampler.skip_batches)
         return cls._sharded(sampler, whole) if hasattr(sampler, "even_batches") else None

@@ -18,7 +18,7 @@ __all__ = [
     "StreamAnswer",
     "StreamRequest",
     "StreamsPosition",
-    "Turns",
+    "StreamsProgress",
     "WorkerStream",
     "can_tell_state",
 ]
@@ -41,8 +41,11 @@ class Mark:
 
 START = Mark(0)
 
-_SAMPLES_PER_STATE = 50.0
-"""How many times as long samples take as the states told of them, where nobody is known to want these."""
+_SAMPLE_SECONDS_PER_STATE_SECOND = 50.0
+"""How long samples have to take before the dataset tells another state, as a multiple of the time that a state takes.
+
+This is for states that no request asks for.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -65,7 +68,7 @@ class StreamRequest:
     is_whole: bool = False
     """Whether only a full batch is wanted: fewer samples are counted, and not collated."""
     is_marked: bool = False
-    """Whether somebody will go on behind this batch: the dataset tells its state there, whatever that takes."""
+    """Whether the dataset has to tell its state after this batch, however long that takes."""
     seed: int = 0
     """The seed by which a data pipe shuffles in this loop, alike in all workers and on all ranks."""
 
@@ -109,9 +112,10 @@ class PipeSharing(Protocol):
 class Stream:
     """One worker's samples of an IterableDataset: ``stream[request]`` is the answer to a StreamRequest.
 
-    A state may be large, and often nobody ever goes on from it: where no request is marked, all states together take a
-    fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
-    fifty times as long as a state, or a batch, at most.
+    A state may be large, and often nobody goes on from it. So where no request needs one (``is_marked``) the dataset
+    tells a state only once samples have taken fifty times as long as the last state took. Whoever goes on from the
+    last state draws the samples after it again and drops them: that takes at most fifty times as long as a state, or
+    as long as a batch.
 
     ``share_out`` is called with the dataset and a request's seed before the dataset is iterated over.
     """
@@ -133,7 +137,7 @@ class Stream:
         self._tells_state = can_tell_state(dataset)
         self._first_state: Copied | None = None
         self._num_seconds = 0.0  # that samples have taken since the state was told last
-        self._due_seconds = 0.0  # as many as make it due
+        self._due_seconds = 0.0  # once samples have taken this long, another state is due
         self._loop = self._attempt = -1
         self._seed = 0
         self._iterator: Iterator[Any] = iter(())
@@ -210,7 +214,7 @@ class Stream:
             return None
         began = self._clock()
         mark = Mark(self._at, Copied.of(self.dataset.state_dict()))
-        self._num_seconds, self._due_seconds = 0.0, _SAMPLES_PER_STATE * (self._clock() - began)
+        self._num_seconds, self._due_seconds = 0.0, _SAMPLE_SECONDS_PER_STATE_SECOND * (self._clock() - began)
         return mark
 
     def _go_to(self, mark: Mark, *, is_new: bool) -> None:
@@ -332,12 +336,12 @@ class WorkerStream:
             self.marks.popleft()
 
 
-class Turns:
+class StreamsProgress:
     """How far all streams of a loop are asked for, handed out and consumed; workers take turns until each ends."""
 
     def __init__(self, position: StreamsPosition) -> None:
         self.num_workers = position.num_workers
-        self.slots = [
+        self.streams = [
             WorkerStream(number, passed, deque([mark]))
             for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
         ]
@@ -348,57 +352,58 @@ class Turns:
     def position(self) -> StreamsPosition:
         """How far each stream is consumed, as a position that a loop can go on from."""
         return StreamsPosition(
-            num_passed=tuple(slot.passed for slot in self.slots),
-            marks=tuple(slot.marks[0] for slot in self.slots),
+            num_passed=tuple(stream.passed for stream in self.streams),
+            marks=tuple(stream.marks[0] for stream in self.streams),
             num_workers=self.num_workers,
             turn=self._passed,
             is_over=self.is_over,
         )
 
-    def next_slot(self, num_asked: Mapping[int, int] | None = None) -> WorkerStream | None:
+    def next_stream(self, num_asked: Mapping[int, int] | None = None) -> WorkerStream | None:
         """The stream to ask next, of those that may have more samples; None where all have ended.
 
-        It is the one whose turn it is, or, where it is told how much each has to answer, the one with least of it.
+        It is the one whose turn it is, or, with ``num_asked`` (requests without an answer, by stream), the one with
+        fewest of these.
         """
-        in_turn = [self.slots[(self.asked + number) % len(self.slots)] for number in range(len(self.slots))]
-        left = [slot for slot in in_turn if not slot.is_over]
+        in_turn = [self.streams[(self.asked + number) % len(self.streams)] for number in range(len(self.streams))]
+        left = [stream for stream in in_turn if not stream.is_over]
         if not left:
             return None
-        slot = left[0] if num_asked is None else min(left, key=lambda slot: num_asked.get(slot.number, 0))
-        self.asked = (slot.number + 1) % len(self.slots)
-        return slot
+        stream = left[0] if num_asked is None else min(left, key=lambda stream: num_asked.get(stream.number, 0))
+        self.asked = (stream.number + 1) % len(self.streams)
+        return stream
 
     @property
     def place(self) -> tuple[tuple[int, ...], int]:
         """How far each stream is handed out, and whose turn is next; for ``commit``."""
-        return tuple(slot.handed for slot in self.slots), self.handed
+        return tuple(stream.handed for stream in self.streams), self.handed
 
     def commit(self, place: tuple[tuple[int, ...], int] | None = None) -> None:
         """Count what was handed out, up to ``place`` or all of it, as consumed."""
         handed, turn = place or self.place
-        for slot, passed in zip(self.slots, handed, strict=True):
-            slot.passed = passed
-            slot.drop_marks()
+        for stream, passed in zip(self.streams, handed, strict=True):
+            stream.passed = passed
+            stream.drop_marks()
         self._passed = turn
 
     def rollback(self) -> bool:
         """Have all be handed out again that is not consumed; gives whether that was anything."""
-        has_moved = any(slot.handed != slot.passed for slot in self.slots)
+        has_moved = any(stream.handed != stream.passed for stream in self.streams)
         if has_moved:
             self.is_over = False
-            for slot in self.slots:
-                slot.handed = slot.passed
+            for stream in self.streams:
+                stream.handed = stream.passed
             self.handed = self._passed
         return has_moved
 
     def take_back(self) -> None:
         """Have all be asked for again that was not handed out."""
-        for slot in self.slots:
-            slot.asked = slot.handed
+        for stream in self.streams:
+            stream.asked = stream.handed
         self.asked = self.handed
 
     def hand_out_asked(self) -> None:
         """Count all that was asked for as handed out."""
-        for slot in self.slots:
-            slot.handed = slot.asked
+        for stream in self.streams:
+            stream.handed = stream.asked
         self.handed = self.asked

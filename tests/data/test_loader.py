@@ -162,17 +162,17 @@ def test_until_a_worker_is_ready_this_process_makes_what_is_taken_and_nothing_ah
     batches = iter(loader)
     next(batches)
     changed(loader, num_workers=2, prefetch_factor=8)
-    (making,) = loader._makings
+    (producer,) = loader._producers
     for _ in range(3):
-        (pids, is_settled) = next(batches)[1], making.is_settled
+        (pids, is_settled) = next(batches)[1], producer.is_settled
         assert set(pids.tolist()) == {0} and not is_settled
     open_gate(start)
-    assert making._pool is not None
-    making._pool.wait_ready()
+    assert producer._pool is not None
+    producer._pool.wait_ready()
     assert 0 not in next(batches)[1].tolist()
     open_gate(start)
-    making._pool.wait_ready(2)
-    assert making.is_settled
+    producer._pool.wait_ready(2)
+    assert producer.is_settled
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

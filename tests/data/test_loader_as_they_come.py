@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from elastic_ext.data.batch_plan import BatchPlan
-from elastic_ext.data.indexed import Indexed
+from elastic_ext.data.indexed import IndexedEpochs
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler
 from tests.support.loading import OpenGate, SizedSamples, changed
@@ -49,8 +49,8 @@ class Scripted:
         self._asked[number] = None
 
 
-def loops_over(size: int, batch_size: int, *, in_order: bool = False) -> Indexed:
-    return Indexed(
+def loops_over(size: int, batch_size: int, *, in_order: bool = False) -> IndexedEpochs:
+    return IndexedEpochs(
         range(size),
         ElasticDistributedSampler(range(size), 1, 0, seed=2),
         batch_size=batch_size,

@@ -267,14 +267,14 @@ def test_a_loader_by_itself_follows_a_file(tmp_path: Path) -> None:
     for batch in batches:
         found += batch
         sizes.append(len(batch))
-        assert loader._following is not None
+        assert loader._config_follower is not None
         if loader.num_workers == 0:  # until the watcher has seen the file
-            assert loader._following._watcher.wait_for_version(1, DEADLINE_SECONDS)
+            assert loader._config_follower._watcher.wait_for_version(1, DEADLINE_SECONDS)
     assert found == list(range(4000))
     assert sizes[-2] == 5 and (loader.num_workers, loader.prefetch_factor) == (1, 3)
     write_whole(file, b'{"version": 2}')
-    assert loader._following is not None
-    assert loader._following._watcher.wait_for_version(2, DEADLINE_SECONDS)
+    assert loader._config_follower is not None
+    assert loader._config_follower._watcher.wait_for_version(2, DEADLINE_SECONDS)
     assert len(next(iter(loader))) == 2 and loader.num_workers == 0  # what it was made with
 
 

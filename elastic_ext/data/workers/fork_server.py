@@ -32,20 +32,20 @@ __all__ = [
     "MESSAGE_BYTES",
     "Child",
     "Ending",
-    "ForkedProcess",
-    "Nurseries",
-    "Separate",
+    "MultiprocessingChild",
+    "NurseryStarter",
+    "SeparateStarter",
     "Starter",
     "WorkerOutcome",
     "in_words",
     "is_readable",
-    "tend",
+    "run_nursery",
 ]
 
 
 # --- a worker process as the one that has it started sees it; and the ways there are to start one --------------------
 # With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` it is forked by a
-# *nursery*, a fork server of the pool's own: see Nurseries.
+# *nursery*, a fork server of the pool's own: see NurseryStarter.
 
 GONE_SECONDS = 5.0
 """How long to wait for the end of a process that is gone, or was killed, to be seen."""
@@ -112,8 +112,8 @@ class Starter(Protocol):
         """End what was needed to start workers, once they have ended."""
 
 
-class ForkedProcess:
-    """A process that multiprocessing starts here: a worker, or a fork server; any thread may ask how it ended."""
+class MultiprocessingChild:
+    """A worker or a nursery that multiprocessing starts, by any start method; any thread may ask how it ended."""
 
     def __init__(
         self, context: BaseContext, name: str, target: Callable[..., None], arguments: tuple[object, ...]
@@ -140,7 +140,7 @@ class ForkedProcess:
     def ending(self) -> Ending:
         """How the process has ended; waits for seconds at most."""
         if is_readable(self._watched, GONE_SECONDS) and self._process.exitcode is None:
-            self._process.join(GONE_SECONDS)  # its fork server has yet to say
+            self._process.join(GONE_SECONDS)  # with ``forkserver`` multiprocessing's server has yet to say
         return Ending.of(self.pid, self._process.exitcode)
 
     def close(self) -> None:
@@ -155,12 +155,12 @@ class ForkedProcess:
         # A sentinel is a pipe, which a process that is forked at the same time by another thread may hold open.
         try:
             return os.pidfd_open(self.pid)
-        except OSError:  # an older kernel, or a process that its fork server has seen the end of
+        except OSError:  # an older kernel, or multiprocessing's fork server has reaped it
             sentinel: int = self._process.sentinel
             return sentinel
 
 
-class Separate:
+class SeparateStarter:
     """Starts each worker by itself, with ``spawn`` or ``forkserver``: it shares no memory with this process."""
 
     def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
@@ -174,7 +174,7 @@ class Separate:
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """Start a worker with these ends of its pipes, of which it has copies."""
         with self._may_start:  # the dataset is pickled
-            return ForkedProcess(self._context, seat.name, run, (self._work, seat, indices, results, ()))
+            return MultiprocessingChild(self._context, seat.name, run, (self._work, seat, indices, results, ()))
 
     def retire(self) -> None:
         """Nothing to do: there is no process besides the workers."""
@@ -226,10 +226,10 @@ class WorkerOutcome(JsonRecord):
     """The number of the error that kept the worker from being forked; 0 where none did."""
 
 
-def tend(
+def run_nursery(
     work: Work, context: BaseContext, orders: socket.socket, parents_end: socket.socket, mask: AbstractSet[int]
 ) -> None:
-    """Run a fork server: fork workers until the pool wants no more, and see the last of them end.
+    """Run a nursery in this process: fork workers until the pool wants no more, and wait until the last has ended.
 
     It is begun with all signals blocked; ``mask`` has those that are to be blocked in workers. What is sent to a whole
     process group or job reaches the workers alone.
@@ -238,11 +238,11 @@ def tend(
     parents_end.close()
     multiprocessing.current_process().daemon = False  # which may have no children
     _give_signals_back(mask)
-    _Forking(work, context, orders).run()
+    _NurseryProcess(work, context, orders).run()
 
 
-class _Forking:
-    """The fork server's own part: forks workers as the pool orders them, and tells how each has ended."""
+class _NurseryProcess:
+    """A nursery in its own process: forks workers as the pool orders them, and tells how each has ended."""
 
     def __init__(self, work: Work, context: BaseContext, orders: socket.socket) -> None:
         self._work = work
@@ -376,10 +376,10 @@ def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
 # a message. What the other end does, and the words for it, stand above.
 
 
-class Nurseries:
-    """Starts the workers of a pool from a fork server, and from a new one where that has died; on one thread.
+class NurseryStarter:
+    """Starts each worker with ``fork``, from a nursery, and from a new nursery where that has died; on one thread.
 
-    The first may be forked on the thread that loops: what belongs to a thread is in workers then as it is there.
+    The first nursery may be forked on the thread that loops: workers then have that thread's thread-local values.
     """
 
     def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
@@ -418,6 +418,8 @@ class Nurseries:
 
 
 class _Nursery:
+    """A nursery as its pool sees it: the process, and the socket on which the pool orders workers."""
+
     def __init__(self, work: Work, context: BaseContext) -> None:
         self._orders, theirs = _sockets()
         self._is_ending = threading.Lock()  # asked for on two threads
@@ -428,7 +430,7 @@ class _Nursery:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none may come before it is ready
             try:
                 arguments = (work, context, theirs, self._orders, mask)
-                self._process = ForkedProcess(context, "elastic_ext nursery", tend, arguments)
+                self._process = MultiprocessingChild(context, "elastic_ext nursery", run_nursery, arguments)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             on_failure.pop_all()
@@ -444,7 +446,7 @@ class _Nursery:
         descriptors = [theirs.fileno(), indices.fileno(), results.fileno()]
         with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, as the line says too
             socket.send_fds(self._orders, [seat.to_json().encode()], descriptors)
-        return _Forked(self, line)
+        return _NurseryChild(self, line)
 
     def lost(self) -> str:
         """How the fork server has died, with which a worker was seen to end."""
@@ -469,7 +471,7 @@ class _Nursery:
             return self._how
 
 
-class _Forked:
+class _NurseryChild:
     """A worker that a fork server has forked, as its pool sees it."""
 
     def __init__(self, nursery: _Nursery, line: socket.socket) -> None:

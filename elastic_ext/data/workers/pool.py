@@ -25,13 +25,13 @@ from elastic_ext.torch_private.loading import private_parts, thread_state
 from .worker import NOTHING, Raised, Spawner, Started, Task, Unstarted, Worker, in_short, reraise
 from .worker_process import MADE, Seat, Work
 
-__all__ = ["Crew", "Dealing", "Pool", "Work"]
+__all__ = ["Crew", "Pool", "TaskAssigner", "Work"]
 
 _logger = logging.getLogger(__name__)
 
 
 # --- the workers that there are, and those that there should be ------------------------------------------------------
-# What they are given to do is not its affair.
+# Which tasks they are given is decided by TaskAssigner, below.
 #
 # A worker is *ready* once it can be given tasks. Its *slot* is its id, which another is given after it. It *retires*
 # when it is one too many and nothing of it is wanted any more.
@@ -54,7 +54,7 @@ class Crew:
         self._slots: dict[int, Worker | None] = {}  # None: being started
         self._num_starts: dict[int, int] = {}  # by slot
         self._num_unstarted = 0  # since a worker was last ready
-        self._went_with: int | None = None  # what the last of them was forked from, if that is why
+        self._went_with: int | None = None  # the pid of the fork server that the last of them ended with
         self._unstarted: Unstarted | None = None  # why no more are started for now
         self._poll = select.poll()
         self._polled: dict[int, Worker] = {}  # by each descriptor of theirs
@@ -139,7 +139,7 @@ class Crew:
         for descriptor, _ in events:
             worker = self._polled.get(descriptor)
             if worker is None:
-                self._spawner.heard()
+                self._spawner.clear_news_signal()
             elif descriptor != worker.indices_descriptor:
                 seen[worker] = seen.get(worker, False) or descriptor == worker.end_descriptor
             elif self._is_sent(worker):
@@ -207,12 +207,12 @@ class Crew:
 # What comes of a task is the pool's affair.
 
 
-class Dealing:
+class TaskAssigner:
     """Gives tasks to the workers of a crew, and keeps those for which there is none yet.
 
-    ``in_turn`` they are dealt as torch does, so that who makes what is the same each time; else whoever has least to do
-    is given the next one, and of several the one whose turn it is. Those of a worker that is not there go to others,
-    but at the start: it is waited for then.
+    With ``in_turn`` batch i of a loop goes to worker i mod n, as in torch, so that each worker makes the same batches
+    each time. Else the worker with least to do is given the next task, and of several such the one whose turn it is.
+    Tasks of a worker that is not there go to others, except of the first workers: these are waited for.
     """
 
     def __init__(self, crew: Crew, *, in_turn: bool = False) -> None:
@@ -221,8 +221,8 @@ class Dealing:
         self._crew = crew
         self._in_turn = in_turn
 
-    def deal(self, task: Task) -> None:
-        """Choose the slot with least to do as a task is submitted; tasks that wait for a starting worker count too."""
+    def choose_slot(self, task: Task) -> None:
+        """Choose the slot with least to do for a task, if any worker may make it; tasks that wait for one count too."""
         if self._in_turn or task.slot is not None or self._crew.num_wanted == 0:
             return
         num_slots = self._crew.num_wanted
@@ -251,13 +251,13 @@ class Dealing:
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
-            each_task.sent_at = worker.outbox.num_sent_bytes
+            each_task.num_bytes_before = worker.outbox.num_sent_bytes
             self._crew.send(worker, each_task.number, each_task.indices)
 
     def hand_out(self) -> None:
         """Give out the tasks that are waiting.
 
-        Where half of the workers or more are still starting they are left theirs, unless another is idle.
+        Where half of the workers or more are still starting, their tasks are kept for them unless another is idle.
         """
         num_ready, num_starting = len(self._crew.ready), self._crew.num_starting
         num_dealt_to = num_ready + (num_starting if num_starting >= num_ready else 0)
@@ -290,18 +290,18 @@ class Dealing:
 # Batches come back whatever happens to the workers: one that dies is replaced, and what it had been given is made
 # again. Which batches are made, and in which order they are used, is the caller's affair.
 
-_DYING_SECONDS = 1.0  # between the end of what a process shares and its own
-_LOST: Any = object()
+_DYING_SECONDS = 1.0  # how long a process may go on after the memory that it shares is gone
+_LOST: Any = object()  # instead of an answer whose tensors were in the memory of a worker that has died
 
 
 class Pool:
     """Worker processes behind a loader. All of it is called on one thread.
 
-    ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
+    ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without hearing from a worker; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
     gives what is to be taken, or its future. ``in_turn`` workers are given batches one after another, else whoever has
-    least to do is. Processes are started within ``may_start``, on another thread: who holds it is in the middle of
-    nothing that they would find locked for ever.
+    least to do is. Processes are started on another thread, which holds ``may_start``, a lock, as it forks: a thread
+    that loads samples holds it meanwhile, so that no process is forked while that thread holds locks of the dataset's.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class Pool:
         self._num_submitted = self._num_settled = 0
         self._crew = Crew(work, context, end_seconds, may_start or nullcontext())
         self._news = self._crew.news
-        self._dealing = Dealing(self._crew, in_turn=in_turn)
+        self._assigner = TaskAssigner(self._crew, in_turn=in_turn)
 
     def __enter__(self) -> Pool:
         return self
@@ -362,16 +362,16 @@ class Pool:
     def submit(self, number: int, indices: Any, slot: int | None = None, turn: int | None = None) -> None:
         """Have a batch made by the worker of ``slot``, by the one whose ``turn`` it is, or by any. Numbers grow."""
         task = Task(number, indices, slot, turn=self._num_submitted if turn is None else turn)
-        self._dealing.deal(task)
+        self._assigner.choose_slot(task)
         worker = None
-        if not (self._news or self._dealing.waiting or self._crew.num_starting):
-            worker = self._dealing.worker_for(task)
+        if not (self._news or self._assigner.waiting or self._crew.num_starting):
+            worker = self._assigner.worker_for(task)
         self._tasks[number] = task
         if worker is not None:
-            self._dealing.give(task, worker)
+            self._assigner.give(task, worker)
         else:
             self._check_open()
-            self._dealing.waiting.append(task)
+            self._assigner.waiting.append(task)
             self._arrange()
         self._num_submitted += 1
 
@@ -396,8 +396,8 @@ class Pool:
             return
         task = self._tasks.pop(number)
         task.is_forgotten = True
-        if task in self._dealing.waiting:
-            self._dealing.waiting.remove(task)
+        if task in self._assigner.waiting:
+            self._assigner.waiting.remove(task)
         elif task.worker is not None and task.outcome is NOTHING:
             self._receive(task.worker)
             self._fit()
@@ -406,7 +406,7 @@ class Pool:
         """End all workers, within seconds; what was not taken is lost. Closing twice is allowed."""
         self._crew.close()
         self._tasks.clear()
-        self._dealing.waiting.clear()
+        self._assigner.waiting.clear()
 
     # --- workers come and go ---
 
@@ -414,10 +414,10 @@ class Pool:
         """Take over new workers, start and retire some as needed, and have tasks made that were waiting for one."""
         self._crew.absorb()
         self._fit()
-        self._dealing.hand_out()
+        self._assigner.hand_out()
 
     def _fit(self) -> None:
-        self._crew.fit(at_least=1 if self._dealing.waiting else 0)
+        self._crew.fit(at_least=1 if self._assigner.waiting else 0)
 
     # --- batches come in ---
 
@@ -426,7 +426,7 @@ class Pool:
         for worker in {task.worker for task in tasks if task.outcome is NOTHING}:
             if worker is not None:
                 self._receive(worker)  # most often it is there, or is the next to come
-        if self._news or self._dealing.waiting:
+        if self._news or self._assigner.waiting:
             self._arrange()
         last_sign: object = None
         until: float | None = None
@@ -467,11 +467,11 @@ class Pool:
 
     def _receive(self, worker: Worker) -> None:
         """Take in what a worker has sent."""
-        if worker.is_heard:  # an interrupt got in between: what it sent then is lost
+        if worker.is_being_read:  # an interrupt got in between: what it sent then is lost
             worker.kill()
             self._bury(worker)
             return
-        worker.is_heard = True
+        worker.is_being_read = True
         try:
             messages = worker.inbox.read()
         except EOFError:
@@ -480,13 +480,13 @@ class Pool:
         is_whole = True
         for number, payload in messages:
             is_whole = self._settle(worker, number, payload) and is_whole
-        worker.is_heard = False
+        worker.is_being_read = False
         if not is_whole:  # before it can be taken for one that has done all it had
             self._bury(worker)
         elif messages and worker.slot >= self._crew.num_wanted:
             self._fit()
-        if self._dealing.waiting:
-            self._dealing.hand_out()
+        if self._assigner.waiting:
+            self._assigner.hand_out()
 
     def _settle(self, worker: Worker, number: int, payload: memoryview) -> bool:
         """Take in an answer of a worker; False if memory that the answer refers to went with the worker."""
@@ -508,7 +508,7 @@ class Pool:
 
     def _bury(self, worker: Worker) -> None:
         """Take in what a dead worker has left, and have other workers make what it has not."""
-        if not worker.is_heard:
+        if not worker.is_being_read:
             try:
                 while messages := worker.inbox.read():
                     for number, payload in messages:
@@ -525,7 +525,7 @@ class Pool:
         )
         if doing is not None:
             doing.blame(ending)
-        self._dealing.take_back(
+        self._assigner.take_back(
             task for task in self._tasks.values() if task.worker is worker and task.outcome is NOTHING
         )
         self._crew.drop(worker)

@@ -12,9 +12,9 @@ from typing import Any
 
 from .pool import Pool
 from .worker import name_samples
-from .worker_process import Noted, Work
+from .worker_process import TrackedIndices, Work
 
-__all__ = ["Making", "Pinning"]
+__all__ = ["BatchProducer", "Pinning"]
 
 
 # --- copies batches to page-locked memory, from which an accelerator reads them while training goes on ---------------
@@ -49,7 +49,7 @@ class Pinning:
 # --- batches of a dataset, made by a pool of workers or in this process, and as many ahead as is asked for -----------
 
 
-class Making:
+class BatchProducer:
     """Makes a loader's batches: by workers, which come and go in the background, or in this process without any."""
 
     def __init__(
@@ -184,12 +184,12 @@ class Making:
     def _made(self, indices: list[Any]) -> Any:
         work = self._work
         dataset = work.dataset
-        noted = Noted(indices)
+        tracked = TrackedIndices(indices)
         try:
             if not work.auto_collation:
                 return work.collate_fn(dataset[indices[0]])
             at_once = getattr(dataset, "__getitems__", None)
-            return work.collate_fn(at_once(indices) if at_once else [dataset[index] for index in noted])
+            return work.collate_fn(at_once(indices) if at_once else [dataset[index] for index in tracked])
         except Exception as error:
-            name_samples(error, noted.at, indices)
+            name_samples(error, tracked.at, indices)
             raise

@@ -24,7 +24,7 @@ from elastic_ext.errors import WorkerDiedError
 from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.torch_private.loading import PrivateParts, remove_shared_memory_of
 
-from .fork_server import GONE_SECONDS, Ending, Nurseries, Separate, Starter, is_readable
+from .fork_server import GONE_SECONDS, Ending, NurseryStarter, SeparateStarter, Starter, is_readable
 from .worker_process import READY, STACK_SIGNAL, STOP, Inbox, PipeOutbox, Seat, Work
 
 __all__ = [
@@ -66,8 +66,8 @@ class Worker:
         self.num_answers = 0
         self.num_made = 0
         """How many of the first of ``tasks`` are done, with their batches on their way."""
-        self.is_heard = False
-        """Whether somebody is taking in what the worker has sent."""
+        self.is_being_read = False
+        """Whether the pool is in the middle of reading what the worker has sent."""
         self._stack = -1  # its descriptor for the pipe with its stack
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as in_worker:
             indices, self._indices = multiprocessing.Pipe(duplex=False)
@@ -100,17 +100,17 @@ class Worker:
         """Send a task; gives whether all of it is in the pipe. The rest goes with ``outbox.flush``."""
         return self.outbox.send(number, ForkingPickler.dumps(task))
 
-    def has_begun(self, sent_at: int) -> bool:
-        """Whether the worker may have begun with a task that was sent behind ``sent_at`` bytes.
+    def has_begun(self, num_bytes_before: int) -> bool:
+        """Whether the worker may have begun with a task that was sent after ``num_bytes_before`` bytes.
 
         A worker that never answered may have: workers that only ever die are not to be replaced for ever.
         """
-        return self.num_answers == 0 or self.outbox.num_read_bytes() > sent_at
+        return self.num_answers == 0 or self.outbox.num_read_bytes() > num_bytes_before
 
     @property
     def doing(self) -> Any:
         """The task that the worker is making or sending; None where it has none."""
-        if self.num_made < len(self.tasks) and self.has_begun(self.tasks[self.num_made].sent_at):
+        if self.num_made < len(self.tasks) and self.has_begun(self.tasks[self.num_made].num_bytes_before):
             return self.tasks[self.num_made]
         return self.tasks[0] if self.num_made and self.tasks else None  # which it is sending
 
@@ -201,7 +201,7 @@ class Task:
     """The slot that had least to do when the task was submitted; its worker may still be starting."""
     worker: Worker | None = None
     """The worker that makes it; None while it waits for one."""
-    sent_at: int = 0
+    num_bytes_before: int = 0
     """How many bytes the worker had been sent before this task."""
     outcome: Any = NOTHING
     came: int = 0
@@ -320,14 +320,14 @@ class Spawner:
     ) -> None:
         self._end_seconds = end_seconds
         is_fork = context.get_start_method() == "fork"
-        self._starter: Starter = (Nurseries if is_fork else Separate)(work, context, may_start)
+        self._starter: Starter = (NurseryStarter if is_fork else SeparateStarter)(work, context, may_start)
         self.news: deque[Started | Unstarted] = deque()
         self.error: Exception | None = None
         """The exception that the thread died of; None unless it did."""
         self._orders: deque[Callable[[], None]] = deque()
         self._seats: deque[Seat] = deque()  # of workers that are to be started
-        self._told = os.eventfd(0, _EVENTS)
-        self._has_news = os.eventfd(0, _EVENTS)
+        self._wake_descriptor = os.eventfd(0, _EVENTS)
+        self._news_descriptor = os.eventfd(0, _EVENTS)
         self._closing = threading.Event()
         self._is_closed = False
         self._is_abandoned = False
@@ -335,18 +335,18 @@ class Spawner:
         self._starting: dict[Worker, None] = {}
         self._ending: dict[Worker, float] = {}  # and when it is killed, on the clock of time.monotonic
         self._poll = select.poll()
-        self._poll.register(self._told, select.POLLIN)
+        self._poll.register(self._wake_descriptor, select.POLLIN)
         self._thread: OwnedThread | None = None
 
     @property
     def news_descriptor(self) -> int:
-        """A descriptor that is readable when there may be news; ``heard`` clears it."""
-        return self._has_news
+        """A descriptor that is readable when there may be news; ``clear_news_signal`` clears it."""
+        return self._news_descriptor
 
-    def heard(self) -> None:
+    def clear_news_signal(self) -> None:
         """Clear ``news_descriptor``, so that it tells of later news only."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._has_news)
+            os.eventfd_read(self._news_descriptor)
 
     def start(self, seat: Seat) -> None:
         """Start a worker, and come back at once; ``news`` will tell of it."""
@@ -365,7 +365,7 @@ class Spawner:
         self._closing.set()
         if self._is_closed:
             return
-        os.eventfd_write(self._told, 1)
+        os.eventfd_write(self._wake_descriptor, 1)
         if self._thread is None:  # an interrupt came before it
             self._starter.close()
         elif not self._thread.wait(None):  # it is this one, which may collect garbage
@@ -375,15 +375,15 @@ class Spawner:
 
     def _close_descriptors(self) -> None:
         self._is_closed = True
-        os.close(self._told)
-        os.close(self._has_news)
+        os.close(self._wake_descriptor)
+        os.close(self._news_descriptor)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
         self._wake()
 
     def _wake(self) -> None:
-        os.eventfd_write(self._told, 1)
+        os.eventfd_write(self._wake_descriptor, 1)
         if self._thread is None:
             self._thread = OwnedThread(self._run, name=THREAD_NAME)
             self._thread.start()
@@ -399,7 +399,7 @@ class Spawner:
         except Exception as error:  # the top of a thread: kept for the pool, which raises it
             _logger.error("the thread that starts data workers died", exc_info=error)
             self.error = error
-            os.eventfd_write(self._has_news, 1)
+            os.eventfd_write(self._news_descriptor, 1)
         finally:
             self._end_all()
             if self._is_abandoned:
@@ -418,7 +418,7 @@ class Spawner:
         due = min(self._ending.values(), default=None)
         self._poll.poll(None if due is None else max(due - time.monotonic(), 0.0) * 1000 + 1)
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._told)
+            os.eventfd_read(self._wake_descriptor)
         for worker in list(self._starting):
             self._look_at(worker)
         for worker, kill_at in list(self._ending.items()):
@@ -482,4 +482,4 @@ class Spawner:
 
     def _tell(self, news: Started | Unstarted) -> None:
         self.news.append(news)
-        os.eventfd_write(self._has_news, 1)
+        os.eventfd_write(self._news_descriptor, 1)

@@ -34,9 +34,9 @@ __all__ = [
     "STACK_SIGNAL",
     "STOP",
     "Inbox",
-    "Noted",
     "PipeOutbox",
     "Seat",
+    "TrackedIndices",
     "Work",
     "end_with_parent",
     "run",
@@ -201,9 +201,9 @@ def run(work: Work, seat: Seat, indices: Connection, results: Connection, inheri
     stack_read, stack_write = os.pipe()
     faulthandler.register(STACK_SIGNAL, file=stack_write)
     by_list = work.auto_collation and not getattr(work.dataset, "__getitems__", None)
-    line = Line(indices.fileno(), results.fileno(), parts, seat.slot, stack_read, notes_indices=by_list)
+    queues = ParentQueues(indices.fileno(), results.fileno(), parts, seat.slot, stack_read, tracks_indices=by_list)
     parts.run_loop(
-        line,
+        queues,
         dataset=work.dataset,
         auto_collation=work.auto_collation,
         collate_fn=work.collate_fn,
@@ -226,18 +226,21 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     if os.getppid() == parent.pid:
-        # The thread that forked it is the parent here: one that stays as long as there are workers.
+        # Linux sends the signal as the thread ends that forked this process; that thread outlives the workers.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it has a fork server's, which outlives the parent
-        threading.Thread(target=_follow, args=(parent.sentinel,), name="elastic_ext parent", daemon=True).start()
+    if os.getppid() != parent.pid:  # multiprocessing's fork server forked it, and outlives the parent
+        threading.Thread(
+            target=_kill_this_process_after, args=(parent.sentinel,), name="elastic_ext parent", daemon=True
+        ).start()
 
 
-def _follow(parent: int) -> None:
-    wait([parent])
+def _kill_this_process_after(sentinel: int) -> None:
+    """Kill this process once the process of this multiprocessing sentinel has ended."""
+    wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Noted(list[Any]):
+class TrackedIndices(list[Any]):
     """A list of indices that tells which of them is being looked up."""
 
     _reading: Any = None  # the iterator over them
@@ -255,16 +258,16 @@ class Noted(list[Any]):
         return (self[num_read[0] - 1],) if num_read and num_read[0] > 0 else ()
 
 
-class Line:
-    """The parent as torch's worker loop sees it: its index queue, its result queue and its done event in one."""
+class ParentQueues:
+    """The pipes to the parent, as torch's worker loop wants them: index queue, result queue and done event in one."""
 
     def __init__(
-        self, indices: int, results: int, parts: PrivateParts, slot: int, stack: int, *, notes_indices: bool
+        self, indices: int, results: int, parts: PrivateParts, slot: int, stack: int, *, tracks_indices: bool
     ) -> None:
         self._parts = parts
         self._slot = slot
         self._stack = stack
-        self._notes_indices = notes_indices
+        self._tracks_indices = tracks_indices
         self._inbox = Inbox(indices)
         self._readable = select.poll()
         self._readable.register(indices, select.POLLIN)
@@ -297,7 +300,7 @@ class Line:
             return None
         number, payload = self._arrived.popleft()
         task = ForkingPickler.loads(payload)
-        self._task = Noted(task) if self._notes_indices and type(task) is list else task
+        self._task = TrackedIndices(task) if self._tracks_indices and type(task) is list else task
         self._began_at = time.perf_counter()
         return number, self._task
 
@@ -327,7 +330,7 @@ class Line:
         """Nothing to do: torch's loop calls this in the end, and the descriptors go with the process."""
 
     def _note_index(self, wrapper: Any) -> None:
-        if isinstance(self._task, Noted) and self._task.at:
+        if isinstance(self._task, TrackedIndices) and self._task.at:
             wrapper.at = self._task.at
 
     def _send_made(self) -> None:

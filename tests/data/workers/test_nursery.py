@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ext.data.workers.fork_server import GONE_SECONDS, Nurseries, is_readable
+from elastic_ext.data.workers.fork_server import GONE_SECONDS, NurseryStarter, is_readable
 from elastic_ext.data.workers.pool import Pool
 from elastic_ext.data.workers.worker import Worker
 from elastic_ext.data.workers.worker_process import Seat
@@ -113,7 +113,7 @@ class Workers:
     """Workers of a nursery, without a pool; ``with`` it, and none is left."""
 
     def __init__(self) -> None:
-        self._starter = Nurseries(work(), FORK, contextlib.nullcontext())
+        self._starter = NurseryStarter(work(), FORK, contextlib.nullcontext())
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Workers:
