@@ -1,1 +1,4 @@
-"""What a job should be doing, found out from what it does. Pure; only the model and the search need numpy."""
+"""The tuner: it measures a job's steps and decides on faster values of the job's config keys. Pure.
+
+Only model.py and search.py need numpy.
+"""

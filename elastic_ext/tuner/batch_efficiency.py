@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from .search import Search
 
 __all__ = [
-    "RATE_KEY",
+    "LEARNING_RATE_KEY",
     "SIZE_KEY",
-    "Growth",
+    "AllowedBatchSizes",
+    "BatchSizeChoice",
+    "BatchSizeProposal",
     "SizeVerdict",
-    "Sizes",
-    "Wish",
+    "allowed_sizes",
     "facts_at",
     "is_asked_for",
-    "sizes_of",
     "why_not_resized",
 ]
 
@@ -38,10 +38,10 @@ __all__ = [
 # user's learning rate was chosen for. The *noise scale* is the size at which a step's gradient has as much noise as
 # gradient. The *efficiency* of a size is how much a sample teaches in steps of it, beside steps of the first batch:
 # (noise scale + first batch) / (noise scale + size), since larger steps know better where to go, and there are fewer of
-# them. The *progress* of a size is that of all samples of a step.
+# them. The *progress* of a size is what one step of it teaches: size * efficiency, in samples of first batches.
 
 SIZE_KEY = "global_batch_size"
-RATE_KEY = "optimizer.learning_rate"
+LEARNING_RATE_KEY = "optimizer.learning_rate"
 _MICRO_BATCH_KEY = "dataloader.batch_size"
 _RULES = ("linear", "sqrt", "adascale")
 _GROWTHS = (1.5, 2.0)
@@ -49,13 +49,14 @@ _GROWTHS = (1.5, 2.0)
 _MOST_TIMES = 2
 """Listed sizes are tried up to so many times the present one; where there is none, the next larger one is tried."""
 _MORE_NOISE = 1.25
-"""How many times the noise scale may grow until sizes are looked at again: the rate must then be within bounds too."""
+"""How many times the noise scale may grow until sizes are looked at again: the learning rate must then be
+within bounds too."""
 _CLOSE = 1e-9
 """Share by which a learning rate may exceed a bound, for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class AllowedBatchSizes:
     """The global batch sizes that one job may have within its user's bounds, and what a sample teaches at each."""
 
     learning: LearningFacts
@@ -67,9 +68,9 @@ class Sizes:
     """The only sizes that are allowed, where a person or the job lists them; else None."""
     quantum: int
     """Sizes are multiples of this."""
-    rate: float | None
+    learning_rate: float | None
     """The user's learning rate, for the first batch; None where the job tells of none."""
-    rates: tuple[float, float] | None
+    learning_rate_bounds: tuple[float, float] | None
     """The bounds of the learning rate that the rule gives; None where the user gives none."""
 
     @property
@@ -84,7 +85,7 @@ class Sizes:
         """How much a step of ``size`` teaches, in samples of steps of the first batch."""
         return size * self.efficiency(size, noise)
 
-    def rate_factor(self, size: int, noise: float) -> float:
+    def learning_rate_factor(self, size: int, noise: float) -> float:
         """The factor on the user's learning rate, by the job's rule, in steps of ``size``."""
         first = self.first_batch
         if self.learning.rule == "linear":
@@ -93,7 +94,7 @@ class Sizes:
             return rate_factor("sqrt", first, size)
         return self.progress(size, noise) / first  # which is AdaScale's gain
 
-    def may_be(self, size: int, noise: float) -> bool:
+    def may_become(self, size: int, noise: float) -> bool:
         """Whether ``size`` keeps to all bounds, and still does if noise grows until sizes are looked at again."""
         return self.may_stay(size, noise) and self.may_stay(size, _MORE_NOISE * noise)
 
@@ -103,10 +104,10 @@ class Sizes:
             return True
         if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):
             return False
-        if self.rates is None or self.rate is None:
+        if self.learning_rate_bounds is None or self.learning_rate is None:
             return True
-        low, high = self.rates
-        found = self.rate * self.rate_factor(size, noise)
+        low, high = self.learning_rate_bounds
+        found = self.learning_rate * self.learning_rate_factor(size, noise)
         return low * (1 - _CLOSE) <= found <= high * (1 + _CLOSE)
 
     def larger(self) -> list[int]:
@@ -128,6 +129,7 @@ class Sizes:
         return sorted((size for size in {*found, self.first_batch} if least <= size < self.present), reverse=True)
 
     def _parts(self) -> Iterator[float]:
+        """The present size divided by 1.5, 2, 3, 4, 6, 8, ..., as long as that may be at or above the least size."""
         part = float(self.present)
         while part >= self.least:
             yield from (part / each for each in _GROWTHS)
@@ -155,30 +157,30 @@ def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
         )
     if SIZE_KEY not in facts.choices:
         return facts.fixed.get(SIZE_KEY) or "this job cannot change it while it trains"
-    if RATE_KEY in (tuning.knobs or {}) and _number(facts.values.get(RATE_KEY)) is None:
-        return f"{RATE_KEY} in tuning.knobs bounds the rate that follows, and the job tells of no rate"
+    if LEARNING_RATE_KEY in (tuning.knobs or {}) and _number(facts.values.get(LEARNING_RATE_KEY)) is None:
+        return f"{LEARNING_RATE_KEY} in tuning.knobs bounds the learning rate, and the job tells of no learning rate"
     return ""
 
 
-def sizes_of(facts: JobFacts, tuning: TuningSection) -> Sizes | None:
+def allowed_sizes(facts: JobFacts, tuning: TuningSection) -> AllowedBatchSizes | None:
     """The global batch sizes that a job may have; None where they are not to be tuned."""
     if not is_asked_for(tuning) or why_not_resized(facts, tuning) or facts.learning is None:
         return None
     knobs, first = dict(tuning.knobs or {}), facts.learning.first_batch
     bounds = [each for each in map(_number, knobs[SIZE_KEY]) if each is not None]
-    rates = [each for each in map(_number, knobs.get(RATE_KEY, ())) if each is not None]
+    rates = [each for each in map(_number, knobs.get(LEARNING_RATE_KEY, ())) if each is not None]
     only: set[int] = set() if len(bounds) == 2 else {int(each) for each in bounds}
     allowed = {int(each) for each in map(_number, facts.choices[SIZE_KEY]) if each is not None}
     listed = (only & allowed if allowed else only) if only else allowed
-    return Sizes(
+    return AllowedBatchSizes(
         learning=facts.learning,
         present=facts.global_batch,
         least=max(first, int(min(bounds))),
         most=int(max(bounds)),
         listed=tuple(sorted(listed)) if only or allowed else None,
         quantum=_quantum(facts),
-        rate=_number(facts.values.get(RATE_KEY)),
-        rates=(min(rates), max(rates)) if rates else None,
+        learning_rate=_number(facts.values.get(LEARNING_RATE_KEY)),
+        learning_rate_bounds=(min(rates), max(rates)) if rates else None,
     )
 
 
@@ -217,10 +219,10 @@ _ALIKE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class BatchSizeProposal:
     """Another global batch size that is worth a try, with what is expected of it."""
 
-    first: int
+    size_now: int
     """The global batch size now."""
     size: int
     """The global batch size that is to be tried."""
@@ -237,11 +239,11 @@ class Wish:
     is_needed: bool
     """Whether the present size is out of its bounds, so that the other one is needed whatever it gains."""
     reason: str
-    """Why the size is wished for, as a sentence for a person."""
+    """Why the size is worth a try, as a sentence for a person."""
 
     @property
-    def most_seconds_alike(self) -> float:
-        """A high estimate of the seconds at that size in which training learns as much as in one step now."""
+    def most_seconds_for_equal_progress(self) -> float:
+        """A high estimate of the seconds that training takes, at that size, to learn as much as in one step now."""
         return self.most_seconds * self.now_seconds / self.even_seconds
 
     @property
@@ -264,15 +266,15 @@ class _SizeTimes(NamedTuple):
     seconds: float
 
 
-class Growth:
-    """Which other global batch size is worth a try in one job, by what steps of each size have taken and by noise."""
+class BatchSizeChoice:
+    """The choice of another global batch size worth a try in one job, by each size's step times and by noise."""
 
     def __init__(self, decisions: Sequence[Decision] = ()) -> None:
         """``decisions`` are those from before a restart of the master; they tell how long steps of other sizes took."""
         self._known: dict[int, _SizeTimes] = {}
         self._refused: set[int] = set()
-        self._unwanted: set[int] = set()
-        self._looked: tuple[int, float] | None = None  # at which size, and noise scale
+        self._unwanted: set[int] = set()  # a person has taken these back; ``allow`` does not bring them back
+        self._looked: tuple[int, float] | None = None  # size and noise scale when sizes were looked at last
         self._num_windows = 0
         self._told: tuple[int, float] | None = None
         for each in sorted(decisions, key=lambda each: each.number):
@@ -280,9 +282,9 @@ class Growth:
 
     # ---- what is told ----
 
-    def begin(self, wish: Wish, best: StepTimes) -> None:
+    def begin(self, proposal: BatchSizeProposal, best: StepTimes) -> None:
         """Note that another size is tried; ``best`` has the step times of the present one."""
-        self._known[wish.first] = _SizeTimes(best.point, best.seconds)
+        self._known[proposal.size_now] = _SizeTimes(best.point, best.seconds)
 
     def refuse(self, size: int) -> None:
         """Leave ``size`` out from now on, since it was refused."""
@@ -308,12 +310,12 @@ class Growth:
 
     def waits(self, facts: JobFacts, tuning: TuningSection) -> bool:
         """Whether the global batch size may be tuned once the noise scale is known, which it is not yet."""
-        sizes = sizes_of(facts, tuning)
+        sizes = allowed_sizes(facts, tuning)
         return sizes is not None and sizes.learning.noise_scale is None
 
     def is_due(self, facts: JobFacts, tuning: TuningSection) -> bool:
         """Whether it is time to look for another size; called once for each window of steps at the best point."""
-        noise = _noise(sizes_of(facts, tuning)) if is_asked_for(tuning) else None
+        noise = _noise(allowed_sizes(facts, tuning)) if is_asked_for(tuning) else None
         if noise is None:
             return False
         self._num_windows += 1
@@ -324,58 +326,62 @@ class Growth:
             return True
         return not before / _OTHER_NOISE <= noise <= before * _OTHER_NOISE
 
-    def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> Wish | None:
+    def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> BatchSizeProposal | None:
         """The size that is worth a try, by what ``search`` has learnt of steps of the present one; None if none is."""
-        sizes, best = sizes_of(facts, tuning), search.best_measured
+        sizes, best = allowed_sizes(facts, tuning), search.best_measured
         noise = _noise(sizes)
         if sizes is None or noise is None or best is None:
             return None
         self._looked, self._num_windows = (facts.global_batch, noise), 0
         left_out = self._refused | self._unwanted
         possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in left_out]
-        asked = _SizesToTry(sizes, noise, facts, search, best)
-        wishes = [self._wish(size, asked) for size in possible if sizes.may_be(size, noise)]
-        found = max((each for each in wishes if each is not None), key=lambda each: each.gain, default=None)
+        asked = _ProposalInputs(sizes, noise, facts, search, best)
+        proposals = [self._proposal_of(size, asked) for size in possible if sizes.may_become(size, noise)]
+        found = max((each for each in proposals if each is not None), key=lambda each: each.gain, default=None)
         return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
 
-    def judge(self, wish: Wish, measured: StepTimes, facts: JobFacts, tuning: TuningSection) -> SizeVerdict:
+    def judge(
+        self, proposal: BatchSizeProposal, measured: StepTimes, facts: JobFacts, tuning: TuningSection
+    ) -> SizeVerdict:
         """Whether the size that was tried is kept, by its measured step times and by what is known of noise now."""
-        before = wish.now_seconds
-        self._known[wish.size] = _SizeTimes(measured.point, measured.seconds)
+        before = proposal.now_seconds
+        self._known[proposal.size] = _SizeTimes(measured.point, measured.seconds)
         self._looked = None
-        sizes = sizes_of(facts, tuning)
+        sizes = allowed_sizes(facts, tuning)
         noise = _noise(sizes)
         if sizes is None or noise is None:
-            ratio, known = wish.even_seconds / before, "as was expected of noise"
+            ratio, known = proposal.even_seconds / before, "as was expected of noise"
         else:
-            ratio, known = _progress_ratio(sizes, wish.first, wish.size, noise), f"by {_noise_in_words(noise)}"
+            ratio = _progress_ratio(sizes, proposal.size_now, proposal.size, noise)
+            known = f"by {_noise_in_words(noise)}"
         times = ratio * before / measured.seconds
-        reason = f"measured, it learns {times:.3g} times as fast as with {wish.first:,} samples a step, {known}"
-        return SizeVerdict(wish.is_needed or times >= 1 + _LEAST_KEPT, reason)
+        as_before = f"as with {proposal.size_now:,} samples a step"
+        reason = f"measured, training learns {times:.3g} times as fast {as_before}, {known}"
+        return SizeVerdict(proposal.is_needed or times >= 1 + _LEAST_KEPT, reason)
 
     def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
         """How many times as much a step teaches with the global batch size of ``now`` as with that of ``before``."""
-        sizes = sizes_of(now, tuning)
-        noise = _noise(sizes) if _noise(sizes) is not None else _noise(sizes_of(before, tuning))
+        sizes = allowed_sizes(now, tuning)
+        noise = _noise(sizes) if _noise(sizes) is not None else _noise(allowed_sizes(before, tuning))
         if sizes is None or noise is None:
             return now.global_batch / before.global_batch
         return _progress_ratio(sizes, before.global_batch, now.global_batch, noise)
 
-    def is_news(self, wish: Wish) -> bool:
-        """Whether people have not been told of this wish yet; where it is news, it is kept as told."""
+    def is_news(self, proposal: BatchSizeProposal) -> bool:
+        """Whether people have not been told of this proposal yet; where it is news, it is kept as told."""
         told = self._told
-        if told is not None and told[0] == wish.size and abs(wish.gain / told[1] - 1) < _ALIKE:
+        if told is not None and told[0] == proposal.size and abs(proposal.gain / told[1] - 1) < _ALIKE:
             return False
-        self._told = wish.size, wish.gain
+        self._told = proposal.size, proposal.gain
         return True
 
     # ---- how ----
 
     def _is_needed(self, facts: JobFacts, tuning: TuningSection, noise: float) -> bool:
-        sizes = sizes_of(facts, tuning)
+        sizes = allowed_sizes(facts, tuning)
         return sizes is not None and not sizes.may_stay(facts.global_batch, noise)
 
-    def _wish(self, size: int, asked: _SizesToTry) -> Wish | None:
+    def _proposal_of(self, size: int, asked: _ProposalInputs) -> BatchSizeProposal | None:
         sizes, best, facts = asked.sizes, asked.best, asked.facts
         expected = asked.search.expect_at(facts_at(facts, size))
         if expected is None:
@@ -387,8 +393,8 @@ class Growth:
             point = known.point
         seconds = expected.seconds if there is None else there
         even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, asked.noise)
-        wish = Wish(
-            first=facts.global_batch,
+        proposal = BatchSizeProposal(
+            size_now=facts.global_batch,
             size=size,
             point=point,
             seconds=seconds,
@@ -398,9 +404,9 @@ class Growth:
             is_needed=not sizes.may_stay(facts.global_batch, asked.noise),
             reason="",
         )
-        return replace(wish, reason=_why(wish, asked))
+        return replace(proposal, reason=_why(proposal, asked))
 
-    def _on_line(self, size: int, asked: _SizesToTry) -> float | None:
+    def _on_line(self, size: int, asked: _ProposalInputs) -> float | None:
         """The time of a step of ``size``, on a line through the step times of the present size and of the nearest one.
 
         None where only the present size is known.
@@ -418,49 +424,51 @@ class Growth:
         """Take from a decision from before a restart what it says of step times and refusals of sizes."""
         if decision.kind == "reopen":
             self.forget()
-        size, first = decision.changes.get(SIZE_KEY), decision.instead.get(SIZE_KEY)
+        size, size_before = decision.changes.get(SIZE_KEY), decision.instead.get(SIZE_KEY)
         if decision.kind != "probe" or not isinstance(size, int):
             return
         if decision.outcome == "refused":
             self.refuse(size)
         if decision.measured:
             self._known[size] = _SizeTimes(None, size / decision.measured)
-        if decision.before and isinstance(first, int):
-            self._known[first] = _SizeTimes(None, first / decision.before)
+        if decision.before and isinstance(size_before, int):
+            self._known[size_before] = _SizeTimes(None, size_before / decision.before)
 
 
-class _SizesToTry(NamedTuple):
-    """What a wish for another global batch size is made from: sizes, noise scale, facts, search and best steps."""
+class _ProposalInputs(NamedTuple):
+    """What a proposal of another global batch size is made from: sizes, noise scale, facts, search and best steps."""
 
-    sizes: Sizes
+    sizes: AllowedBatchSizes
     noise: float
     facts: JobFacts
     search: Search
     best: StepTimes
 
 
-def _noise(sizes: Sizes | None) -> float | None:
+def _noise(sizes: AllowedBatchSizes | None) -> float | None:
     noise = None if sizes is None else sizes.learning.noise_scale
     return None if noise is None else min(noise, _MOST_NOISE)
 
 
-def _progress_ratio(sizes: Sizes, first: int, size: int, noise: float) -> float:
-    return sizes.progress(size, noise) / sizes.progress(first, noise)
+def _progress_ratio(sizes: AllowedBatchSizes, size_now: int, size: int, noise: float) -> float:
+    """How many times as much a step of ``size`` teaches as a step of ``size_now``."""
+    return sizes.progress(size, noise) / sizes.progress(size_now, noise)
 
 
-def _why(wish: Wish, asked: _SizesToTry) -> str:
+def _why(proposal: BatchSizeProposal, asked: _ProposalInputs) -> str:
     sizes, noise, best = asked.sizes, asked.noise, asked.best
-    words = size_change_in_words(wish.size, wish.first)
-    if wish.point != best.point:
-        words = f"{words}, {change_in_words(wish.point, best.point)}"
-    words = f"{words}: {rate_in_words(wish.size / wish.seconds)} expected, "
-    words = f"{words}{number_in_words(wish.first / best.seconds)} now; by {_noise_in_words(noise)} a sample teaches "
-    efficiency = sizes.efficiency(wish.size, noise) / sizes.efficiency(wish.first, noise)
-    words = f"{words}{efficiency:.3g} times as much then, so that it learns {wish.gain:.3g} times as fast; "
-    factor = sizes.rate_factor(wish.size, noise) / sizes.rate_factor(wish.first, noise)
+    words = size_change_in_words(proposal.size, proposal.size_now)
+    if proposal.point != best.point:
+        words = f"{words}, {change_in_words(proposal.point, best.point)}"
+    words = f"{words}: {rate_in_words(proposal.size / proposal.seconds)} expected, "
+    words = f"{words}{number_in_words(proposal.size_now / best.seconds)} now; "
+    words = f"{words}by {_noise_in_words(noise)} a sample teaches "
+    efficiency = sizes.efficiency(proposal.size, noise) / sizes.efficiency(proposal.size_now, noise)
+    words = f"{words}{efficiency:.3g} times as much then, so that training learns {proposal.gain:.3g} times as fast; "
+    factor = sizes.learning_rate_factor(proposal.size, noise) / sizes.learning_rate_factor(proposal.size_now, noise)
     words = f"{words}learning rates become {factor:.3g} times what they are ({sizes.learning.rule})"
-    if wish.is_needed:
-        words = f"{words}; {wish.first:,} samples are beyond what tuning.knobs allow"
+    if proposal.is_needed:
+        words = f"{words}; {proposal.size_now:,} samples a step are beyond what tuning.knobs allow"
     return words
 
 

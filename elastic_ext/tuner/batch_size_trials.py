@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
-from .batch_efficiency import SIZE_KEY, Growth, Wish, facts_at
+from .batch_efficiency import SIZE_KEY, BatchSizeChoice, BatchSizeProposal, facts_at
 from .costs import Budget
 from .decisions import Book, Decision, Kind
 from .explain import number_in_words, rate_in_words, size_change_in_words
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Resizing", "SizeTries", "Stage"]
 
 
-# --- another size of steps as it is tried: put in force, measured, kept or taken back --------------------------------
-# It begins at the best point of one size and ends in a search at another, or where it began.
+# --- another global batch size as it is tried: put in force, measured, kept or taken back ----------------------------
+# A try begins at the best point of one size and ends in a search at another, or where it began.
 
 Stage = Literal["asked", "measuring", "kept", "back", "over"]
 """Where a try of another global batch size is: "asked", it is to be put in force; "measuring", its steps are measured;
@@ -39,15 +39,15 @@ _PATIENCE = 50
 class Resizing:
     """One try of another global batch size, or the change that takes such a try back."""
 
-    def __init__(self, book: Book, growth: Growth, tuning: TuningSection) -> None:
+    def __init__(self, book: Book, choice: BatchSizeChoice, tuning: TuningSection) -> None:
         self._book = book
-        self._growth = growth
+        self._choice = choice
         self._tuning = tuning
         self.stage: Stage = "asked"
         self.search: Search | None = None
         """The search at the size that is tried."""
-        self._wish: Wish | None = None
-        self._made: Decision | None = None
+        self._proposal: BatchSizeProposal | None = None
+        self._made: Decision | None = None  # the newest decision of this try
         self._version = self._newest = -1  # of the config that is tried, and of the newest that was written
         self._trial: Trial | None = None
         self._facts: JobFacts | None = None
@@ -76,19 +76,20 @@ class Resizing:
 
     # ---- how it begins ----
 
-    def begin(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
-        """Decide to try the size that is wished for, from the point at which ``course`` has come to rest."""
+    def begin(self, now: float, proposal: BatchSizeProposal, facts: JobFacts, course: Course) -> list[Decision]:
+        """Decide to try the size of ``proposal``, from the point at which ``course`` has come to rest."""
         best = course.search.best_measured
         assert best is not None
-        self._wish = wish
-        self._growth.begin(wish, best)
-        self.search = course.search.resized(facts_at(facts, wish.size))
-        self._made = self._wished("probe", now, wish, facts, self.search)
+        self._proposal = proposal
+        self._choice.begin(proposal, best)
+        self.search = course.search.resized(facts_at(facts, proposal.size))
+        self._made = self._add_proposal("probe", now, proposal, facts, self.search)
         return [self._made]
 
-    def advise(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
+    def advise(self, now: float, proposal: BatchSizeProposal, facts: JobFacts, course: Course) -> list[Decision]:
         """Advise the size that would be tried if configs might be written."""
-        return [self._wished("advise", now, wish, facts, course.search.resized(facts_at(facts, wish.size)))]
+        search = course.search.resized(facts_at(facts, proposal.size))
+        return [self._add_proposal("advise", now, proposal, facts, search)]
 
     def begin_back(self, now: float, facts: JobFacts, changes: Mapping[str, Any], why: str) -> list[Decision]:
         """Decide to put a size in force again that steps had before, with the values of ``changes``."""
@@ -120,18 +121,21 @@ class Resizing:
         )
         return [self._made]
 
-    def _wished(self, kind: Kind, now: float, wish: Wish, facts: JobFacts, search: Search) -> Decision:
-        changes, instead = _changes(wish, facts)
+    def _add_proposal(
+        self, kind: Kind, now: float, proposal: BatchSizeProposal, facts: JobFacts, search: Search
+    ) -> Decision:
+        """Add a decision that tries the proposed size, or advises it; ``search`` is the one at that size."""
+        changes, instead = _changes(proposal, facts)
         return self._book.add(
             time=now,
             kind=kind,
-            reason=wish.reason,
+            reason=proposal.reason,
             base=facts.config_version,
             changes=changes,
             instead=instead,
-            before=wish.first / wish.now_seconds,
-            predicted=wish.size / wish.seconds,
-            predicted_bytes=search.bytes_at(wish.point),
+            before=proposal.size_now / proposal.now_seconds,
+            predicted=proposal.size / proposal.seconds,
+            predicted_bytes=search.bytes_at(proposal.point),
         )
 
     # ---- what happens ----
@@ -170,7 +174,7 @@ class Resizing:
         """Note that the config of decision ``number`` is not put in force; its size is not tried again."""
         if self._made is None or self._made.number != number:
             return []
-        self._growth.refuse(self.size)
+        self._choice.refuse(self.size)
         self.stage = "over"
         return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
 
@@ -187,22 +191,22 @@ class Resizing:
     # ---- steps are measured ----
 
     def _look(self, now: float, trial: Trial) -> list[Decision]:
-        wish, made = self._wish, self._made
-        assert wish is not None and made is not None and self.search is not None and self._facts is not None
-        if not trial.is_done(wish.even_seconds):
+        proposal, made = self._proposal, self._made
+        assert proposal is not None and made is not None and self.search is not None and self._facts is not None
+        if not trial.is_done(proposal.even_seconds):
             return []
-        if trial.why_nothing:
-            return self._measure_anew(now, trial.why_nothing)
-        measured = trial.measured(wish.even_seconds)
+        if trial.why_no_result:
+            return self._measure_anew(now, trial.why_no_result)
+        measured = trial.measured(proposal.even_seconds)
         self.search.tell(measured)
-        verdict = self._growth.judge(wish, measured, self._facts, self._tuning)
-        rate = wish.size / measured.seconds
+        verdict = self._choice.judge(proposal, measured, self._facts, self._tuning)
+        rate = proposal.size / measured.seconds
         outcome: Literal["kept", "undone"] = "kept" if verdict.is_kept else "undone"
         closed = _some(self._book.close(made.number, outcome, rate, reason=verdict.reason))
         if verdict.is_kept:
             self.stage = "kept"
             return closed
-        return [*closed, *self._take_back(now, f"{_rates(made, measured, wish)}; {verdict.reason}")]
+        return [*closed, *self._take_back(now, f"{_rates(made, measured, proposal)}; {verdict.reason}")]
 
     def _measure_anew(self, now: float, why: str) -> list[Decision]:
         """Measure again where steps tell nothing; give up the size where they do so again."""
@@ -214,45 +218,45 @@ class Resizing:
     def _changed_inside(self, now: float, seen: MeasuredSteps) -> list[Decision]:
         """Give up the size where the job itself has changed the config, as when memory runs out."""
         assert self._made is not None
-        self._growth.refuse(self.size)
+        self._choice.refuse(self.size)
         why = f"the job itself put revision {seen.revision} of version {seen.version} in force instead"
         closed = _some(self._book.close(self._made.number, "refused", reason=why))
         return [*closed, *self._take_back(now, why)]
 
     def _take_back(self, now: float, why: str) -> list[Decision]:
         assert self._made is not None
-        first = int(self._made.instead[SIZE_KEY])
-        return self.go_back(now, f"{size_change_in_words(first, self.size)}: {why}")
+        size_before = int(self._made.instead[SIZE_KEY])
+        return self.go_back(now, f"{size_change_in_words(size_before, self.size)}: {why}")
 
     def _new_trial(self, facts: JobFacts) -> Trial:
         return Trial(point_of(facts.values), version=self._version, revision=0, probe_steps=self.probe_steps)
 
 
-def _changes(wish: Wish, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values to set for a wish, by key, and those that take them back.
+def _changes(proposal: BatchSizeProposal, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values to set for a proposed size, by key, and those that take them back.
 
     The micro-batch is set as well, since it might grow with a rank's share; and all that can be set, where the job
     itself has changed the config.
     """
     here = point_of(facts.values)
-    there = {KEYS[name]: value for name, value in wish.point._asdict().items()}
+    there = {KEYS[name]: value for name, value in proposal.point._asdict().items()}
     before = {KEYS[name]: value for name, value in here._asdict().items()}
     keys = [key for key in there if there[key] != before[key]]
     chosen = list(facts.choices) if facts.config_revision > 0 else [KEYS["batch_size"]]
     keys += [key for key in chosen if key in facts.choices and key in there and key not in keys]
-    changes = {SIZE_KEY: wish.size, **{key: there[key] for key in keys}}
-    return changes, {SIZE_KEY: wish.first, **{key: before[key] for key in keys}}
+    changes = {SIZE_KEY: proposal.size, **{key: there[key] for key in keys}}
+    return changes, {SIZE_KEY: proposal.size_now, **{key: before[key] for key in keys}}
 
 
-def _rates(made: Decision, measured: StepTimes, wish: Wish) -> str:
-    return f"back to {rate_in_words(made.before or 0.0)}, from {number_in_words(wish.size / measured.seconds)} now"
+def _rates(made: Decision, measured: StepTimes, proposal: BatchSizeProposal) -> str:
+    return f"back to {rate_in_words(made.before or 0.0)}, from {number_in_words(proposal.size / measured.seconds)} now"
 
 
 def _some(decision: Decision | None) -> list[Decision]:
     return [] if decision is None else [decision]
 
 
-# --- which other size of steps is tried, if any: what a controller asks of sizes, beside its courses -----------------
+# --- which other global batch size is tried, if any: what a controller asks of sizes, beside its courses -------------
 
 
 class SizeTries:
@@ -260,7 +264,7 @@ class SizeTries:
 
     def __init__(self, book: Book, decisions: Sequence[Decision]) -> None:
         self._book = book
-        self._growth = Growth(decisions)
+        self._choice = BatchSizeChoice(decisions)
         self._now: Resizing | None = None
 
     # ---- what is asked ----
@@ -281,17 +285,17 @@ class SizeTries:
 
     def waits_for_noise(self, facts: JobFacts | None, tuning: TuningSection) -> bool:
         """Whether the global batch size may be tuned once the noise scale is known, which it is not yet."""
-        return facts is not None and self._growth.waits(facts, tuning)
+        return facts is not None and self._choice.waits(facts, tuning)
 
     # ---- what is told ----
 
     def take_config(self) -> None:
         """Allow sizes that were refused: the config was changed from outside, and they may be possible now."""
-        self._growth.allow()
+        self._choice.allow()
 
     def forget(self) -> None:
         """Forget how long steps of each size take, since the pace of the job has changed."""
-        self._growth.forget()
+        self._choice.forget()
 
     def drop(self) -> None:
         """Drop the try that is under way, without a decision, whatever is in force."""
@@ -307,7 +311,7 @@ class SizeTries:
         alike = replace(before, global_batch=facts.global_batch, share=facts.share)
         if changed_facts(alike, facts):
             return False
-        budget.change_pace(self._growth.progress_ratio(before, facts, tuning))
+        budget.change_pace(self._choice.progress_ratio(before, facts, tuning))
         return True
 
     def take_facts(self, facts: JobFacts) -> bool:
@@ -339,18 +343,19 @@ class SizeTries:
         self, now: float, course: Course, facts: JobFacts, tuning: TuningSection, *, writes: bool
     ) -> list[Decision]:
         """Look for a size at which training would learn faster, once ``course`` is at rest, and begin to try it."""
-        if not course.is_at_rest or not self._growth.is_due(facts, tuning):
+        if not course.is_at_rest or not self._choice.is_due(facts, tuning):
             return []
-        wish = self._growth.propose(facts, tuning, course.search)
-        if wish is None:
+        proposal = self._choice.propose(facts, tuning, course.search)
+        if proposal is None:
             return []
-        trying = Resizing(self._book, self._growth, tuning)
+        trying = Resizing(self._book, self._choice, tuning)
         if not writes:
-            return trying.advise(now, wish, facts, course) if self._growth.is_news(wish) else []
-        if not wish.is_needed and not course.can_pay_for(wish.most_seconds_alike, trying.probe_steps):
+            return trying.advise(now, proposal, facts, course) if self._choice.is_news(proposal) else []
+        seconds = proposal.most_seconds_for_equal_progress
+        if not proposal.is_needed and not course.can_pay_for(seconds, trying.probe_steps):
             return []
         self._now = trying
-        return trying.begin(now, wish, facts, course)
+        return trying.begin(now, proposal, facts, course)
 
     def leave(self, now: float, why: str) -> list[Decision]:
         """Give up the size that is being tried, if any."""
@@ -360,7 +365,7 @@ class SizeTries:
         self, now: float, facts: JobFacts, tuning: TuningSection, changes: Mapping[str, Any], why: str
     ) -> list[Decision]:
         """Decide to put a size in force again that steps had before, with all values of ``changes``."""
-        self._now = Resizing(self._book, self._growth, tuning)
+        self._now = Resizing(self._book, self._choice, tuning)
         return self._now.begin_back(now, facts, changes, why)
 
     def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
@@ -368,7 +373,7 @@ class SizeTries:
 
         None where no size is being tried: the caller then takes ``last`` back by itself.
         """
-        self._growth.take_back(last)
+        self._choice.take_back(last)
         trying, self._now = self._now, None
         if trying is None or not trying.is_written:
             return None

@@ -1,4 +1,4 @@
-"""The tuner as a master uses it: it is told of facts, configs and steps, and gives decisions. Pure."""
+"""The tuner as a job's master uses it: the master tells of facts, configs and steps, the tuner decides. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
-from .batch_efficiency import RATE_KEY, SIZE_KEY, why_not_resized
+from .batch_efficiency import LEARNING_RATE_KEY, SIZE_KEY, why_not_resized
 from .batch_size_trials import SizeTries
 from .costs import Budget
 from .decisions import Book, Decision, Kind, Stand, TuningStanding
@@ -24,7 +24,7 @@ __all__ = ["Author", "Controller", "Mode", "limits_in_words"]
 
 # --- what people ask a tuner for that it leaves as it is in this job, and why, as sentences --------------------------
 
-_LEARNED = (RATE_KEY, SIZE_KEY)
+_LEARNED = (LEARNING_RATE_KEY, SIZE_KEY)
 _MOST_REASONS = 3
 
 
@@ -49,7 +49,7 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 
 
 # --- a tuner as those around it see it: it is told what happens, and says what is to be done -------------------------
-# The same calls give the same decisions. It reads no clock and writes nothing: who holds it writes a config for each
+# The same calls give the same decisions. It reads no clock and writes nothing: its caller writes a config for each
 # decision that has changes, and tells of it.
 #
 # The states of a Controller, as ``standing`` names them; where several hold, the first of them is named:
@@ -107,13 +107,13 @@ class Controller:
         self._course: Course | None = None
         self._sizes = SizeTries(self._book, decisions)
         self._budget = Budget()
-        self._must_begin = True
-        self._heard: tuple[float, float] | None = None  # when, and what a step took
+        self._must_begin = True  # no search is valid; the next facts, or reports enough, begin one
+        self._heard: tuple[float, float] | None = None  # when the last trusted report came, its steps' seconds
         self._num_distrusted = 0
         self._num_calm = _CALM
         self._num_waited = 0
         self._is_silent = False
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # reasons why something is not tuned, each told once
 
     # ---- what is told ----
 
@@ -152,7 +152,7 @@ class Controller:
         left: list[Decision] = []
         if before is not None and changed and (is_edit or is_stopped):
             tried = self._book.open
-            version = before.version if tried is None or tried.kind != "probe" else tried.newest
+            version = before.version if tried is None or tried.kind != "probe" else tried.newest_version
             left = [*self._abandon(), *self._take_back(now, version, config)]
         if "off" in (mode_before, self._mode) or before is None:
             return [*left, *self._begin(now)]
@@ -237,7 +237,7 @@ class Controller:
             left = self._leave(now, why := "a person takes back what is being tried")
             paused = self._pause(now, f"{why}; say resume to go on") if left else []
             return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
-        version, values = self._there(facts)
+        version, values = self._version_and_values(facts)
         here = point_of(values)
         abandoned = self._abandon() if self._must_begin else self._close_open()
         tried = self._book.not_kept(version).left_in(values)
@@ -290,14 +290,14 @@ class Controller:
         if self._is_paused:
             return "paused", "the tuner is paused"
         if self._course is None or self._must_begin:
-            return "waiting", "the tuner waits for what is known of the job"
+            return "waiting", "the tuner waits for facts of the job"
         if not self._writes:
             return "watching", "the tuner looks on and advises"
         if self._sizes.is_trying:
-            return "probing", "the tuner tries steps of another size"
+            return "probing", "the tuner tries another global batch size"
         if self._course.stage == "settled":
             waits = self._sizes.waits_for_noise(self._facts, self._tuning)
-            more = "; steps may grow once it is known how noisy their gradients are" if waits else ""
+            more = "; the global batch may grow once it is known how noisy gradients are" if waits else ""
             return "settled", f"the tuner has settled, and watches the pace{more}"
         if self._course.stage == "saving":
             return "probing", "the tuner trains at the best config until that has paid for what it tries next"
@@ -323,10 +323,11 @@ class Controller:
             self._sizes.forget()
         self._sizes.drop()
         is_found = is_back and earlier is not None and earlier.is_of(facts)
-        self._course = earlier.begun_again(facts) if is_found and earlier else self._made(facts, earlier)
+        self._course = earlier.begun_again(facts) if is_found and earlier else self._new_course(facts, earlier)
         return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
 
-    def _made(self, facts: JobFacts, earlier: Course | None) -> Course:
+    def _new_course(self, facts: JobFacts, earlier: Course | None) -> Course:
+        """A course with a search of its own, which starts from what the search of ``earlier`` has learnt."""
         from .search import Search  # numpy, which a master starts without
 
         before = earlier.search if earlier is not None else None
@@ -354,21 +355,21 @@ class Controller:
         return [*closed, *self._go_back(now, facts, here, target, why, tried.instead if SIZE_KEY in left else {})]
 
     def _go_back(
-        self, now: float, facts: JobFacts, here: Point, target: Point, why: str, sized: Mapping[str, Any]
+        self, now: float, facts: JobFacts, here: Point, target: Point, why: str, size_changes: Mapping[str, Any]
     ) -> list[Decision]:
-        """Put ``target`` in force again, with a search or without one; ``sized`` is all that is to be set where the
-        global batch size is part of it."""
-        base, _ = self._there(facts)
-        if sized:
-            return self._sizes.go_back(now, replace(facts, config_version=base), self._tuning, sized, why)
+        """Put ``target`` in force again, with a search or without one; ``size_changes`` are all values to set, by key,
+        where the global batch size is among them, else empty."""
+        base, _ = self._version_and_values(facts)
+        if size_changes:
+            return self._sizes.go_back(now, replace(facts, config_version=base), self._tuning, size_changes, why)
         if target == here:
             return []
         if self._course is not None and not self._must_begin:
-            return self._course.to(now, target, why)
+            return self._course.go_back_to(now, target, why)
         changes, instead = values_of(target, here), values_of(here, target)
         return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
 
-    def _there(self, facts: JobFacts) -> tuple[int, dict[str, Any]]:
+    def _version_and_values(self, facts: JobFacts) -> tuple[int, dict[str, Any]]:
         """The version of the config that is to be changed, and the values that the job has under it, by key."""
         course, config = self._course, self._config
         if course is not None and not self._must_begin:
@@ -436,7 +437,7 @@ class Controller:
         open_, config = self._book.open, self._config
         if self._must_begin and config is not None:  # nobody knows yet what is in force
             is_tried = open_ is not None and open_.kind == "probe"
-            return [*self._abandon(), *self._take_back(now, open_.newest, config)] if open_ and is_tried else []
+            return [*self._abandon(), *self._take_back(now, open_.newest_version, config)] if open_ and is_tried else []
         if self._sizes.is_trying:
             return self._sizes.leave(now, why)
         return self._course.leave(now, why) if self._course is not None else []

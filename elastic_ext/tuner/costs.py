@@ -9,13 +9,15 @@ __all__ = ["Advice", "Budget"]
 
 
 # --- how slow a probe may be, so that training is never far behind where it would be without any ---------------------
-# What counts is time: what the steps that were taken would have taken by the user's own config, beside what they did
-# take. By nine tenths of the latter they have to be paid for. Steps at a better point save up for probes to come.
+# saved = sum over all steps of (step time under the user's own config - least pace * time that the step took), in
+# seconds. Probes may cost what is saved, so that training on the whole is never slower than the least pace. Steps at a
+# better point save more.
 
 _LEAST_PACE = 0.9
 """The least pace of training since the tuner began, as a share of the user's own config's; tuning.probe_budget changes
 it."""
 _SOME_PACE = 0.01
+"""The least pace where tuning.probe_budget allows slow probes to cost all of the time, or nearly all."""
 
 
 class Budget:
@@ -29,7 +31,7 @@ class Budget:
         self._before_known: list[MeasuredSteps] = []
 
     def allow(self, share: float | None) -> None:
-        """Let slow probes cost ``share`` of the time from now on; None is the usual share."""
+        """Let slow probes cost ``share`` of the training time from now on; None is the usual share."""
         self._least_pace = _LEAST_PACE if share is None else max(1 - share, _SOME_PACE)
 
     @property
@@ -44,10 +46,10 @@ class Budget:
         for seen in earlier:
             self.see(seen)
 
-    def change_pace(self, ratio: float) -> None:
-        """Take a change of pace: steps take ``ratio`` times as long as before, under any config."""
+    def change_pace(self, step_time_ratio: float) -> None:
+        """Take a change of pace: steps take ``step_time_ratio`` times as long as before, under any config."""
         if self._own_seconds is not None:
-            self._own_seconds *= ratio
+            self._own_seconds *= step_time_ratio
 
     def see(self, seen: MeasuredSteps) -> None:
         """Take a report of steps that were taken, under any config."""

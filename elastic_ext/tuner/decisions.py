@@ -23,8 +23,8 @@ Kind = Literal[
     "undo",  # a change is taken back: it measures worse than was predicted, or a person asks for it
     "advise",  # what would be put in force, if that were allowed
     "pause",  # nothing is decided until somebody says so, or until what is said in the reason has passed
-    "resume",  # it goes on
-    "reopen",  # something has changed, and the search begins again
+    "resume",  # the tuner goes on after a pause
+    "reopen",  # the job or its pace has changed, and the search begins again
     "hold",  # nothing can be decided by what is known
 ]
 Outcome = Literal["", "kept", "undone", "refused"]
@@ -60,14 +60,17 @@ class Decision(JsonRecord):
     """Whether the change was kept, undone or refused; empty as long as that is open."""
 
     @property
-    def newest(self) -> int:
+    def newest_version(self) -> int:
         """The version of the config that was written for the decision, and until then the one that it is about."""
         return self.base if self.version is None else self.version
 
     def check_read(self) -> None:
         rates = (self.before, self.predicted, self.measured, self.time)
         if not all(each is None or 0 <= each < math.inf for each in rates):
-            raise ValueError("before, predicted, measured or time is no amount")
+            raise ValueError(
+                f"before, predicted, measured, time are {rates}; each must be a finite number of at least 0, "
+                "the first three may be None"
+            )
 
 
 # --- the decisions of a tuner, in the order in which they are made, and what has become of them ----------------------
@@ -156,7 +159,7 @@ class Book:
         return self._decisions[max(self._decisions)] if self._decisions else None
 
     @property
-    def _left(self) -> Decision | None:
+    def _last_refused(self) -> Decision | None:
         """The newest decision whose config was written and was refused by ranks, if any."""
         refused = [each for each in self._decisions.values() if each.version is not None and each.outcome == "refused"]
         return refused[-1] if refused else None
@@ -186,7 +189,7 @@ class Book:
         is made from an older one; its changes take out what was refused.
         """
         changes, instead = changes or {}, instead or {}
-        left = self._left
+        left = self._last_refused
         if left is not None and left.version is not None and base < left.version and changes and kind != "advise":
             base, changes, instead = left.version, {**left.instead, **changes}, {**left.instead, **instead}
         made = Decision(

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "change_in_words",
-    "cost_in_words",
     "listed",
+    "longest_wait_in_words",
     "number_in_words",
     "rate_in_words",
     "size_change_in_words",
@@ -69,8 +69,8 @@ def rate_in_words(samples_per_second: float) -> str:
     return f"{number_in_words(samples_per_second)} samples/s"
 
 
-def cost_in_words(measured: StepTimes | None) -> str:
-    """What steps lose most with, such as "samples were waited for 61% of the step"; empty where nothing stands out."""
+def longest_wait_in_words(measured: StepTimes | None) -> str:
+    """The longest wait in a step, such as "samples were waited for 61% of the step"; empty where all are short."""
     if measured is None:
         return ""
     shares = {name: measured.phases.get(name, 0.0) / measured.seconds for name in ("data", "communication", "transfer")}
@@ -92,8 +92,8 @@ def why_try(proposal: PointProposal, best: StepTimes, here: Point, num_samples: 
     if rate < now:
         words = f"{words}, perhaps {number_in_words(num_samples / proposal.least_seconds)}"
     words = f"{words}, {number_in_words(now)} {'now' if best.point == here else 'at best so far'}"
-    cost = cost_in_words(best)
-    return f"{words}; {cost}" if cost else words
+    wait = longest_wait_in_words(best)
+    return f"{words}; {wait}" if wait else words
 
 
 def why_edited(author: str, version: int, edited: Sequence[str]) -> str:
@@ -101,7 +101,7 @@ def why_edited(author: str, version: int, edited: Sequence[str]) -> str:
     sentence."""
     who = "a person" if author == "person" else "a config of the node"
     if not edited:
-        return f"{who} set version {version} as it was; say resume to let the tuner go on from there"
+        return f"{who} wrote version {version}, which changes nothing; say resume to let the tuner go on from there"
     keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
     return f"{who} set {keys} in version {version}; say resume to let the tuner go on from there"
 

@@ -15,18 +15,18 @@ from .space import Point
 __all__ = [
     "LEAST_GAIN",
     "PROBE_STEPS",
-    "Doubt",
     "MeasuredSteps",
     "PaceWatch",
+    "SlowdownCheck",
     "StepTimes",
     "Trial",
     "changed_facts",
-    "together",
+    "merged_step_times",
     "why_untrusted",
 ]
 
 
-# --- what steps under one config took, over all ranks: what a strategy learns from -----------------------------------
+# --- what steps under one config took, over all ranks: what a tuner learns from --------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ follow each other within a second have much in common that tells nothing of late
 _MUCH_LONGER = 1.5
 """A trial ends early where its steps take more than so many times as long as those of the best point."""
 _TIMES_AS_MANY = 4
-"""How many times the steps that are wanted are measured at most, where step times differ."""
+"""Where step times differ, at most so many times the wanted number of steps is measured."""
 _SCATTERED = 0.35
 """Spread of step times, as ``_spread`` gives it, above which they tell nothing."""
 _UNLIKE = 0.06
@@ -85,7 +85,8 @@ _UNLIKE = 0.06
 _MOST_OF_A_STEP = 1.5
 """How many step times all phases may take together: phases are those of the median rank, steps of the slowest one."""
 _OF_A_MEDIAN = 1.25 * 1.4826
-"""The standard error of a median is this times half the interquartile range, by the root of the number of values."""
+"""The standard error of a median is this times half the interquartile range, divided by the root of the
+number of values."""
 _LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
 
 
@@ -97,12 +98,12 @@ class StepTimes:
     seconds: float
     """The median over the reports of their mean step times."""
     spread: float
-    """Half the interquartile range of the step times, as a logarithm."""
+    """Half the interquartile range of the logarithms of step times: about a share of the step time."""
     num_steps: int
     num_reports: int
-    """Reports that the steps were told of in."""
+    """Reports that the steps came in."""
     unsure: float = 0.0
-    """The standard error of ``seconds``, as a logarithm."""
+    """The standard error of the logarithm of ``seconds``: about a share of the step time."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """The seconds of a step by phase; empty where no step was timed by phase."""
     loading_share: float | None = None
@@ -141,22 +142,26 @@ class Trial:
             self._seen.append(seen)
 
     def is_done(self, best_seconds: float | None) -> bool:
-        """Whether enough steps are known, where steps of the best point so far take ``best_seconds``."""
+        """Whether enough steps are known, where steps of the best point so far take ``best_seconds``.
+
+        So it is where all are clearly slower than those of the best point; where the wanted number is known and their
+        times are alike; and where _TIMES_AS_MANY times that number is known, however much they differ.
+        """
         if not self._seen:
             return False
-        if self._is_clear(best_seconds):
+        if self._is_clearly_slow(best_seconds):
             return True
         if not self._has(1):
             return False
-        return self._has(_TIMES_AS_MANY) or _spread(self._lengths) <= _UNLIKE
+        return self._has(_TIMES_AS_MANY) or _spread(self._step_seconds) <= _UNLIKE
 
     @property
-    def why_nothing(self) -> str:
-        """Why the steps tell nothing of their point, as a sentence; empty where they do."""
-        spread = _spread(self._lengths)
+    def why_no_result(self) -> str:
+        """Why steps tell no step time, since their times differ too much: a sentence; empty where they tell one."""
+        spread = _spread(self._step_seconds)
         if spread <= _SCATTERED:
             return ""
-        fast, slow = min(self._lengths), max(self._lengths)
+        fast, slow = min(self._step_seconds), max(self._step_seconds)
         return (
             f"steps took from {_milliseconds(fast)} to {_milliseconds(slow)} under version {self.version}, "
             "and nothing changed between them"
@@ -167,23 +172,26 @@ class Trial:
         return sum(each.num_steps for each in self._seen)
 
     def measured(self, best_seconds: float | None) -> StepTimes:
-        """The step times so far; called only after a report beyond the first."""
+        """The step times so far; called only after a report beyond the first.
+
+        ``best_seconds`` is the step time of the best point so far, None where there is none.
+        """
         peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
         names = dict.fromkeys(name for each in self._seen for name in each.phases)
         working = [each.loading_processor_share for each in self._seen if each.loading_processor_share is not None]
         looked_at = [each.phases for each in self._seen if each.phases]
         return StepTimes(
             point=self.point,
-            seconds=statistics.median(self._lengths),
-            spread=_spread(self._lengths),
+            seconds=statistics.median(self._step_seconds),
+            spread=_spread(self._step_seconds),
             num_steps=self.num_steps,
             num_reports=len(self._seen),
-            unsure=_OF_A_MEDIAN * _spread(self._lengths) / math.sqrt(len(self._lengths)),
+            unsure=_OF_A_MEDIAN * _spread(self._step_seconds) / math.sqrt(len(self._step_seconds)),
             phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
             loading_share=statistics.median(working) if working and not self.point.num_workers else None,
             peak_bytes=max(peaks, default=None),
             held_up_seconds=self._held_up,
-            is_brief=not self._has(1) and self._is_clear(best_seconds),
+            is_brief=not self._has(1) and self._is_clearly_slow(best_seconds),
         )
 
     def _has(self, times: int) -> bool:
@@ -192,25 +200,29 @@ class Trial:
         return self.num_steps >= times * self._wanted and len(self._seen) >= times * num_reports
 
     @property
-    def _lengths(self) -> list[float]:
+    def _step_seconds(self) -> list[float]:
+        """The mean step time of each report."""
         return [each.step_seconds for each in self._seen]
 
-    def _is_clear(self, best_seconds: float | None) -> bool:
+    def _is_clearly_slow(self, best_seconds: float | None) -> bool:
         """Whether all reports are of steps much longer than ``best_seconds``; a single report may have been held up."""
         if best_seconds is None or len(self._seen) < min(2, self._wanted):
             return False
-        return min(self._lengths) > _MUCH_LONGER * best_seconds
+        return min(self._step_seconds) > _MUCH_LONGER * best_seconds
 
 
-def together(one: StepTimes, other: StepTimes) -> StepTimes:
-    """The step times of one point out of two trials of it."""
-    parts = one.num_steps + other.num_steps
+def merged_step_times(one: StepTimes, other: StepTimes) -> StepTimes:
+    """The step times of one point out of two trials of it, ``other`` the newer one.
+
+    ``seconds`` is the geometric mean by number of steps. Phases, memory and waits are those of ``other``.
+    """
+    num_steps = one.num_steps + other.num_steps
     logs = one.num_steps * math.log(one.seconds) + other.num_steps * math.log(other.seconds)
     return replace(
         other,
-        seconds=math.exp(logs / parts),
+        seconds=math.exp(logs / num_steps),
         spread=max(one.spread, other.spread),
-        num_steps=parts,
+        num_steps=num_steps,
         num_reports=one.num_reports + other.num_reports,
         unsure=max(one.unsure, other.unsure) / math.sqrt(2),
         is_brief=one.is_brief and other.is_brief,
@@ -223,26 +235,27 @@ def why_untrusted(seen: MeasuredSteps, facts: JobFacts) -> str:
         return seen.trouble
     num_asked = seen.world_size if seen.num_asked is None else seen.num_asked
     if seen.num_ranks < num_asked:
-        return f"{seen.num_ranks} of {num_asked} ranks told of their steps"
+        return f"only {seen.num_ranks} of {num_asked} ranks told of their steps"
     if seen.world_size != facts.world_size:
-        return f"steps are told of by {seen.world_size} ranks, and what is known of the job is of {facts.world_size}"
+        ranks = f"a job of {seen.world_size} ranks, and the facts of the job are of {facts.world_size}"
+        return f"steps are reported for {ranks}"
     if not (math.isfinite(seen.step_seconds) and _LEAST <= seen.step_seconds <= _MOST) or seen.num_steps < 1:
-        return f"a step is said to take {seen.step_seconds:g} s, {seen.num_steps} of them in a row"
+        return f"a step is said to take {seen.step_seconds:g} s over {seen.num_steps} steps, which cannot be"
     lengths = seen.phases.values()
     if not all(math.isfinite(each) and each >= 0 for each in lengths):
         name = next(name for name, each in seen.phases.items() if not (math.isfinite(each) and each >= 0))
-        return f"{name} is said to take {seen.phases[name]:g} s of a step"
-    together = math.fsum(lengths)
-    if together > _MOST_OF_A_STEP * seen.step_seconds:
+        return f"{name} is said to take {seen.phases[name]:g} s of a step, which cannot be"
+    total = math.fsum(lengths)
+    if total > _MOST_OF_A_STEP * seen.step_seconds:
         return (
-            f"the parts of a step add up to {_milliseconds(together)}, and a step is said to take "
+            f"the parts of a step add up to {_milliseconds(total)}, and a step is said to take "
             f"{_milliseconds(seen.step_seconds)}"
         )
     return ""
 
 
 def _spread(lengths: Sequence[float]) -> float:
-    """Half the interquartile range of step times, as a logarithm."""
+    """Half the interquartile range of the logarithms of step times; 0 for fewer than two."""
     if len(lengths) < 2:
         return 0.0
     low, _, high = statistics.quantiles((math.log(each) for each in lengths), n=4, method="inclusive")
@@ -256,42 +269,48 @@ def _milliseconds(seconds: float) -> str:
 # --- steps that take much longer than was expected -------------------------------------------------------------------
 # Is it the point that was tried, or has the job's pace changed?
 #
-# At a point that was measured before that is plain. What was measured at another one is set aside until the best point
-# has been measured again: only if steps there take as long as before it was the point.
+# At a point that was measured before, the two step times tell. A measurement at a new point is set aside until the best
+# point has been measured again: if steps there take as long as before, it was the new point.
 
 _OTHER_PACE = 0.2
-"""A step time differs from an earlier one of the same point by more than this, as a logarithm, if the pace changed."""
+"""Difference of the logarithms of two step times of one point, above which the job's pace has changed in between."""
 _DOUBTFUL_LONGER = 0.4
 _DEVIATIONS = 2.0
-"""Step times are doubted that are longer than expected by so many standard deviations, and at least by
-_DOUBTFUL_LONGER, as a logarithm."""
+"""A step time is doubted whose logarithm is above the expected one by so many standard deviations, and by at least
+_DOUBTFUL_LONGER."""
 
 
-class Doubt:
-    """A measurement of one search that is set aside, while it is doubtful whether the point is slow or the job is."""
+class SlowdownCheck:
+    """The check whether steps are slower than expected because of their point, or because the whole job became slower.
+
+    The measurement in question is kept here until the best point has been measured again.
+    """
 
     def __init__(self) -> None:
-        self._aside: StepTimes | None = None
+        self._set_aside: StepTimes | None = None
 
     def is_doubtful(self, measured: StepTimes, expected_seconds: float | None, unsure: float) -> bool:
-        """Whether the best point is to be measured again before ``measured`` is learnt, which is set aside if so."""
+        """Whether the best point is to be measured again before ``measured`` is learnt, which is set aside if so.
+
+        ``unsure`` is the standard deviation of the logarithm of ``expected_seconds``.
+        """
         if expected_seconds is None:
             return False
         if math.log(measured.seconds / expected_seconds) < max(_DOUBTFUL_LONGER, _DEVIATIONS * unsure):
             return False
-        self._aside = measured
+        self._set_aside = measured
         return True
 
-    def other_pace(self, measured: StepTimes, before: StepTimes | None) -> float | None:
-        """How many times as long steps take as ``before`` at the same point; None where the times are much alike."""
+    def step_time_ratio(self, measured: StepTimes, before: StepTimes | None) -> float | None:
+        """``measured`` divided by the step time ``before`` of the same point; None where the two are much alike."""
         if before is None or before.is_brief:
             return None
         ratio = measured.seconds / before.seconds
         return ratio if abs(math.log(ratio)) > _OTHER_PACE else None
 
-    def taken(self) -> StepTimes | None:
+    def pop_set_aside(self) -> StepTimes | None:
         """The measurement that was set aside, if any, which is forgotten here."""
-        aside, self._aside = self._aside, None
+        aside, self._set_aside = self._set_aside, None
         return aside
 
 
@@ -345,4 +364,5 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
 
 
 def _plain(choices: Mapping[str, object]) -> dict[str, list[object]]:
+    """The choices as lists: what was read from JSON equals the tuples that it was written from."""
     return {key: list(each) if isinstance(each, (list, tuple)) else [each] for key, each in choices.items()}

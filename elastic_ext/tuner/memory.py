@@ -1,8 +1,8 @@
 """Memory: the most that a rank's device would hold at some point, and whether that may be tried. Pure.
 
-What lies there between steps, *state*, follows from the plan in closed form. What passes take beside it, *passes*, lies
-on lines through what was worked out or measured at some sizes of micro-batches, one line for each part of a step: the
-peak is the most of these parts, and such a most lies on no line itself.
+What lies there between steps, *state*, follows from the plan by a formula. What forward and backward passes take beside
+it, *passes*, is interpolated between the sizes of micro-batches for which it was worked out or measured; separately for
+the forward pass, the loss and the backward pass, since each is linear in the size, and their maximum is not.
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ class JobMemory:
         self._present = point_of(facts.values)
         capacity = None if facts.memory is None else facts.memory.capacity_bytes
         self._usable = usable_bytes(capacity, limit_bytes, HEADROOM if headroom is None else headroom)
-        self._seen: dict[Point, int | None] = {}
-        self._optimizer_takes = 1.0  # of the parameters, for a moment; foreach optimizers do, as long as nobody knows
+        self._seen: dict[Point, int | None] = {}  # measured peaks, in bytes; None where steps ran and nobody told
+        # Bytes that an optimizer's step takes for a moment, as a share of parameter bytes, where facts do not say: all
+        # of them, as foreach optimizers take, until a measured peak is too small for that.
+        self._update_share = 1.0
         self._refused: list[Point] = []
-        self._factor: float | None = None
-        self._most_passes = self._highest = 0
+        self._factor: float | None = None  # the largest measured peak as a multiple of its prediction
+        self._most_passes = self._highest = 0  # bytes: the largest passes that steps had, the highest measured peak
         self._peaks: dict[Shape, Peak | None] = {}
         self._parts: dict[tuple[int, float], _Parts | None] = {}
         if before is not None:
@@ -95,7 +97,7 @@ class JobMemory:
             for point, peak_bytes in before._seen.items():
                 self.see(point, peak_bytes)
             return
-        self._factor, self._optimizer_takes = before._factor, before._optimizer_takes
+        self._factor, self._update_share = before._factor, before._update_share
         self._most_passes, self._highest = before._most_passes, before._highest
 
     def see(self, point: Point, peak_bytes: int | None) -> None:
@@ -104,14 +106,14 @@ class JobMemory:
         peak = self.peak(point)
         if peak is None:
             return
-        if peak_bytes is not None and peak_bytes < _ALIKE * peak.num_bytes and self._optimizer_takes:
-            self._optimizer_takes = 0.0  # it can not have been so much
+        if peak_bytes is not None and peak_bytes < _ALIKE * peak.num_bytes and self._update_share:
+            self._update_share = 0.0  # the predicted peak has that share in it, and was not reached
             self._peaks.clear()
             peak = self.peak(point) or peak
         self._most_passes = max(self._most_passes, peak.passes_bytes)
         if peak_bytes is None or peak_bytes <= self._highest:
             return
-        self._highest = peak_bytes  # of these steps, since it was less before them
+        self._highest = peak_bytes  # steps at this point have reached it: the peak so far was lower
         self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
 
     def peak(self, point: Point) -> Peak | None:
@@ -188,9 +190,15 @@ class JobMemory:
 
     def _update_bytes(self, memory: MemoryFacts) -> float:
         """Bytes that an optimizer's step takes for a moment beside state, for a whole model."""
-        return memory.update_bytes or self._optimizer_takes * memory.parameter_bytes
+        return memory.update_bytes or self._update_share * memory.parameter_bytes
 
     def _peak_of(self, shape: Shape) -> Peak | None:
+        """The predicted peak of a step of ``shape``: the most that is allocated at any of three moments.
+
+        These are the forward pass with the loss, the backward pass, and the optimizer's step. At each there is state
+        (parameters and optimizer state by shard, buffers, the rest) and, of that moment, gathered parameters,
+        gradients, and what passes or the optimizer take.
+        """
         memory = self._facts.memory
         if memory is None:
             return None
@@ -205,12 +213,12 @@ class JobMemory:
         gathered = _gathered_bytes(memory, shape)
         gradients = _gradient_bytes(memory, shape, self._facts.world_size)
         scale = memory.scale
-        between = max(
+        most = max(
             state + gathered + gradients.forward + scale * max(parts.forward, parts.loss),
             state + gathered + gradients.backward + scale * parts.backward,
             state + gradients.optimizer + self._update_bytes(memory) / degree,
         )
-        return Peak(int(between), int(scale * parts.most))
+        return Peak(int(most), int(scale * parts.most))
 
 
 def usable_bytes(capacity_bytes: int | None, allowed_bytes: int | None, headroom: float) -> float | None:
@@ -243,15 +251,19 @@ class _Gradients(NamedTuple):
 
 
 def _gradient_bytes(memory: MemoryFacts, shape: Shape, world_size: int) -> _Gradients:
+    """The bytes of gradients in three cases: DDP or one rank, sharded with several micro-steps, sharded with one.
+
+    With several, gradients of earlier micro-steps are there from the forward pass on.
+    """
     whole, has_earlier = float(memory.gradient_bytes), shape.num_micro_steps > 1
     if not shape.is_sharded:
-        buckets = whole if world_size > 1 else 0.0  # DDP has a copy of its own
+        buckets = whole if world_size > 1 else 0.0  # DDP's buckets are a copy of all gradients
         return _Gradients(whole * has_earlier + buckets, whole + buckets, whole + buckets)
     part = whole / shape.shard_degree
     of_unit = min(whole, whole / max(memory.parameter_bytes, 1) * shape.unit * memory.block_bytes)
-    if has_earlier:  # they are added up whole, and shared out unit by unit in the last micro-step
+    if has_earlier:  # added up unsharded, and reduce-scattered unit by unit in the last micro-step
         return _Gradients(whole, whole + of_unit, part)
-    return _Gradients(0.0, part + 2 * of_unit, part)
+    return _Gradients(0.0, part + 2 * of_unit, part)  # one unit computed, the one before it reduce-scattered
 
 
 # ---- passes: lines through what is known ----
@@ -259,12 +271,12 @@ def _gradient_bytes(memory: MemoryFacts, shape: Shape, world_size: int) -> _Grad
 
 def _passes_at(passes: Sequence[PassesMemory], shape: Shape, num_blocks: int) -> _Parts | None:
     """What passes of ``shape`` take, by lines through the ``passes`` that are known; None where none are known."""
-    by_ratio: dict[float, list[PassesMemory]] = {}
+    by_share: dict[float, list[PassesMemory]] = {}  # by the share of blocks whose activations are computed again
     for each in passes:
-        by_ratio.setdefault(each.activation_checkpoint, []).append(each)
-    if not by_ratio:
+        by_share.setdefault(each.activation_checkpoint, []).append(each)
+    if not by_share:
         return None
-    known = {ratio: _on_lines(found, shape.micro_batch) for ratio, found in by_ratio.items()}
+    known = {recomputed: _on_lines(found, shape.micro_batch) for recomputed, found in by_share.items()}
     least, most = min(known), max(known)
     if least > 0:
         known[0.0] = _with_none_recomputed(known[least], least, num_blocks)
@@ -274,6 +286,7 @@ def _passes_at(passes: Sequence[PassesMemory], shape: Shape, num_blocks: int) ->
 
 
 def _on_lines(found: Sequence[PassesMemory], micro_batch: int) -> _Parts:
+    """What passes of ``micro_batch`` samples take, each part on a line of its own through the sizes in ``found``."""
     sizes = sorted({each.micro_batch for each in found})
     most = {size: [each for each in found if each.micro_batch == size] for size in sizes}
 
@@ -284,7 +297,11 @@ def _on_lines(found: Sequence[PassesMemory], micro_batch: int) -> _Parts:
 
 
 def _on_line(known: Sequence[tuple[int, float]], size: int) -> float:
-    """Bytes at ``size``, interpolated or extrapolated from the ``known`` sizes; no less than a smaller size takes."""
+    """Bytes at ``size``, interpolated or extrapolated from the ``known`` sizes and their bytes.
+
+    Below the smallest size it is that size's bytes; above the largest one, the steeper of the last slope and the mean
+    slope goes on; with one known size, bytes are proportional to the size.
+    """
     first, last = known[0], known[-1]
     if size <= first[0]:
         return first[1]
@@ -298,41 +315,44 @@ def _on_line(known: Sequence[tuple[int, float]], size: int) -> float:
     return last[1] + slope * (size - last[0])
 
 
-def _with_none_recomputed(parts: _Parts, ratio: float, num_blocks: int) -> _Parts:
-    """An upper bound of what passes take with no block computed again, from ``parts`` at the share ``ratio`` of them.
+def _with_none_recomputed(parts: _Parts, recomputed: float, num_blocks: int) -> _Parts:
+    """An upper bound of what passes take with no block computed again, from ``parts`` at the share ``recomputed``.
 
-    Each block has been in memory whole while it was computed again.
+    A block's activations were in memory whole while the block was computed again, so no block takes more than the peak:
+    all blocks and the rest take at most num_blocks + 1 peaks. By the other bound the share 1 - ``recomputed`` of blocks
+    took no more than the peak, so that all take at most peak / (1 - ``recomputed``).
     """
     times = max(num_blocks, 1) + 1.0
-    if ratio < 1:
-        times = min(times, 1 / (1 - ratio))
+    if recomputed < 1:
+        times = min(times, 1 / (1 - recomputed))
     more = (times - 1) * parts.most
     return _Parts(parts.forward + more, parts.loss + more, parts.backward + more)
 
 
-def _with_all_recomputed(parts: _Parts, ratio: float) -> _Parts:
-    """A high estimate of what passes take with all blocks computed again, from ``parts`` at the share ``ratio``.
+def _with_all_recomputed(parts: _Parts, recomputed: float) -> _Parts:
+    """A high estimate of what passes take with all blocks computed again, from ``parts`` at the share ``recomputed``.
 
-    Logits take as much as before.
+    Of the blocks that were not computed again so far, _KEPT_OF_BLOCKS stays. Logits take as much as before.
     """
-    less = (1 - _KEPT_OF_BLOCKS) * (1 - ratio) * parts.forward
+    less = (1 - _KEPT_OF_BLOCKS) * (1 - recomputed) * parts.forward
     return _Parts(parts.forward - less, max(parts.loss - less, 0.0), max(parts.backward - less, 0.0))
 
 
-def _between(known: dict[float, _Parts], ratio: float) -> _Parts:
-    ratios = sorted(known)
-    if ratio <= ratios[0]:
-        return known[ratios[0]]
-    for low, high in itertools.pairwise(ratios):
-        if ratio <= high:
-            part = (ratio - low) / (high - low)
+def _between(known: dict[float, _Parts], recomputed: float) -> _Parts:
+    """What passes take at the share ``recomputed`` of blocks computed again, interpolated between ``known`` shares."""
+    shares = sorted(known)
+    if recomputed <= shares[0]:
+        return known[shares[0]]
+    for low, high in itertools.pairwise(shares):
+        if recomputed <= high:
+            part = (recomputed - low) / (high - low)
             one, other = known[low], known[high]
             return _Parts(
                 one.forward + (other.forward - one.forward) * part,
                 one.loss + (other.loss - one.loss) * part,
                 one.backward + (other.backward - one.backward) * part,
             )
-    return known[ratios[-1]]
+    return known[shares[-1]]
 
 
 def _words(point: Point) -> str:

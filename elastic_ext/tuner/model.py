@@ -26,6 +26,7 @@ Floats: TypeAlias = NDArray[np.float64]
 _STRATEGIES = tuple(STRATEGIES)
 _GATHERS_AGAIN = np.array([strategy.gathers_again for strategy in STRATEGIES.values()], dtype=np.float64)
 _BYTES_OF_A_PARAMETER = 4
+"""Bytes of a parameter, and of its gradient, where the job's facts have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +46,31 @@ class PointColumns:
     """Share of blocks whose activations are computed again in the backward pass."""
     gathers_again: Floats
     """1 where parameters are gathered for the backward pass too, else 0."""
-    gather_near: Floats
+    gather_near_bytes: Floats
     """Bytes of parameters that a rank gathers for one pass of a micro-step from ranks on its own machine."""
-    gather_far: Floats
+    gather_far_bytes: Floats
     """Bytes of parameters that a rank gathers for one pass of a micro-step from ranks on other machines."""
     num_units: Floats
     """Units that parameters are gathered in, one after another; 0 where nothing is gathered."""
     units_ahead: Floats
     """Units that are prefetched: on their way before they are needed."""
-    share_near: Floats
+    gradient_near_bytes: Floats
     """Bytes of gradients that a rank sends in a step to ranks on its own machine."""
-    share_far: Floats
+    gradient_far_bytes: Floats
     """Bytes of gradients that a rank sends in a step to ranks on other machines."""
-    num_parts: Floats
-    """Messages that the gradients of a step are sent in; beside the last one there is nothing left to compute."""
-    part_near: Floats
+    num_gradient_messages: Floats
+    """Messages that the gradients of a step are sent in; nothing is left to compute while the last one is sent."""
+    message_near_bytes: Floats
     """Bytes of gradients in one such message, where it goes to ranks on the same machine, else 0."""
-    part_far: Floats
+    message_far_bytes: Floats
     """Bytes of gradients in one such message, where it goes to ranks on other machines, else 0."""
-    same: NDArray[np.intp]
-    """A number that those points have in common whose steps have the same ``Shape``."""
+    shape_ids: NDArray[np.intp]
+    """By point, a number that is the same for points whose steps have the same ``Shape``."""
     features: Floats
-    """(points, features): coordinates in which points that are near are expected to behave alike."""
+    """(points, features): coordinates in which points that are near are expected to behave alike.
+
+    Divisors set by hand bring them to one scale, which is that of search.py's _DISTANCE.
+    """
 
     def at(self, index: Sequence[int] | NDArray[np.intp]) -> PointColumns:
         """The columns of some of the points."""
@@ -78,7 +82,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
     """The columns of ``points`` in a job, in the order of ``points``."""
     shapes = [shape_of(point, facts) for point in points]
     known: dict[Shape, int] = {}
-    same = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.intp)
+    shape_ids = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.intp)
     numbers = np.array([_numbers(shape) for shape in shapes], dtype=np.float64).T
     micro, steps, workers, ahead, pinned, strategy, degree, unit, recomputed, units_ahead, bucket = numbers
     traffic = _Traffic(facts, strategy, degree, unit, bucket)
@@ -106,21 +110,22 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
         shard_degree=degree,
         recomputed=recomputed,
         gathers_again=_GATHERS_AGAIN[strategy.astype(np.intp)],
-        gather_near=traffic.gather_near,
-        gather_far=traffic.gather_far,
+        gather_near_bytes=traffic.gather_near_bytes,
+        gather_far_bytes=traffic.gather_far_bytes,
         num_units=traffic.num_units,
         units_ahead=units_ahead,
-        share_near=traffic.share_near,
-        share_far=traffic.share_far,
-        num_parts=traffic.num_parts,
-        part_near=traffic.part_near,
-        part_far=traffic.part_far,
-        same=same,
+        gradient_near_bytes=traffic.gradient_near_bytes,
+        gradient_far_bytes=traffic.gradient_far_bytes,
+        num_gradient_messages=traffic.num_gradient_messages,
+        message_near_bytes=traffic.message_near_bytes,
+        message_far_bytes=traffic.message_far_bytes,
+        shape_ids=shape_ids,
         features=np.stack(features, axis=1),
     )
 
 
 def _numbers(shape: Shape) -> tuple[float, ...]:
+    """The fields of ``shape`` as numbers, in the order in which ``columns_of`` unpacks them."""
     return (
         shape.micro_batch,
         shape.num_micro_steps,
@@ -146,7 +151,17 @@ class _Traffic:
     """The bytes and messages that a rank sends and gathers in a step, with ring collectives.
 
     Parameters are gathered in every micro-step, for each pass or once for both. Gradients are added up on each rank,
-    and shared out at the end of a step.
+    and reduced over ranks at the end of a step.
+
+    Among n ranks, a ring's all-gather or reduce-scatter of S bytes sends S * (n - 1) / n from each rank, an all-reduce
+    twice that. With P ranks in all and shard degree d there are P / d copies of the model. So in a step a rank
+
+    - gathers parameters * (d - 1) / d for one pass of a micro-step;
+    - reduce-scatters gradients, gradients * (d - 1) / d, within its copy;
+    - all-reduces its shard of gradients between the copies, 2 * (gradients / d) * (copies - 1) / copies. With d = 1
+      this is DDP's all-reduce.
+
+    All bytes of one collective count as far where it spans machines, since its slowest link sets its pace.
     """
 
     def __init__(self, facts: JobFacts, strategy: Floats, degree: Floats, unit: Floats, bucket: Floats) -> None:
@@ -159,16 +174,21 @@ class _Traffic:
         spans_machines = facts.world_size > facts.num_local
         is_far = np.logical_and(spans_machines, degree > facts.num_local)
         gathered = np.where(is_sharded, parameters * (degree - 1) / degree, 0.0)
-        self.gather_near, self.gather_far = _by_link(gathered, is_far)
+        self.gather_near_bytes, self.gather_far_bytes = _by_link(gathered, is_far)
+        # blocks by units, and one more unit of the parameters that are in no block
         self.num_units = np.where(is_sharded & (degree > 1), np.ceil(num_blocks / np.maximum(unit, 1)) + 1, 0.0)
+        # bytes of gradients: reduce-scattered within a copy, then all-reduced between copies
         within = _by_link(gradients * (degree - 1) / degree, is_far)
         between = _by_link(2 * gradients / degree * (copies - 1) / copies, np.full(len(unit), spans_machines))
-        self.share_near, self.share_far = (inside + beside for inside, beside in zip(within, between, strict=True))
+        self.gradient_near_bytes = within[0] + between[0]
+        self.gradient_far_bytes = within[1] + between[1]
+        # sharded: one message for each unit, two where there are other copies; DDP: two for each bucket
         buckets = np.ceil(gradients / np.maximum(bucket, 1.0))
-        self.num_parts = np.where(is_sharded, self.num_units * (1 + (copies > 1)), 2 * buckets) * (not is_alone)
+        num_messages = np.where(is_sharded, self.num_units * (1 + (copies > 1)), 2 * buckets)
+        self.num_gradient_messages = num_messages * (not is_alone)
         block = float(memory.block_bytes if memory and memory.block_bytes else parameters / num_blocks)
         part = np.where(is_sharded, unit * block, np.minimum(bucket, gradients)) * (not is_alone)
-        self.part_near, self.part_far = _by_link(part, np.where(is_sharded, is_far, spans_machines))
+        self.message_near_bytes, self.message_far_bytes = _by_link(part, np.where(is_sharded, is_far, spans_machines))
 
 
 def _by_link(size: Floats, is_far: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -177,14 +197,13 @@ def _by_link(size: Floats, is_far: NDArray[np.bool_]) -> tuple[Floats, Floats]:
 
 
 # --- what a step takes at any point, by a few numbers of the job that are learnt from the steps it takes -------------
-# A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
-# computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
-# accelerator; and waiting for samples, which workers load meanwhile. The processors that workers need for that are
-# taken from the step where there are none to spare. The model leaves much out, on purpose: search.py learns the error
-# of the model.
+# The time of a step is the sum of: micro-steps, each a constant and an amount for each sample, longer where activations
+# are computed again; communication, so far as nothing is computed meanwhile; the optimizer's step; copies to the
+# accelerator; and waiting for samples, which workers load meanwhile. Where there are too few processors for workers
+# and training thread, the step becomes longer. The model leaves much out, on purpose: search.py learns its error.
 #
-# The numbers are the most likely ones, given the phases that were measured and what is usual in such jobs. They come
-# with a covariance.
+# The model's numbers are the most likely ones, given the measured phases and what is usual in such jobs. They come with
+# a covariance. Times are in seconds. A share "as odds" is share / (1 - share), which is above 0 as any logarithm needs.
 
 NAMES = (
     "micro_step",  # seconds that a micro-step takes whatever its size
@@ -214,17 +233,17 @@ NAMES = (
 _FORWARD = 1 / 3
 """Share of the forward pass in the time of both passes."""
 _SOFT = 0.05
-"""Share of a time by which the corner is rounded off where the time falls to 0."""
+"""Where a time max(x, 0) is smoothed: the width of the rounded corner, as a share of the time that may remain."""
 _TOO_MANY = 0.25
 """Power of the ratio of workers to loaders that make progress, by which loading slows down above a ratio of 1."""
 
 
 _NUM_DRAWN = 12
-"""Draws of the model's numbers beside the likeliest ones."""
+"""Draws of the model's numbers beside the likeliest ones; an even number, since each is drawn with its opposite."""
 
 
 class Prior(NamedTuple):
-    """What the model's numbers usually are, as logarithms, and their standard deviations."""
+    """What the logarithms of the model's numbers usually are: their means and standard deviations."""
 
     mean: Floats
     deviation: Floats
@@ -232,43 +251,61 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The most likely numbers of the model, as logarithms, and their covariance."""
+    """The logarithms of the model's most likely numbers, and the covariance of these logarithms."""
 
     numbers: Floats
     covariance: Floats
 
-    def log_seconds(self, columns: PointColumns, share: int) -> Floats:
-        """(draws, points): logarithms of step times by several draws of the numbers, the likeliest numbers first."""
+    def log_seconds(self, columns: PointColumns, rank_samples: int) -> Floats:
+        """(draws, points): logarithms of step times by several draws of the numbers, the likeliest numbers first.
+
+        ``rank_samples`` are the samples of a step on the rank that has most.
+        """
         roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
         drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
         moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
-        return np.stack([_log_steps(self.numbers + each, columns, share) for each in moved])
+        return np.stack([_log_steps(self.numbers + each, columns, rank_samples) for each in moved])
 
 
-def phases_of(numbers: Floats, columns: PointColumns, share: int) -> dict[str, Floats]:
-    """Seconds of a step at each point by phase: passes, communication, optimizer, transfer, data, other."""
+def phases_of(numbers: Floats, columns: PointColumns, rank_samples: int) -> dict[str, Floats]:
+    """Seconds of a step at each point by phase: passes, communication, optimizer, transfer, data, other.
+
+    ``numbers`` are logarithms, in the order of NAMES; ``rank_samples`` are the samples of a step on one rank.
+
+    - passes: micro-steps * (forward + backward + waits for gathered parameters)
+    - communication: time to send gradients, less what the last micro-step's backward pass hides, and the last message
+    - optimizer: that of a whole model / shard degree
+    - transfer: samples * time to copy a sample
+    - data: waits for samples
+
+    All but data are longer where workers take processors from the training thread.
+    """
     value = dict(zip(NAMES, np.exp(numbers), strict=True))
     steps, is_sharded = columns.num_micro_steps, columns.is_sharded > 0
-    plain = _longer(value["micro_step"] + value["sample"] * share / steps, value["least_micro_step"])
+    # one micro-step without communication: forward is a third of it, recomputing is part of backward
+    plain = _longer(value["micro_step"] + value["sample"] * rank_samples / steps, value["least_micro_step"])
     plain = plain * np.where(is_sharded, value["sharded_passes"], 1.0)
     plain = plain + value["unit"] * columns.num_units
     forward = _FORWARD * plain
     backward = plain * (1 - _FORWARD + value["recomputing"] * columns.recomputed)
+    # gathering, for one pass: hidden behind computing but for the first unit, whose parameters nothing can hide
     beside = value["beside"] / (1 + value["beside"])
-    gather = value["gather"] * (value["near"] * columns.gather_near + value["far"] * columns.gather_far)
+    gather = value["gather"] * (value["near"] * columns.gather_near_bytes + value["far"] * columns.gather_far_bytes)
     gather = gather + value["message"] * columns.num_units
     first = gather / np.maximum(columns.num_units, 1.0)
+    # prefetching 1 unit hides the share ``beside`` of computing, n units 1 - (1 - beside)^n; none hides nothing
     ahead = columns.units_ahead
     gathered_beside = np.where(is_sharded & (ahead != 1), 1 - (1 - beside) ** ahead, beside)
     waits = _left(gather, gathered_beside * forward) + first
     waits = waits + columns.gathers_again * (_left(gather, gathered_beside * backward) + first)
     passes = steps * (forward + backward + waits)
-    sending = value["near"] * columns.share_near + value["far"] * columns.share_far
-    sending = sending + value["message"] * columns.num_parts
-    last = value["near"] * columns.part_near + value["far"] * columns.part_far
+    # gradients: sent beside the last backward pass; the last message has nothing left to hide behind
+    sending = value["near"] * columns.gradient_near_bytes + value["far"] * columns.gradient_far_bytes
+    sending = sending + value["message"] * columns.num_gradient_messages
+    last = value["near"] * columns.message_near_bytes + value["far"] * columns.message_far_bytes
     exposed = _left(sending, beside * backward) + np.minimum(last, sending)
     optimizer = value["optimizer"] / columns.shard_degree
-    copying = share * value["copying"] * np.where(columns.is_pinned > 0, value["pinned"], 1.0)
+    copying = rank_samples * value["copying"] * np.where(columns.is_pinned > 0, value["pinned"], 1.0)
     parts = {
         "passes": passes,
         "communication": exposed,
@@ -277,19 +314,24 @@ def phases_of(numbers: Floats, columns: PointColumns, share: int) -> dict[str, F
         "other": np.full_like(passes, value["other"]),
     }
     busy: Floats = sum(parts.values(), np.zeros_like(passes))
-    longer = _crowded(value, columns, share, busy) / busy
+    longer = _crowded(value, columns, rank_samples, busy) / busy
     phases = {name: each * longer for name, each in parts.items()}
-    return {**phases, "data": _waiting(value, columns, share, busy * longer)}
+    return {**phases, "data": _waiting(value, columns, rank_samples, busy * longer)}
 
 
-def _loading(value: Mapping[str, float], columns: PointColumns, share: int) -> Floats:
+def _loading(value: Mapping[str, float], columns: PointColumns, rank_samples: int) -> Floats:
     """Seconds that one loader takes for all samples of a step."""
-    return share * value["loading"] + columns.num_micro_steps * value["collating"]
+    return rank_samples * value["loading"] + columns.num_micro_steps * value["collating"]
 
 
-def _crowded(value: Mapping[str, float], columns: PointColumns, share: int, busy: Floats) -> Floats:
-    """Seconds of what takes ``busy`` with a processor of its own, where workers want processors too."""
-    working = value["working"] / (1 + value["working"]) * _loading(value, columns, share)
+def _crowded(value: Mapping[str, float], columns: PointColumns, rank_samples: int, busy: Floats) -> Floats:
+    """Seconds of work that takes ``busy`` seconds with a processor of its own, where workers need processors too.
+
+    With N processors for a rank, loading and handing over take w processor-seconds of a step. Beside the training
+    thread there are busy * (N - 1) processor-seconds for them; what is lacking, divided by N, makes the step longer:
+    w / N - busy * (1 - 1 / N), if that is above 0.
+    """
+    working = value["working"] / (1 + value["working"]) * _loading(value, columns, rank_samples)
     handing = columns.num_micro_steps * value["handing"]
     besides = (working + handing) / columns.num_processors
     lacking = besides - busy * (1 - 1 / columns.num_processors)
@@ -297,13 +339,21 @@ def _crowded(value: Mapping[str, float], columns: PointColumns, share: int, busy
 
 
 def _left(sending: Floats, beside: Floats) -> Floats:
-    """Seconds of ``sending`` that are left after ``beside`` seconds of computing, beside which it is sent."""
+    """Seconds of ``sending`` that are not hidden behind ``beside`` seconds of computing: max(sending - beside, 0)."""
     return _above(sending - beside, _SOFT * sending)
 
 
-def _waiting(value: Mapping[str, float], columns: PointColumns, share: int, busy: Floats) -> Floats:
-    """Seconds that a step waits for samples, where it does other things for ``busy`` seconds."""
-    alone = _loading(value, columns, share)
+def _waiting(value: Mapping[str, float], columns: PointColumns, rank_samples: int, busy: Floats) -> Floats:
+    """Seconds that a step waits for samples, where it does other things for ``busy`` seconds.
+
+    Without workers it waits for all loading. With them it waits for
+
+    - loading that takes longer than ``busy``. W workers load as fast as about min(W, ``loaders``) loaders, each slowed
+      down by the others (``hindering``), and all of them further where W is above ``loaders``;
+    - batches that are late by chance (``unevenness``), less with more batches loaded ahead, W * prefetch factor;
+    - each batch's handing over.
+    """
+    alone = _loading(value, columns, rank_samples)
     workers = np.maximum(columns.num_workers, 1.0)
     most = value["loaders"]
     at_once = 1 / _longer(1 / workers, 1 / most, 12.0) / (1 + value["hindering"] * (workers - 1))
@@ -317,7 +367,7 @@ def _waiting(value: Mapping[str, float], columns: PointColumns, share: int, busy
 
 
 def _longer(one: Floats, other: float, power: float = 6.0) -> Floats:
-    """The larger of two numbers, with its corner rounded off."""
+    """The larger of two numbers, with its corner rounded off: (a^power + b^power)^(1 / power)."""
     return np.asarray((one**power + other**power) ** (1 / power))
 
 
@@ -326,8 +376,8 @@ def _above(value: Floats, soft: Floats) -> Floats:
     return 0.5 * (value + np.sqrt(value * value + soft * soft))
 
 
-def _log_steps(numbers: Floats, columns: PointColumns, share: int) -> Floats:
-    total: Floats = sum(phases_of(numbers, columns, share).values(), np.zeros(len(columns.micro_batch)))
+def _log_steps(numbers: Floats, columns: PointColumns, rank_samples: int) -> Floats:
+    total: Floats = sum(phases_of(numbers, columns, rank_samples).values(), np.zeros(len(columns.micro_batch)))
     return np.log(total)
 
 
@@ -335,21 +385,27 @@ def _log_steps(numbers: Floats, columns: PointColumns, share: int) -> Floats:
 
 
 def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
-    """The prior of a job's model, made from the step times of the ``first`` measured point, which ``columns`` is of."""
-    share, steps = facts.share, float(columns.num_micro_steps[0])
+    """The prior of a job's model, made from the step times of the ``first`` measured point, which ``columns`` is of.
+
+    Of most numbers the median is a share of what was measured at that point, or else a usual value of such hardware.
+    """
+    rank_samples, steps = facts.share, float(columns.num_micro_steps[0])
     seen = _seen_phases(first)
     passes = max(seen.get("passes", first.seconds), 0.02 * first.seconds)
     little = 1e-3 * first.seconds
     workers = max(float(columns.num_workers[0]), 1.0)
     waited = seen.get("data", 0.0)
+    # seconds that one loader needs for a step's samples, if steps wait for loading: that wait without workers; with
+    # workers, each of them loads all the time; 0 where steps do not wait and so tell nothing of it
     is_short = float(columns.num_workers[0]) == 0 or waited > 0.05 * first.seconds
     loading = (waited if columns.num_workers[0] == 0 else workers * first.seconds) if is_short else 0.0
     is_gpu = facts.device != "cpu"
     pinned = bool(columns.is_pinned[0])
     copied = max(seen.get("transfer", 0.0), little)
+    # by name: the median of the number, and the standard deviation of its logarithm
     known = {
         "micro_step": (0.3 * passes / steps, 1.0),
-        "sample": (0.6 * passes / share, 0.8),
+        "sample": (0.6 * passes / rank_samples, 0.8),
         "least_micro_step": (0.2 * passes / steps, 1.0),
         "recomputing": (1 / 3, 0.2),
         "sharded_passes": (1.02, 0.04),
@@ -359,7 +415,7 @@ def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
         "far": (2e-10 if is_gpu else 4e-9, 1.5),
         "message": (6e-5 if is_gpu else 2e-4, 0.7),
         "beside": (3.0, 0.8),
-        "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
+        "loading": (max(loading, 0.1 * workers * passes) / rank_samples, 0.3 if is_short else 1.5),
         "working": (1.0 if first.loading_share is None else _odds(_within(first.loading_share, 0.02)), 0.7),
         "collating": (5e-5, 1.0),
         "handing": (2e-4, 1.0),
@@ -367,7 +423,7 @@ def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
         "hindering": (0.02, 0.8),
         "unevenness": (0.15, 0.8),
         "optimizer": (max(seen.get("optimizer", 0.0), little) * float(columns.shard_degree[0]), 0.5),
-        "copying": (copied / share * (5.0 if pinned else 1.0), 0.7),
+        "copying": (copied / rank_samples * (5.0 if pinned else 1.0), 0.7),
         "pinned": (0.2, 1.0),
         "other": (max(seen.get("other", 0.0), little), 0.5),
     }
@@ -383,6 +439,7 @@ def _within(share: float | None, least: float) -> float:
 
 
 def _odds(share: float) -> float:
+    """A share between 0 and 1 as odds."""
     return share / (1 - share)
 
 
@@ -400,25 +457,29 @@ def _seen_phases(measured: StepTimes) -> dict[str, float]:
 # ---- learning ----
 
 _OF_A_STEP = 0.08
-"""Standard deviation of step times from what the best numbers say, as a logarithm."""
+"""Standard deviation of the logarithm of a step time from what the best numbers say."""
 _OF_A_PHASE = 0.10
-"""Standard deviation of times of phases from what the best numbers say, as a logarithm."""
+"""Standard deviation of the logarithm of a phase's time from what the best numbers say."""
 _FLOOR = 0.02
 """Share of a step below which the time of a phase is not told from 0."""
 _MOST_ROUNDS = 25
 
 
-def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, share: int) -> Fitted:
-    """The most likely numbers of the model, given ``prior`` and the ``measured`` points, which ``columns`` is of."""
-    wanted = _Wanted(measured, columns, share)
+def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, rank_samples: int) -> Fitted:
+    """The most likely numbers of the model, given ``prior`` and the ``measured`` points, which ``columns`` is of.
+
+    They make the sum of squared residuals least, found by Levenberg-Marquardt; the covariance is the inverse of J^T J,
+    with the Jacobian J of the residuals at these numbers.
+    """
+    targets = _FitTargets(measured, columns, rank_samples)
     numbers = np.array(prior.mean, dtype=np.float64)
-    damping, residuals = 1e-2, _all(numbers, prior, wanted)
+    damping, residuals = 1e-2, _all_residuals(numbers, prior, targets)
     for _ in range(_MOST_ROUNDS):
-        slopes = _slopes(numbers, prior, wanted, residuals)
+        slopes = _slopes(numbers, prior, targets, residuals)
         square = slopes.T @ slopes
         step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slopes.T @ residuals)
         moved = numbers + np.clip(step, -1.5, 1.5)
-        tried = _all(moved, prior, wanted)
+        tried = _all_residuals(moved, prior, targets)
         better = float(residuals @ residuals - tried @ tried)
         if better > 0:
             numbers, residuals, damping = moved, tried, max(damping / 5, 1e-6)
@@ -428,15 +489,15 @@ def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, shar
             damping *= 6
             if damping > 1e6:
                 break
-    slopes = _slopes(numbers, prior, wanted, residuals)
+    slopes = _slopes(numbers, prior, targets, residuals)
     return Fitted(numbers=numbers, covariance=np.linalg.inv(slopes.T @ slopes))
 
 
-class _Wanted:
+class _FitTargets:
     """The measured step times and phases that the model's numbers are fitted to."""
 
-    def __init__(self, measured: Sequence[StepTimes], columns: PointColumns, share: int) -> None:
-        self.columns, self.share = columns, share
+    def __init__(self, measured: Sequence[StepTimes], columns: PointColumns, rank_samples: int) -> None:
+        self.columns, self.rank_samples = columns, rank_samples
         self.seconds = np.array([each.seconds for each in measured])
         self.least = _FLOOR * self.seconds
         phases = [_seen_phases(each) for each in measured]
@@ -446,7 +507,7 @@ class _Wanted:
 
     def residuals(self, numbers: Floats) -> Floats:
         """The deviations of the model from measured steps and phases, in standard deviations of each."""
-        said = phases_of(numbers, self.columns, self.share)
+        said = phases_of(numbers, self.columns, self.rank_samples)
         steps = sum(said.values(), np.zeros(len(self.seconds)))
         found = [np.log(steps / self.seconds) / _OF_A_STEP]
         for name, seen in self.phases.items():
@@ -455,14 +516,16 @@ class _Wanted:
         return np.concatenate(found)
 
 
-def _all(numbers: Floats, prior: Prior, wanted: _Wanted) -> Floats:
-    return np.concatenate([wanted.residuals(numbers), (numbers - prior.mean) / prior.deviation])
+def _all_residuals(numbers: Floats, prior: Prior, targets: _FitTargets) -> Floats:
+    """Deviations from measured times and from the prior's mean, each in standard deviations."""
+    return np.concatenate([targets.residuals(numbers), (numbers - prior.mean) / prior.deviation])
 
 
-def _slopes(numbers: Floats, prior: Prior, wanted: _Wanted, residuals: Floats) -> Floats:
+def _slopes(numbers: Floats, prior: Prior, targets: _FitTargets, residuals: Floats) -> Floats:
+    """(residuals, numbers): the Jacobian of the residuals, by finite differences."""
     slopes = np.empty((len(residuals), len(numbers)))
     for at in range(len(numbers)):
         moved = numbers.copy()
         moved[at] += 1e-4
-        slopes[:, at] = (_all(moved, prior, wanted) - residuals) / 1e-4
+        slopes[:, at] = (_all_residuals(moved, prior, targets) - residuals) / 1e-4
     return slopes

@@ -15,7 +15,7 @@ from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
 from .costs import Budget
-from .measurements import LEAST_GAIN, PROBE_STEPS, StepTimes, together
+from .measurements import LEAST_GAIN, PROBE_STEPS, StepTimes, merged_step_times
 from .memory import JobMemory
 from .model import Fitted, Floats, Prior, columns_of, fit, prior_of
 from .space import KEYS, Point, knobs_of_cost, micro_batches_of, space_of
@@ -24,9 +24,10 @@ __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 
 
 # --- how long training stands still for a change from one point to another, and what a probe costs with that ---------
-# How long it stands still is guessed by what has to be moved, and corrected by how long it did.
+# That time is guessed by what has to be moved, and corrected by the times that changes took.
 
-# Each gives the knobs of a point that take a restart of workers, a move of the model's state, or a new wrapping.
+# Functions: each gives, of a point, the values of those knobs whose change restarts workers, moves the model's state,
+# or wraps the model anew.
 _loaded, _laid_out, _wrapped = knobs_of_cost("workers"), knobs_of_cost("move"), knobs_of_cost("wrap")
 _in_memory = knobs_of_cost("nothing", "move", "wrap")
 """Gives the knobs of a point that say how much of a device's memory it takes."""
@@ -70,6 +71,8 @@ class Switching:
 def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_steps: int, usual: float) -> Floats:
     """The seconds that a budget must have saved for each of some probes.
 
+    That is least pace * (time that the probe takes) - (time that its steps take under the user's own config).
+
     ``seconds`` are the step times of the probes, and ``switching`` is how long training stands still for each. A probe
     is ``probe_steps`` steps and one more, and long enough for as many reports: short steps are reported by the second.
     ``usual`` stands for the step time of the user's own config where that is not known.
@@ -89,9 +92,10 @@ def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_ste
 _LEAST_IMPROVEMENT = 0.01
 """Expected gain, as a share of a step, below which a search is over."""
 _AMPLITUDES = (0.02, 0.03, 0.045, 0.065, 0.09)
-"""Standard deviations that the model's error may have, as logarithms; the most likely one is used."""
+"""Standard deviations that the logarithm of the model's error may have; the most likely one is used."""
 _USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
-"""The usual standard deviation of the model's error, and how far others lie from that, as a logarithm."""
+"""The usual standard deviation of the logarithm of the model's error, and the standard deviation of that standard
+deviation's own logarithm."""
 _DISTANCE = 0.6
 """The length scale of the Gaussian process: points that lie much farther apart have unrelated errors."""
 _ALMOST = 0.5
@@ -105,19 +109,19 @@ _WAITED = 0.1
 _TIMES_OF_A_NEIGHBOUR = 1.5
 """A worker more or less is not tried where steps may take more than so many times as long as at the best point."""
 _MAY_HAVE_CHANGED = 0.5
-"""Standard deviation that is added to the model's numbers, as logarithms, where a search begins again."""
+"""Standard deviation that is added to the logarithms of the model's numbers where a search begins again."""
 _NOISE = 0.025
-"""Standard deviation of a measured step time, as a logarithm, for PROBE_STEPS reports of it."""
+"""Standard deviation of the logarithm of a measured step time, for PROBE_STEPS reports of it."""
 _LEAST_NOISE = 0.01
-"""Least standard deviation of a measured step time, as a logarithm, for any number of reports of it."""
+"""Least standard deviation of the logarithm of a measured step time, for any number of reports of it."""
 _BRIEF_NOISE = 0.06
-"""Standard deviation of a step time, as a logarithm, where the trial of the point ended early."""
+"""Standard deviation of the logarithm of a step time where the trial of the point ended early."""
 _SURELY, _CLOSE = 3.0, 0.1
-"""Noise may shift a measured step time by so many standard deviations, or by so much as a logarithm if that is more."""
+"""Noise may shift the logarithm of a measured step time by _SURELY standard deviations, or by _CLOSE if more."""
 _HORIZON_SECONDS = 600.0
 _HORIZON_STEPS = 1000
 """A change has to pay for itself within so many steps, or within _HORIZON_SECONDS where that is longer."""
-_MOST_POINTS = 40
+_MOST_MEASURED = 40
 """Measured points that are learnt from: those whose first measurement is the newest."""
 _SURE = 0.5
 """Standard deviations by which a probe may be slower than expected, when it is asked whether it can be paid for."""
@@ -131,7 +135,7 @@ class PointProposal:
     seconds: float
     """The expected step time."""
     least_seconds: float
-    """The step time if all goes well: a standard deviation below the expected one."""
+    """The step time if all goes well: expected logarithm less a standard deviation of it."""
     most_seconds: float
     """A high estimate of the step time, by which it is asked what a probe costs."""
     cost: float = 0.0
@@ -193,7 +197,7 @@ class Search:
         return None if best is None else self._measured[best.point]
 
     def _log_seconds(self, expected: _Expected, measured: StepTimes) -> float:
-        """The expected step time of a measured point, as a logarithm, as far from the measured one as noise may be."""
+        """The logarithm of a measured point's expected step time, as far from the measured one as noise may be."""
         far, seen = max(_SURELY * _noise(measured), _CLOSE), math.log(measured.seconds)
         return min(max(float(expected.log_seconds[self._places[measured.point]]), seen - far), seen + far)
 
@@ -216,7 +220,8 @@ class Search:
         if self._last is not None:
             self._switching.see(self._last, point, measured.held_up_seconds)
         self._last = point
-        self._measured[point] = together(self._measured[point], measured) if point in self._measured else measured
+        earlier = self._measured.get(point)
+        self._measured[point] = measured if earlier is None else merged_step_times(earlier, measured)
         self._memory.see(point, measured.peak_bytes)
         self._expected = self._best = None
 
@@ -267,7 +272,7 @@ class Search:
         return math.exp(self._expectation().log_seconds[self._places[point]])
 
     def unsure_at(self, point: Point) -> float:
-        """The standard deviation of the expected step time of ``point``, as a logarithm."""
+        """The standard deviation of the logarithm of the expected step time at ``point``; else infinite."""
         return float(self._expectation().deviations[self._places[point]]) if point in self._places else math.inf
 
     def measured_at(self, point: Point) -> StepTimes | None:
@@ -296,6 +301,7 @@ class Search:
         affordable = np.where(cost <= budget.saved, gains, 0.0)
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
+        # where none can be paid for: save up for the cheapest of the points that gain almost as much as the best one
         worth = cost[gains >= _ALMOST * gains.max()]
         return PointProposal(
             point=self._space.points[place],
@@ -370,9 +376,14 @@ class Search:
         return point if is_chosen else point._replace(batch_size=facts.share)
 
     def _gains(self, expected: _Expected, best: StepTimes, switching: Floats) -> Floats:
-        """The expected improvement at each point, as a share of a step, less the cost of the change; else 0."""
-        measured = self._columns.same[[self._places[point] for point in self._measured]]
-        possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
+        """The expected improvement at each point, as a share of a step, less the cost of the change.
+
+        0 for points that are measured, refused or too large. For a gain that is normal with mean m (``shorter``, in
+        logarithms of step times) and standard deviation s (``deviations``), it is m * Phi(m / s) + s * phi(m / s), with
+        the normal distribution function Phi and its density phi; the mean of that over the draws is taken.
+        """
+        measured = self._columns.shape_ids[[self._places[point] for point in self._measured]]
+        possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.shape_ids, measured))
         deviations = expected.own_deviations[possible]
         shorter = math.log(best.seconds) - expected.drawn[:, possible]
         far = shorter / deviations
@@ -387,7 +398,7 @@ class Search:
         The right number of workers is what a model knows least of.
         """
         gains = np.zeros(len(self._space.points))
-        if best.waited_share < _WAITED or self._least_gain > _LEAST_IMPROVEMENT:  # unless it searches at all
+        if best.waited_share < _WAITED or self._least_gain > _LEAST_IMPROVEMENT:  # not what a search begins again for
             return gains
         numbers = [each for each in self._space.choices["num_workers"] if isinstance(each, int)]
         now = best.point.num_workers
@@ -400,6 +411,7 @@ class Search:
             if place is None or not number or not allowed[place] or self._space.points[place] in self._measured:
                 continue
             if most[place] <= _TIMES_OF_A_NEIGHBOUR * best.seconds:
+                # at least the least gain, and more where steps are expected to be shorter
                 gains[place] = self._least_gain * best.seconds / most[place] * _TIMES_OF_A_NEIGHBOUR
         return gains
 
@@ -426,7 +438,7 @@ class Search:
         return self._expected
 
     def _learn(self) -> _Expected:
-        measured = list(self._measured.values())[-_MOST_POINTS:]
+        measured = list(self._measured.values())[-_MOST_MEASURED:]
         places = np.array([self._places[each.point] for each in measured])
         columns, share = self._columns.at(places), self._facts.share
         if self._prior is None:
@@ -435,14 +447,14 @@ class Search:
         drawn = fitted.log_seconds(self._columns, share)
         wrong = np.log([each.seconds for each in measured]) - drawn[:, places]
         noise = np.array([_noise(each) for each in measured])
-        by, deviations = _process(self._columns.features, places, wrong, noise)
-        drawn = drawn + by
+        errors, deviations = _model_errors(self._columns.features, places, wrong, noise)
+        drawn = drawn + errors
         return _Expected(fitted, drawn, deviations, drawn.mean(axis=0), np.hypot(drawn.std(axis=0), deviations))
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """The expected step times of all points of a search, as logarithms."""
+    """The expected step times of all points of a search; all step times here are logarithms."""
 
     fitted: Fitted
     drawn: Floats
@@ -457,7 +469,7 @@ class _Expected:
 
 
 def _known(facts: JobFacts) -> tuple[object, ...]:
-    """The facts that say which points may be tried, without those that steps tell by themselves."""
+    """The facts that say which points may be tried, without those that measured steps tell by themselves."""
     memory = facts.memory
     if memory is None:
         return (facts.num_blocks,)
@@ -465,22 +477,24 @@ def _known(facts: JobFacts) -> tuple[object, ...]:
 
 
 def _noise(measured: StepTimes) -> float:
-    """The standard deviation of a measured step time, as a logarithm."""
+    """The standard deviation of the logarithm of a measured step time."""
     if measured.is_brief:
         return _BRIEF_NOISE
     return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_reports), _LEAST_NOISE, measured.unsure)
 
 
-def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """The model's error at all points for each draw of it, by its errors ``wrong`` at measured points.
+def _model_errors(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """The model's error at all points by a Gaussian process, and its standard deviation: (draws, points) and (points).
 
-    With it come the standard deviations of the error, which are those of any draw.
+    ``wrong`` are its errors at the measured points, (draws, measured), and ``places`` the indices of these points. An
+    error is the logarithm of a step time less what the model says. The standard deviation is the same for any draw.
     """
     known = features[places]
     alike = _alike(known, known)
     amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong[0], noise))
     inverse = np.linalg.inv(alike + np.diag((noise / amplitude) ** 2))
     to_known = _alike(features, known)
+    # the share of the error's variance that the measured points leave open
     left = 1 - ((to_known @ inverse) * to_known).sum(axis=1)
     return (to_known @ (inverse @ wrong.T)).T, amplitude * np.sqrt(np.maximum(left, 1e-9))
 
@@ -500,7 +514,7 @@ def _alike(these: Floats, those: Floats) -> Floats:
 
 
 def _normal_below(value: Floats) -> Floats:
-    """The normal distribution, by a formula that is right to a ten-millionth (Abramowitz and Stegun, 7.1.26)."""
+    """The normal cumulative distribution function, right to a ten-millionth (Abramowitz and Stegun, 7.1.26)."""
     size = np.abs(value) / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * size)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

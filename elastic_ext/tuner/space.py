@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# --- what a strategy chooses from: the knobs of one job, what each may be, and the points that these make ------------
+# --- what a tuner chooses from: the knobs of one job, what each may be, and the points that these make ---------------
 # A point says what every knob is. A knob that the job cannot change, or that a person has left no choice in, has one
 # choice, so that all points agree on it. Knobs that make no difference beside others have one choice there: workers'
 # batches ahead without workers, units of a model that is not sharded.
@@ -75,9 +75,9 @@ def knobs_of_cost(*costs: Cost) -> Callable[[Point], tuple[Value, ...]]:
 
 _SHARDED_ONLY = ("unit", "prefetch")
 _UNSHARDED_ONLY = ("bucket_cap_mb",)
-_BUCKET_MB = 25.0
-_PREFETCH_FACTOR = 2
-_GATHERED_AHEAD = 1
+_BUCKET_MB = 25.0  # DDP's default
+_PREFETCH_FACTOR = 2  # DataLoader's default
+_GATHERED_AHEAD = 1  # fully_shard's own prefetching: the next unit
 _LEAST_BLOCKS = 3
 """In a model of fewer blocks there is next to nothing to prefetch, and ``prefetch`` has one choice."""
 _BY_ITSELF: Mapping[str, Value] = {
@@ -146,11 +146,16 @@ def values_of(point: Point, before: Point) -> dict[str, Value]:
 
 
 def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | None) -> tuple[Value, ...]:
+    """The values that one knob may have, the present one among them.
+
+    That is the present value alone where the job cannot change the knob; else what the job lists, or the usual values
+    where it lists none; in both cases within ``bounds``.
+    """
     key = KEYS[name]
     if key not in facts.choices:
         return (present,)
     possible = tuple(facts.choices[key] or _usual(name, present, facts))
-    if present in (None, TORCH) and not facts.choices[key]:
+    if present in (None, TORCH) and not facts.choices[key]:  # the default by its number would be the present once more
         possible = tuple(each for each in possible if each != _BY_ITSELF.get(name, present))
     if bounds is not None:
         possible = _within(bounds, possible)
@@ -163,6 +168,7 @@ def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
     choices = KNOBS[name].choices
     match name:
         case "batch_size":
+            # a rank's samples of a step, cut into 1, 2, 3, 4, 6, ... micro-batches
             return sorted({-(-facts.share // parts) for parts in _round_numbers(facts.share)})
         case "num_workers":
             return (0, *_round_numbers(max(2 * facts.num_processors, 8)))
@@ -242,7 +248,10 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
 
 
 def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
-    """Leave out every other choice of the knob that has most for its worth; its ends and the present value stay."""
+    """Leave out every other choice of the knob that has most for its worth; its ends and the present value stay.
+
+    Where these are all that it has, the present value alone stays.
+    """
     several = [each for each in choices if len(choices[each]) > 1]
     name = max(several, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
     values = choices[name]
@@ -271,6 +280,7 @@ _WITH_A_TERM = frozenset(
     }
 )
 """Knobs that have a field of their own in a ``Shape``, or that make one."""
+# The places in a point of the knobs without a term.
 _OTHERS = tuple(at for at, name in enumerate(KEYS) if name not in _WITH_A_TERM)
 
 

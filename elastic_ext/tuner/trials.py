@@ -1,4 +1,4 @@
-"""Course: one search carried out in a job: points are put in force, measured, kept or taken back. Pure.
+"""One search carried out in a job, a *course*: points are put in force, measured, kept or taken back. Pure.
 
 Words: *here* is the point in force, or the one that was asked for; the *best* is the one that measured best so far.
 """
@@ -15,7 +15,7 @@ from elastic_ext.records.metrics import JobFacts
 from .costs import Advice, Budget
 from .decisions import Book, Decision, Kind
 from .explain import change_in_words, rate_in_words, why_try
-from .measurements import PROBE_STEPS, Doubt, MeasuredSteps, PaceWatch, StepTimes, Trial, changed_facts
+from .measurements import PROBE_STEPS, MeasuredSteps, PaceWatch, SlowdownCheck, StepTimes, Trial, changed_facts
 from .space import KEYS, Point, Value, point_of, values_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _PATIENCE = 50
 """Reports of steps under an older version, after which people are told that the newer one is not in force."""
 
 
-class _Base(NamedTuple):
+class _ConfigPoint(NamedTuple):
     """A version and revision of the config, and the point that it amounts to."""
 
     point: Point
@@ -66,16 +66,18 @@ class Course:
         self._budget = budget
         self.search = search
         self.stage: Stage = "probing"
-        self._base = self._before = _Base(point_of(facts.values), facts.config_version, facts.config_revision)
-        self._asked: tuple[int, Point] | None = None
+        self._base = self._before = _ConfigPoint(point_of(facts.values), facts.config_version, facts.config_revision)
+        self._asked: tuple[int, Point] | None = None  # decision and point whose config is not written yet
         self._trial: Trial | None = self._trial_of(self._base)
         self._watch = PaceWatch()
         self._last: StepTimes | None = None
-        self._wanted = 0.0
-        self._must_look = False
-        self._num_elsewhere = self._num_scattered = 0
+        self._wanted = 0.0  # seconds that the budget must have saved for the next probe
+        self._must_look = False  # whether newer facts may allow other points
+        # Reports of steps under another config in a row; -1 once the job itself has put another revision in force.
+        self._num_elsewhere = 0
+        self._num_scattered = 0  # trials in a row whose step times differed too much
         self._advice = Advice()
-        self._doubt = Doubt()
+        self._slowdown_check = SlowdownCheck()
         self._supposed: StepTimes | None = None  # what a change of pace makes of the best point, until it is measured
 
     # ---- what others ask ----
@@ -162,7 +164,7 @@ class Course:
     def written(self, number: int, version: int) -> None:
         """Note that the config of decision ``number`` was written as ``version``; its point is measured next."""
         if self._asked and self._asked[0] == number:
-            self._before, self._base = self._base, _Base(self._asked[1], version, 0)
+            self._before, self._base = self._base, _ConfigPoint(self._asked[1], version, 0)
             self._asked, self._trial = None, self._trial_of(self._base)
 
     def refused(self, now: float, number: int, why: str, *, writes: bool) -> list[Decision]:
@@ -184,10 +186,10 @@ class Course:
             return []
         closed = self._book.close(open_.number, "undone")
         target = best.point if best is not None else self._before.point
-        return [*_some(closed), *self.to(now, target, why)]
+        return [*_some(closed), *self.go_back_to(now, target, why)]
 
-    def to(self, now: float, target: Point, why: str) -> list[Decision]:
-        """Go back to a point that was in force before; a config that was asked for is not written any more."""
+    def go_back_to(self, now: float, target: Point, why: str) -> list[Decision]:
+        """Go back to ``target``, a point that was in force before; drop a config that was asked for and not written."""
         if self._asked is not None:
             self._asked, self._trial = None, self._trial_of(self._base)
         return [] if target == self.here else self._write(now, "undo", target, why)
@@ -196,7 +198,7 @@ class Course:
         """Decide what is next by all that was measured: a probe, the best point, or without ``writes``, advice."""
         best, self._must_look = self.search.best, False
         if best is None:
-            self._trial = self._trial_of(self._base)  # what there was is refused
+            self._trial = self._trial_of(self._base)  # all that was measured is refused
             return []
         if not writes:
             self._rest()
@@ -207,7 +209,7 @@ class Course:
         if proposal is None:
             return self._settle(now, best, "nothing else is expected to be faster")
         if not proposal.is_affordable:
-            return self._save(now, best, proposal)
+            return self._save_up(now, best, proposal)
         self.stage = "probing"
         return self._write(now, "probe", proposal.point, self._why(proposal, best), proposal.seconds)
 
@@ -217,14 +219,14 @@ class Course:
         best = self.search.best
         if not trial.is_done(best.seconds if best else None):
             return []
-        if trial.why_nothing:
-            return self._measure_anew(now, trial.why_nothing)
+        if trial.why_no_result:
+            return self._measure_anew(now, trial.why_no_result)
         self._num_scattered = 0
         measured = trial.measured(best.seconds if best else None)
         self._trial, self._last = None, measured
         supposed, self._supposed = self._supposed, None
         if supposed is not None and supposed.point == measured.point:  # some slow steps may have looked like a change
-            self._budget.change_pace(self._doubt.other_pace(measured, supposed) or 1.0)
+            self._budget.change_pace(self._slowdown_check.step_time_ratio(measured, supposed) or 1.0)
         told = self._doubted(now, measured) if writes else []
         if self._asked:
             return told
@@ -235,19 +237,21 @@ class Course:
 
     def _doubted(self, now: float, measured: StepTimes) -> list[Decision]:
         """Compare step times with what was expected: begin a new search at another pace, or doubt the measurement."""
-        before, best, aside = self.search.measured_at(measured.point), self.search.best, self._doubt.taken()
-        ratio = self._doubt.other_pace(measured, before)
-        if ratio is not None:
+        before, best = self.search.measured_at(measured.point), self.search.best
+        aside = self._slowdown_check.pop_set_aside()
+        ratio = self._slowdown_check.step_time_ratio(measured, before)
+        if ratio is not None:  # the same point at another pace
             self._budget.change_pace(ratio)
             self.search = self.search.begun_again()
-            times = f"steps take {ratio:.2f} times as long as when the same was measured before"
+            times = f"steps take {ratio:.2f} times as long as when the same config was measured before"
             return self._say(now, "reopen", f"the search begins again: {times}")
         if aside is not None:
             self.search.tell(aside)
         elif best is not None and before is None and best.point != measured.point:
             expected, unsure = self.search.seconds_at(measured.point), self.search.unsure_at(measured.point)
-            if self._doubt.is_doubtful(measured, expected, unsure):
-                return [*self._close(measured), *self._back(now, best, "has the pace of the job changed?")]
+            if self._slowdown_check.is_doubtful(measured, expected, unsure):
+                why = "to see whether the pace of the job has changed"
+                return [*self._close(measured), *self._back(now, best, why)]
         return []
 
     def _measure_anew(self, now: float, why: str) -> list[Decision]:
@@ -279,6 +283,7 @@ class Course:
         )
 
     def _changed_inside(self, seen: MeasuredSteps) -> list[Decision]:
+        """Note that the job itself has put another revision in force, as when memory runs out; the point is refused."""
         open_, self._num_elsewhere = self._book.open, -1
         self.search.refuse(self.here, "the job itself changed it")
         if open_ is None:
@@ -292,20 +297,22 @@ class Course:
         return self._tuning.goal is not None and self.rate(best.seconds) >= self._tuning.goal
 
     def _settle(self, now: float, best: StepTimes, why: str) -> list[Decision]:
+        """End the search at the best point, and tell people once."""
         if best.point != self.here:
             return self._back(now, best, why)
         was_told = self.stage == "settled"
         self._rest()
         if was_told or (self._last is not None and self._is_told(best)):
             return []
-        return self._say(now, "settle", f"stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
+        return self._say(now, "settle", f"the config stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
 
     def _is_told(self, best: StepTimes) -> bool:
         """Whether the newest decision already has put the best point in force, so that people know of it."""
         last = self._book.last
         return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
 
-    def _save(self, now: float, best: StepTimes, proposal: PointProposal) -> list[Decision]:
+    def _save_up(self, now: float, best: StepTimes, proposal: PointProposal) -> list[Decision]:
+        """Train at the best point until its steps have paid for the proposed probe."""
         self._wanted = proposal.cost
         if best.point != self.here:
             return self._back(now, best, "steps at the best point so far have to pay for what is to be tried next")
@@ -313,10 +320,12 @@ class Course:
         return []
 
     def _rest(self, stage: Stage = "settled") -> None:
+        """Stay at the point in force, and watch the pace of its steps."""
         self.stage = stage
         self._watch = PaceWatch()
 
     def _back(self, now: float, best: StepTimes, why: str) -> list[Decision]:
+        """Put the best point in force again: an undo where the point in force was measured last, else a settle."""
         last = self._last
         rate = rate_in_words(self.rate(best.seconds))
         change = change_in_words(best.point, self.here)
@@ -338,7 +347,7 @@ class Course:
         self._supposed = None if before is None else replace(before, seconds=before.seconds * change.ratio)
         self.search = self.search.begun_again()
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
-        self._doubt = Doubt()
+        self._slowdown_check = SlowdownCheck()
         return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
 
     def _why(self, proposal: PointProposal, best: StepTimes) -> str:
@@ -374,7 +383,7 @@ class Course:
             found = {key: there[key] for key in there if key in found or key in self._facts.choices}
         return found
 
-    def _trial_of(self, base: _Base) -> Trial:
+    def _trial_of(self, base: _ConfigPoint) -> Trial:
         return Trial(base.point, version=base.version, revision=base.revision, probe_steps=self._probe_steps)
 
     def _say(self, now: float, kind: Kind, reason: str) -> list[Decision]:

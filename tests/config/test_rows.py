@@ -89,7 +89,7 @@ def told_of_the_key() -> dict[str, Any]:
         "choices": [free.choices["read_ahead_mb"], bounded.choices["read_ahead_mb"]],
         "words": change_in_words(Point(read_ahead_mb=64), Point()),
         "seconds": Switching(facts).seconds(Point(read_ahead_mb=32), [Point(read_ahead_mb=64)]).tolist(),
-        "apart": [len({*columns.same.tolist()}), len({*map(tuple, columns.features.tolist())})],
+        "apart": [len({*columns.shape_ids.tolist()}), len({*map(tuple, columns.features.tolist())})],
         "without a loader": Batches(micro_batch_size=4, global_batch_size=16).check(config),
     }
 

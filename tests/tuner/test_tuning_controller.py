@@ -309,9 +309,9 @@ def test_undo_takes_back_the_last_change_that_was_kept() -> None:
         ({"step_seconds": 0.0}, "a step is said to take 0"),
         ({"phases": {"data": math.nan}}, "data is said to take nan"),
         ({"phases": {"data": 10.0, "forward": 5.0}}, "the parts of a step add up to 1.5e+04 ms"),
-        ({"num_ranks": 3}, "3 of 4 ranks told of their steps"),
+        ({"num_ranks": 3}, "only 3 of 4 ranks told of their steps"),
         ({"trouble": "rank 2 is silent"}, "rank 2 is silent"),
-        ({"world_size": 5, "num_ranks": 5}, "told of by 5 ranks"),
+        ({"world_size": 5, "num_ranks": 5}, "reported for a job of 5 ranks"),
     ],
 )
 def test_what_cannot_be_trusted_decides_nothing_and_is_told_once(lie: Mapping[str, Any], reason: str) -> None:
@@ -428,7 +428,7 @@ def test_a_job_that_becomes_slow_while_something_is_tried_is_not_taken_for_a_bad
     job.seconds = lambda point: {name: 3 * each for name, each in usual(point).items()}
     told = job.run(ENOUGH)
     (reopened,) = [each for each in told if each.kind == "reopen"]
-    assert "times as long as when the same was measured before" in reopened.reason
+    assert "times as long as when the same config was measured before" in reopened.reason
     assert rate is not None and job.rate() >= 0.95 * rate / 3
     assert job.controller.standing.best_rate == pytest.approx(job.rate(), rel=0.05)
 
@@ -440,7 +440,7 @@ def test_a_bad_try_is_told_from_a_job_that_has_become_slow() -> None:
 
     job = TunedJob(seconds=seconds)
     told = job.run(ENOUGH)
-    assert any("has the pace of the job changed?" in each.reason for each in told if each.kind == "undo")
+    assert any("to see whether the pace of the job has changed" in each.reason for each in told if each.kind == "undo")
     assert "reopen" not in job.kinds() and not job.point.num_workers
     with_workers = [each for each in told if each.kind == "probe" and each.changes.get("dataloader.num_workers")]
     assert len({each.number for each in with_workers}) <= 3, "it is learnt that workers are slow here"

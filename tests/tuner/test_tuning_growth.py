@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts, LearningFacts, MemoryFacts, PassesMemory
-from elastic_ext.tuner.batch_efficiency import Sizes, facts_at, sizes_of
+from elastic_ext.tuner.batch_efficiency import AllowedBatchSizes, allowed_sizes, facts_at
 from elastic_ext.tuner.decisions import Decision
 from elastic_ext.tuner.memory import JobMemory
 from elastic_ext.tuner.space import Point, point_of
@@ -102,7 +102,7 @@ def test_a_size_is_a_probe_that_is_measured_and_says_what_it_means_to_what_is_le
     assert "a sample teaches 0.898 times as much" in first.reason and "learning rates become 1.41 times" in first.reason
     assert "(sqrt)" in first.reason
     (ended,) = [each for each in job.told if each.number == first.number and each.outcome]
-    assert ended.outcome == "kept" and "it learns 1." in ended.reason
+    assert ended.outcome == "kept" and "training learns 1." in ended.reason
     assert ended.before and ended.predicted and ended.measured
     assert ended.measured == pytest.approx(ended.predicted, rel=0.15) and ended.measured > 1.2 * ended.before
     for each in job.told:
@@ -150,12 +150,12 @@ def test_why_steps_do_not_grow_is_said_once() -> None:
     values = {"dataloader.batch_size": 16}
     job = _grown(_facts(values=values), {**KNOBS, "optimizer.learning_rate": (1e-4, 1e-2)})
     (told,) = [each.reason for each in job.told if each.kind == "hold"]
-    assert "the job tells of no rate" in told and job.size == FIRST
+    assert "the job tells of no learning rate" in told and job.size == FIRST
 
 
 def test_as_long_as_noise_is_not_known_that_is_said_where_it_stands() -> None:
     job = _grown(_facts(None))
-    assert "once it is known how noisy their gradients are" in job.controller.standing.sentence
+    assert "once it is known how noisy gradients are" in job.controller.standing.sentence
     assert "hold" not in job.kinds()
     job.tell_facts(learning=LearningFacts(rule="sqrt", first_batch=FIRST, noise_scale=2000.0))
     job.run(ENOUGH)
@@ -483,7 +483,7 @@ def test_in_advise_mode_it_is_said_once_and_nothing_is_written() -> None:
     job.run(ENOUGH)
     said = [each for each in job.told if "global_batch_size" in each.changes]
     assert [each.kind for each in said] == ["advise"] and job.size == FIRST and job.version == 1
-    assert "it learns" in said[0].reason and said[0].predicted
+    assert "training learns" in said[0].reason and said[0].predicted
 
 
 def test_no_more_than_a_goal_is_asked_of_sizes() -> None:
@@ -564,8 +564,8 @@ def test_sizes_are_whole_within_bounds_and_what_a_sample_teaches_falls(
         choices=CHOICES, share=share, world_size=num_replicas, learning=learning, values={"dataloader.batch_size": 1}
     )
     most = int(times * present)
-    sizes = sizes_of(facts, TuningSection(knobs={"global_batch_size": (1, most)}))
-    assert isinstance(sizes, Sizes)
+    sizes = allowed_sizes(facts, TuningSection(knobs={"global_batch_size": (1, most)}))
+    assert isinstance(sizes, AllowedBatchSizes)
     larger, smaller = sizes.larger(), sizes.smaller()
     assert all(present < size <= min(most, 2 * present + num_replicas) for size in larger)
     assert all(size % num_replicas == 0 for size in larger)
@@ -573,7 +573,7 @@ def test_sizes_are_whole_within_bounds_and_what_a_sample_teaches_falls(
     assert larger or most < present + num_replicas
     ladder = sorted({*larger, present, *smaller})
     efficiencies = [sizes.efficiency(size, noise) for size in ladder]
-    factors = [sizes.rate_factor(size, noise) for size in ladder]
+    factors = [sizes.learning_rate_factor(size, noise) for size in ladder]
     assert all(one >= other * (1 - 1e-12) for one, other in itertools.pairwise(efficiencies))
     assert all(one <= other * (1 + 1e-12) for one, other in itertools.pairwise(factors))
     assert all(
@@ -585,7 +585,7 @@ def test_sizes_are_whole_within_bounds_and_what_a_sample_teaches_falls(
 def test_where_noise_is_no_longer_known_a_try_is_judged_by_what_was_known_as_it_began() -> None:
     job = _in_a_try(facts=_facts(1e6))
     job.tell_facts(learning=LearningFacts(rule="sqrt", first_batch=FIRST, noise_scale=None))
-    while job.controller.standing.stand == "probing" and "of another size" in job.controller.standing.sentence:
+    while (now := job.controller.standing).stand == "probing" and "another global batch size" in now.sentence:
         job.run(1)
     ended = [each for each in job.told if each.outcome and "global_batch_size" in each.changes][-1]
     assert ended.outcome == "kept" and "as was expected of noise" in ended.reason

@@ -181,7 +181,7 @@ def test_the_same_measurements_give_the_same_numbers() -> None:
 def test_points_that_come_to_the_same_have_the_same_number() -> None:
     same = columns_of(
         [START, START._replace(prefetch_factor=8), START._replace(unit=4), START._replace(batch_size=4)], _facts()
-    ).same
+    ).shape_ids
     assert list(same) == [0, 0, 0, 1]
 
 
@@ -193,6 +193,6 @@ def test_what_is_gathered_further_ahead_is_waited_for_less() -> None:
     said = phases_of(_numbers(near=3e-11), columns, facts.share)
     nothing, usual, one, two, plain = said["passes"].tolist()
     assert nothing > usual == one > two > plain
-    assert columns.same[1] == columns.same[2] != columns.same[3]
+    assert columns.shape_ids[1] == columns.shape_ids[2] != columns.shape_ids[3]
     few = columns_of([sharded._replace(unit=12, prefetch=ahead) for ahead in (1, 2, 5)], facts)
-    assert len(set(few.same.tolist())) == 1, "there is one unit besides"
+    assert len(set(few.shape_ids.tolist())) == 1, "there is one unit besides"

@@ -186,7 +186,7 @@ def test_a_size_that_never_came_into_force_is_gone_back_from() -> None:
     job.tell_facts()
     for _ in range(20):
         job.controller.see(job.now, job.seen())
-    assert "of another size" not in job.controller.standing.sentence
+    assert "another global batch size" not in job.controller.standing.sentence
 
 
 def _config(job: TunedJob, version: int, decision: Decision) -> ElasticConfig:
