@@ -15,7 +15,16 @@ from elastic_ext.records.metrics import ADDED_UP, NodeCalibration, StepCensus, S
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 
-__all__ = ["RankView", "Roofline", "Weighed", "is_usable", "merged", "replicas_of", "weigh", "why_not"]
+__all__ = [
+    "RankBreakdown",
+    "RankView",
+    "Roofline",
+    "breakdown_of",
+    "is_usable",
+    "merged",
+    "replicas_of",
+    "why_no_verdict",
+]
 
 _LEAST_STEPS = 3
 _MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
@@ -63,7 +72,7 @@ class Roofline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weighed:
+class RankBreakdown:
     """Where one rank's time goes: a step by phase, shares of all time, waiting, and time without a processor."""
 
     rank: int
@@ -151,7 +160,7 @@ def replicas_of(window: StepWindow, told: int | None) -> int:
     return told if told is not None and 0 < told <= _MOST else max(window.world_size, 1)
 
 
-def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
+def why_no_verdict(views: Sequence[RankView], *, is_partial: bool) -> str | None:
     """Why no verdict can be made from these ranks' windows together; None where one can."""
     if not views:
         return "no rank has told where its time goes yet"
@@ -172,12 +181,12 @@ def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
     fewest = min(windows, key=lambda each: (each.num_steps, each.rank))
     if fewest.num_steps < _LEAST_STEPS:
         return f"too few steps have ended: {fewest.num_steps} on rank {fewest.rank}; {_LEAST_STEPS} are needed"
-    if not all(weigh(view).step_seconds > 1 / _MOST for view in views):
+    if not all(breakdown_of(view).step_seconds > 1 / _MOST for view in views):
         return "there are ranks whose steps took no time"
     return None
 
 
-def weigh(view: RankView) -> Weighed:
+def breakdown_of(view: RankView) -> RankBreakdown:
     """One rank's time in the parts that a verdict is made from; its window holds steps."""
     window = view.window
     seconds = _by_phase(window.seconds)
@@ -187,7 +196,7 @@ def weigh(view: RankView) -> Weighed:
     if trace is not None and not _is_told(trace):
         trace = None
     whole = _with_waits(step, trace)
-    return Weighed(
+    return RankBreakdown(
         rank=view.rank,
         host=view.host,
         step=whole,

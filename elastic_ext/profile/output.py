@@ -19,7 +19,7 @@ from .reader import present_windows, profile_file, read_calibration, read_census
 from .summary import StepProfile, flops_share, line_of, summary_of
 from .verdict import Verdict, verdict
 
-__all__ = ["Showing", "Sink", "Sinks", "TensorBoardSink", "TrainingFacts"]
+__all__ = ["ProfileOutput", "Sink", "Sinks", "TensorBoardSink", "TrainingFacts"]
 
 _logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class TrainingFacts:
     """Whether passes wait for parameters of other ranks."""
 
 
-class Showing:
+class ProfileOutput:
     """One rank's profile as it is shown: metrics, a line of the log, and sinks; ``see`` each window, then ``close``."""
 
     def __init__(
@@ -156,14 +156,14 @@ class Showing:
         rank: int,
         hosts: Sequence[str],
         every_seconds: float,
-        know: Callable[[], TrainingFacts],
+        facts: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
         """``hosts`` are all ranks' hosts. Lines come after ``every_seconds`` of training; with 0 there are none."""
         self._folder = folder
         self._rank, self._hosts = rank, tuple(hosts)
         self._every_seconds = every_seconds
-        self._know = know
+        self._facts = facts
         self._sinks = sinks
         self._last: StepWindow | None = None
         self._windows: list[StepWindow] = []  # since the last line, under one config
@@ -177,15 +177,15 @@ class Showing:
         if self._rank > 0:
             return
         if self._sinks.are_there:
-            profile = summary_of([window], num_replicas=self._know().num_replicas)
+            profile = summary_of([window], num_replicas=self._facts().num_replicas)
             if profile is not None:
                 self._sinks.write(profile)
         if self._every_seconds > 0:
             self._keep(window)
 
-    def measured(self, measures: Measures) -> Measures:
+    def with_profile(self, measures: Measures) -> Measures:
         """``measures`` with facts of the training, and with where the time went in the last window."""
-        known = self._know()
+        known = self._facts()
         measures = replace(measures, **asdict(known))
         last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
         if last is None:
@@ -216,7 +216,7 @@ class Showing:
         windows, self._windows, self._seconds = self._windows, [], 0.0
         if not windows or not _logger.isEnabledFor(logging.INFO):
             return
-        known = self._know()
+        known = self._facts()
         profile = summary_of(windows, num_replicas=known.num_replicas)
         if profile is None:
             return
@@ -233,7 +233,7 @@ class Showing:
         num_each = _MOST_READ // len(others) if others else len(windows)
         tails = tails_of(self._folder, others, num_each)
         found = present_windows({**tails, self._rank: windows[-num_each:]}, seconds=seconds)
-        measures = self.measured(Measures())
+        measures = self.with_profile(Measures())
         views = [
             view_of(
                 row,

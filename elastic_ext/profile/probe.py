@@ -41,7 +41,7 @@ Mark = Callable[[int], int]
 class PassWatcher(Protocol):
     """Observes the inputs, outputs and gradients of a model's passes."""
 
-    def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def see_inputs(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """A forward pass begins, with these arguments."""
 
     def see_outputs(self, outputs: Any) -> None:
@@ -76,12 +76,12 @@ class Probe:
         self._model, self._optimizers = model, tuple(optimizers)
         self._num_compiled = num_graphs_compiled()
         self._is_inside = False  # a micro-step that is looked at
-        self._is_passed = False  # inside of one that is not
+        self._is_unmeasured = False  # inside of one that is not
         self._depth = 0  # calls of the model within one another
         self._is_in_pass = False  # a backward pass
         self._has_rows = False  # of this micro-step
         self._thread = 0  # that trains
-        self._besides = self._between = Phase.OTHER.value  # passes, and steps
+        self._phase_beside_passes = self._phase_between_steps = Phase.OTHER.value  # passes, and steps
         self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
 
     def attach(self) -> None:
@@ -115,22 +115,22 @@ class Probe:
     def enter_micro_step(self) -> None:
         """Begin a micro-step that is measured; the loop has its batch."""
         self._thread = get_ident()
-        self._is_inside, self._is_passed = True, False
+        self._is_inside, self._is_unmeasured = True, False
         self._depth, self._is_in_pass = 0, False  # whatever became of the one before
         self._has_rows = False
-        self._besides = Phase.OTHER
+        self._phase_beside_passes = Phase.OTHER
         if not self.has_seen:
             self._mark(Phase.STEP)  # nobody knows whether the model will be
         else:
             self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
-    def pass_micro_step(self) -> None:
+    def enter_unmeasured_micro_step(self) -> None:
         """Begin a micro-step that is not measured."""
-        self._is_passed = True
+        self._is_unmeasured = True
 
     def leave_micro_step(self) -> None:
         """End a micro-step: what comes is no part of a step."""
-        self._is_inside = self._is_passed = False
+        self._is_inside = self._is_unmeasured = False
         self._depth = 0
         if self._leaves:
             self._forget_leaves()
@@ -161,7 +161,7 @@ class Probe:
             act = dynamo.disable(act)  # called beside a graph, its frames are none of the compiler's
 
         def hook(*arguments: Any) -> None:
-            if is_compiling() or self._is_passed:  # a compiler reads no further than to the first
+            if is_compiling() or self._is_unmeasured:  # a compiler reads no further than to the first
                 return
             act(*arguments)
 
@@ -178,7 +178,7 @@ class Probe:
             return
         if self._is_inside:
             if self.watcher is not None:
-                self.watcher.see_given(arguments, options)
+                self.watcher.see_inputs(arguments, options)
             self._mark(Phase.FORWARD)
             self.has_seen = True
             self._count((*arguments, *options.values()) if options else arguments)
@@ -192,17 +192,17 @@ class Probe:
         if self._depth > 0 or self._is_in_pass:
             return
         if not self._is_inside:
-            self._mark(self._between)
+            self._mark(self._phase_between_steps)
         elif not self._await_backward(output):
-            self._mark(self._besides)  # an evaluation
+            self._mark(self._phase_beside_passes)  # an evaluation
         elif self.watcher is not None:
             self.watcher.see_outputs(output)
 
     def _begin_evaluation(self) -> None:
         """Count a call of the model between two steps as ``Phase.OTHER``, and not as waiting for data."""
-        self._between = self._mark(Phase.OTHER)
-        if self._between != Phase.DATA:
-            self._mark(self._between)
+        self._phase_between_steps = self._mark(Phase.OTHER)
+        if self._phase_between_steps != Phase.DATA:
+            self._mark(self._phase_between_steps)
 
     def _await_backward(self, output: Any) -> bool:
         """Hook the outputs, so that a backward pass tells when it begins; gives whether one can come to them.
@@ -237,18 +237,18 @@ class Probe:
 
     def _end_backward(self) -> None:
         self._is_in_pass = False
-        self._mark(self._besides)
+        self._mark(self._phase_beside_passes)
         if self.watcher is not None:
             self.watcher.see_end_of_pass()
 
     def _before_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:
-            self._besides = Phase.OPTIMIZER  # also after passes that it asks for
+            self._phase_beside_passes = Phase.OPTIMIZER  # also after passes that it asks for
             self._mark(Phase.OPTIMIZER)
 
     def _after_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:
-            self._besides = Phase.OTHER
+            self._phase_beside_passes = Phase.OTHER
             self._mark(Phase.OTHER)
 
     def _count(self, given: Iterable[Any]) -> None:
@@ -315,8 +315,8 @@ _LEAST_TOGETHER, _MOST_TOGETHER = (
     4,
     16,
 )  # steps that are looked at one after another, for about so long: a window has some
-_MEMORY = 0.1  # how much the last step counts in what steps take
-_MOST_AT_ONCE = 4  # times what steps took, that it counts as
+_LAST_STEP_WEIGHT = 0.1  # how much the last step counts in what steps take
+_PAUSE_FACTOR = 4  # times what steps took, that it counts as
 _LEAST_SECONDS = 1e-6
 
 
@@ -330,8 +330,8 @@ class ProbePace:
     def end_step(self, seconds: float) -> int:
         """Take in the length of a measured step; gives how many of the coming steps to pass over without measuring."""
         if self._seconds:
-            seconds = min(seconds, _MOST_AT_ONCE * self._seconds)  # the rest is a pause, as for an evaluation
-            self._seconds += (seconds - self._seconds) * _MEMORY
+            seconds = min(seconds, _PAUSE_FACTOR * self._seconds)  # the rest is a pause, as for an evaluation
+            self._seconds += (seconds - self._seconds) * _LAST_STEP_WEIGHT
         else:
             self._seconds = seconds
         self._left -= 1
@@ -340,14 +340,14 @@ class ProbePace:
         self._left = steps_together(self._seconds)
         return steps_between(self._seconds)
 
-    def pass_steps(self, number: int, seconds: float) -> None:
+    def end_unmeasured_steps(self, number: int, seconds: float) -> None:
         """Take in how long so many unmeasured steps took together; a pause may be among them."""
         self._seconds = min(seconds / number, self._seconds)
 
     @property
     def long_seconds(self) -> float:
         """The length from which a step counts as much longer than usual, or had a pause before it."""
-        return _MOST_AT_ONCE * self._seconds
+        return _PAUSE_FACTOR * self._seconds
 
 
 def steps_together(seconds: float) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.records.text import on_one_line
 
-from .breakdown import RankView, weigh, why_not
+from .breakdown import RankView, breakdown_of, why_no_verdict
 
 __all__ = ["ChangeDetector", "LocalTime", "PaceChange", "Straggler", "Stragglers", "is_far", "local_times", "usual"]
 
@@ -134,8 +134,8 @@ def local_times(views: Sequence[RankView]) -> list[LocalTime]:
     """The time that each rank was busy with by itself in a round; without ranks that were not measured by phase."""
     found = []
     for view in views:
-        if why_not([view], is_partial=True) is None:
-            seen = weigh(view)
+        if why_no_verdict([view], is_partial=True) is None:
+            seen = breakdown_of(view)
             if seen.is_known:
                 found.append(
                     LocalTime(

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from elastic_ext.records.json import JsonRecord
 from elastic_ext.records.text import counted, on_one_line
 
-from .breakdown import RankView, Roofline, Weighed, merged, weigh, why_not
+from .breakdown import RankBreakdown, RankView, Roofline, breakdown_of, merged, why_no_verdict
 from .phases import COMPUTING, Phase
 from .stragglers import is_far, usual
 
@@ -24,10 +24,10 @@ __all__ = [
     "RunnerUp",
     "Verdict",
     "causes",
+    "compare_ranks",
     "computing",
     "dominating",
     "hosts_of",
-    "job_of",
     "limit",
     "merged",
     "sentence",
@@ -102,7 +102,7 @@ class RanksCompared:
     What is *usual* among them is a median, which two ranks have too: the better of both.
     """
 
-    ranks: tuple[Weighed, ...]
+    ranks: tuple[RankBreakdown, ...]
     """The time of each rank, in rank order."""
     num_missing: int
     num_steps: int
@@ -133,10 +133,10 @@ class RanksCompared:
         return usual(known) if known else None
 
 
-def job_of(views: Sequence[RankView]) -> RanksCompared:
-    """The times of several ranks side by side; ``why_not`` has to give None for these ranks."""
+def compare_ranks(views: Sequence[RankView]) -> RanksCompared:
+    """The times of several ranks side by side; ``why_no_verdict`` has to give None for these ranks."""
     ordered = sorted(views, key=lambda view: view.rank)
-    ranks = tuple(weigh(view) for view in ordered)
+    ranks = tuple(breakdown_of(view) for view in ordered)
     shares = [each.processor_share for each in ranks if each.processor_share is not None]
     workers = [view.num_workers for view in ordered if view.num_workers is not None]
     return RanksCompared(
@@ -223,7 +223,7 @@ def _in_step(job: RanksCompared, seconds: float) -> float:
     return min(seconds / job.step_seconds, 1.0) * job.in_step_share
 
 
-def _of_training(rank: Weighed, phase: Phase) -> float:
+def _of_training(rank: RankBreakdown, phase: Phase) -> float:
     training = 1 - rank.shares.get(Phase.STARTUP, 0.0) - rank.shares.get(Phase.OUTSIDE, 0.0)
     return min(rank.shares.get(phase, 0.0) / training, 1.0) if training > 0 else 0.0
 
@@ -391,7 +391,7 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
 }
 
 
-def _where(slow: Weighed, job: RanksCompared) -> tuple[Phase, float]:
+def _where(slow: RankBreakdown, job: RanksCompared) -> tuple[Phase, float]:
     """The phase that makes most of what a slow rank takes longer than usual, and its seconds."""
     phases = (Phase.DATA, Phase.TRANSFER, *COMPUTING, Phase.OTHER)
     beyond = {
@@ -473,10 +473,10 @@ class Verdict(JsonRecord):
 
 def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
     """What holds up the job of these ranks, given in any order; ``is_partial`` where ranks may be missing."""
-    reason = why_not(views, is_partial=is_partial)
+    reason = why_no_verdict(views, is_partial=is_partial)
     if reason is not None:
         return Verdict(kind="unknown", text=on_one_line(f"unknown: {reason}"))
-    job = job_of(views)
+    job = compare_ranks(views)
     first, rest = _ranked(job)
     contended = job.processor_share is not None and job.processor_share < _CONTENDED
     return Verdict(

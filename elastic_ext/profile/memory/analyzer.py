@@ -23,12 +23,12 @@ from .lines import Peaks, correction, lines_through, sizes_up_to
 from .prediction_request import (
     Factory,
     batch_dim,
+    describe,
     dtype_name,
     names_of,
     num_bytes_of,
     optimizer_kinds,
     parameter_kinds,
-    told,
 )
 from .process import MemoryAnalysis
 from .questions import Question
@@ -222,7 +222,7 @@ class Analyzer:
         if self.wants_batch:
             self._batch = batch
 
-    def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def see_inputs(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """Take in the inputs of a forward pass that begins."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # where sizes are no numbers
             return
@@ -267,7 +267,7 @@ class Analyzer:
             key = self._sampled
         if not is_wanted or self._num_samples >= _MOST_SAMPLES:
             return
-        if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.is_given()):
+        if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.can_sample()):
             return
         self._num_samples += 1
         self._tried.add(key)
@@ -433,9 +433,9 @@ def _shapes_of(
     return _Shapes(
         num_samples=num_samples,
         num_rows=num_rows,
-        given=told(arguments, num_rows, dim),
-        options=told(options, num_rows, dim),
-        batch=None if batch is None else told(batch, num_rows, dim),
+        given=describe(arguments, num_rows, dim),
+        options=describe(options, num_rows, dim),
+        batch=None if batch is None else describe(batch, num_rows, dim),
         autocast=dtype_name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
     )
 

@@ -138,7 +138,7 @@ class Readiness:
         """Whether no sample can be taken for a while, or at all."""
         return self.is_hopeless or time.monotonic() < self._try_at
 
-    def is_given(self) -> bool:
+    def can_sample(self) -> bool:
         """Whether a sample can be taken now, and nobody else uses the profiler, which there is one of."""
         if self._device.type == "cuda":
             return True

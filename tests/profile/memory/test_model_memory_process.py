@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.memory.prediction_request import optimizer_kinds, parameter_kinds, told
+from elastic_ext.profile.memory.prediction_request import describe, optimizer_kinds, parameter_kinds
 from elastic_ext.profile.memory.process import MemoryAnalysis
 from elastic_ext.profile.memory.questions import IS_ANALYSIS, MemoryAnswer, Origin, Question, refuse_in_analysis
 from tests.profile.memory.test_model_memory import accounted, rows, words
@@ -44,9 +44,9 @@ def question_of(
         "parameters": parameter_kinds(model),
         "is_training": True,
         "autocast": None,
-        "given": told((batch[0],), size, 0),
-        "options": told({}, size, 0),
-        "batch": told(batch, size, 0),
+        "given": describe((batch[0],), size, 0),
+        "options": describe({}, size, 0),
+        "batch": describe(batch, size, 0),
         "keeps_outputs": False,
         "blocks": (),
         "micro_batches": (size,),
@@ -134,7 +134,7 @@ def test_outputs_that_the_loop_holds_are_counted() -> None:
 @pytest.mark.slow
 def test_a_model_that_gives_its_loss_needs_no_function() -> None:
     model, batch = memory_models.with_loss(), rows(4)
-    given = told(batch, 4, 0)
+    given = describe(batch, 4, 0)
     answers = answers_to(question_of("with_loss", model, batch, loss=None, given=given, batch=None))
     assert any(each.passes is not None for each in answers)
     problem = problem_of(question_of("layers", memory_models.layers(), batch, loss=None, batch=None))
@@ -199,7 +199,7 @@ def test_closing_ends_it_whatever_it_is_at() -> None:
 
 
 def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> None:
-    question = question_of("layers", memory_models.layers(), rows(4), options=told({"text": "x" * (1 << 20)}, 4, 0))
+    question = question_of("layers", memory_models.layers(), rows(4), options=describe({"text": "x" * (1 << 20)}, 4, 0))
     sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
     assert problem_of(question, most_seconds=1.0, command=sleeps) == "it was not worked out within 1 seconds"
     with asked(question, command=sleeps) as asking:
@@ -212,7 +212,7 @@ def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> 
 
 
 def test_a_question_longer_than_a_pipe_is_answered() -> None:
-    batch = told((*rows(4), "x" * (1 << 20)), 4, 0)
+    batch = describe((*rows(4), "x" * (1 << 20)), 4, 0)
     answers = answers_to(question_of("layers", memory_models.layers(), rows(4), batch=batch))
     assert [each.problem for each in answers if each.problem is not None] == []
     assert any(each.passes is not None for each in answers)
