@@ -65,7 +65,6 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
     if window.num_steps == 0:
         return None
     training = training_seconds(window)
-    shares = breakdown_of(RankView(host="", window=window)).shares
     return StepProfile(
         time=window.end,
         step=window.step,
