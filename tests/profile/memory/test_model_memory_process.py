@@ -159,8 +159,8 @@ def test_what_is_printed_is_no_answer() -> None:
         ("other_names", memory_models.layers, "the model that is trained has no 1.bias"),
         ("no_module", memory_models.layers, "model_factory gives a str; allowed: a torch.nn.Module"),
         ("picks", memory_models.picks, "a step on tensors without memory failed: DynamicOutputShapeException"),
-        ("exits", memory_models.layers, "importing it in another process failed: SystemExit: 3"),
-        ("kills_itself", memory_models.layers, "the process that works it out was killed by SIGABRT"),
+        ("exits", memory_models.layers, "importing the code of model_factory in another process failed: SystemExit: 3"),
+        ("kills_itself", memory_models.layers, "the process that works out what steps take was killed by SIGABRT"),
         (
             "takes_memory",
             memory_models.layers,
@@ -183,7 +183,7 @@ def test_a_loss_that_is_none_is_told() -> None:
 def test_it_takes_no_longer_than_it_may_and_no_process_stays() -> None:
     with asked(question_of("is_slow", memory_models.layers(), rows(4)), most_seconds=2.0) as asking:
         assert asking.wait(WAIT_SECONDS)
-        assert [each.problem for each in asking.answers] == ["it was not worked out within 2 seconds"]
+        assert [each.problem for each in asking.answers] == ["what steps take was not worked out within 2 seconds"]
     assert children() == []
 
 
@@ -201,7 +201,9 @@ def test_closing_ends_it_whatever_it_is_at() -> None:
 def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> None:
     question = question_of("layers", memory_models.layers(), rows(4), options=describe({"text": "x" * (1 << 20)}, 4, 0))
     sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
-    assert problem_of(question, most_seconds=1.0, command=sleeps) == "it was not worked out within 1 seconds"
+    assert problem_of(question, most_seconds=1.0, command=sleeps) == (
+        "what steps take was not worked out within 1 seconds"
+    )
     with asked(question, command=sleeps) as asking:
         until = time.monotonic() + WAIT_SECONDS
         while not children("sleep(600)"):
@@ -228,7 +230,7 @@ def test_what_is_no_text_in_the_path_of_modules_is_passed_over(monkeypatch: pyte
 
 def test_a_process_that_cannot_be_started_is_told() -> None:
     problem = problem_of(question_of("layers", memory_models.layers(), rows(4)), command=("/nowhere/python",))
-    assert "the process that works it out failed" in problem and "/nowhere/python" in problem
+    assert "the process that works out what steps take failed" in problem and "/nowhere/python" in problem
 
 
 def test_what_is_no_answer_is_told() -> None:
@@ -236,7 +238,7 @@ def test_what_is_no_answer_is_told() -> None:
     assert "not worked out" not in (
         told := problem_of(question_of("layers", memory_models.layers(), rows(4)), command=says)
     )
-    assert "the process that works it out failed" in told
+    assert "the process that works out what steps take failed" in told
 
 
 def children(words: str = "analysis_process") -> list[int]:
