@@ -32,13 +32,13 @@ __all__ = [
 
 
 # --- what a rank's windows say of its processes: which belong together, in which order, where time is missing --------
-# A *life* is one process's windows, as far as they could be read. A *training* is all that was done from a step 0 on;
-# a run directory holds several where a job was started in it from the beginning more than once.
+# A *ProcessProfile* is one process's windows, as far as they could be read. A *training* is all that was done from a
+# step 0 on; a run directory holds several where a job was started in it from the beginning more than once.
 
 _STARTUP = Phase.STARTUP.label
-_TOUCHING_SECONDS = 1e-3
-_MOST_WINDOWS = 40_000
-_SHORT_SECONDS = 1.0
+_TOUCHING_SECONDS = 1e-3  # windows that lie this close to one another have no gap between them
+_MOST_WINDOWS = 40_000  # kept of one file without merging neighbours
+_SHORT_SECONDS = 1.0  # half of the length up to which neighbours are merged at first
 _MOST_AT_ONCE = 8
 """How many processes may write into one file at the same time; there should be one."""
 
@@ -92,7 +92,7 @@ def processes_of(windows: Iterable[StepWindow]) -> list[ProcessProfile]:
     Of very many windows, neighbours are merged, so that the memory for them stays small.
     """
     found: list[list[StepWindow]] = []
-    lines: list[tuple[int, int]] = []  # of each the first and the last
+    lines: list[tuple[int, int]] = []  # the first and the last line of each process in ``found``
     num_kept, most, longest = 0, _MOST_WINDOWS, _SHORT_SECONDS
     for line, window in enumerate(windows):
         num_kept += 1
@@ -110,7 +110,7 @@ def processes_of(windows: Iterable[StepWindow]) -> list[ProcessProfile]:
             found.append([window])
             lines.append((line, line))
     processes: list[ProcessProfile] = []
-    ends: list[tuple[int, float]] = []  # the last line of each, and when it had ended
+    ends: list[tuple[int, float]] = []  # the last line of each process, and when the process had ended
     for each, (first, last) in zip(found, lines, strict=True):
         over = [end for line, end in ends[-_MOST_AT_ONCE:] if line < first]
         processes.append(_on_a_clock_that_goes_on(each, max(over, default=float("-inf"))))
@@ -147,14 +147,14 @@ def pieces_of(processes: Sequence[ProcessProfile]) -> list[WindowPiece]:
     ]
     every.sort(key=lambda each: each[0])
     pieces: list[WindowPiece] = []
-    told = float("-inf")
+    covered_until = float("-inf")
     for begin, window, process, first_step in every:
         end = window.end + process.shift_seconds
-        if begin < told + _TOUCHING_SECONDS:
-            begin = told
+        if begin < covered_until + _TOUCHING_SECONDS:
+            begin = covered_until
         if end > begin:
             pieces.append(WindowPiece(window=window, process=process, begin=begin, end=end, first_step=first_step))
-            told = end
+            covered_until = end
     return pieces
 
 
@@ -168,7 +168,7 @@ def trainings_of(processes: Sequence[ProcessProfile], launches: Sequence[float] 
     before: ProcessProfile | None = None
     num_steps = 0
     for process in processes:
-        if before is None or (num_steps > 0 and _is_afresh(process, before, launches)):
+        if before is None or (num_steps > 0 and _is_new_training(process, before, launches)):
             begins.append(process.begin)
             num_steps = 0
         num_steps += sum(each.num_steps for each in process.windows)
@@ -191,7 +191,7 @@ def _begun(process: ProcessProfile) -> float:
     return process.windows[0].end + process.shift_seconds if process.is_whole else process.begin
 
 
-def _is_afresh(process: ProcessProfile, before: ProcessProfile, launches: Sequence[float] | None) -> bool:
+def _is_new_training(process: ProcessProfile, before: ProcessProfile, launches: Sequence[float] | None) -> bool:
     if not process.is_whole or process.first_step != 0 or process.restart > before.restart:
         return False
     return launches is None or any(before.begin < each <= _begun(process) for each in launches)
@@ -238,8 +238,8 @@ def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> Process
 
     ``until`` is when the process before had ended: the clock was put back since.
     """
-    is_late = windows[0].end < until
-    return ProcessProfile(windows=tuple(windows), shift_seconds=until - windows[0].begin if is_late else 0.0)
+    is_put_back = windows[0].end < until
+    return ProcessProfile(windows=tuple(windows), shift_seconds=until - windows[0].begin if is_put_back else 0.0)
 
 
 def _goes_on(before: StepWindow, window: StepWindow) -> bool:
@@ -309,14 +309,15 @@ _LOOKED_AT = tuple(
     phase.label
     for phase in (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.OTHER)
 )
+"""The phases that the time of unmeasured steps is divided into, as it was in measured ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingHistory:
-    """What is known of a training from others than the rank itself: starts on all ranks, failures, launchers."""
+    """What other files than a rank's own say of a training: starts on all ranks, failures, and launchers."""
 
     begun: tuple[tuple[float, int], ...] = ()
-    """The starts of training on any rank: when, and the step that it went on from."""
+    """The starts of training on any rank: when, and the step from which training went on."""
     failures: tuple[float, ...] = ()
     """When processes were seen to have failed, or to hang."""
     stopped: tuple[tuple[float, float], ...] = ()
@@ -402,8 +403,8 @@ def ledger_of_slices(slices: Sequence[Slice]) -> Ledger:
 def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]]) -> Ledger:
     """The ledger of a job, from those of all ranks; ``spans`` is from when to when each rank was known.
 
-    Each entry is a mean over the ranks that there were, so that it adds up to the job's wall time; a moment at which no
-    rank was known is one at which nothing was running.
+    Each entry is a mean over the ranks that there were, so that all entries add up to the job's wall time; a moment at
+    which no rank was known is one at which nothing was running.
     """
     known = _union_seconds(spans)
     wall = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
@@ -412,16 +413,22 @@ def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]
         total += ledger.wall_seconds
         for entry, spent in ledger.seconds.items():
             seconds[entry] += spent
-    scale = known / total if total > 0 else 0.0
+    scale = known / total if total > 0 else 0.0  # from seconds of all ranks together to seconds of the job
     seconds = {entry: spent * scale for entry, spent in seconds.items()}
     seconds[TimeUse.STOPPED] += max(wall - known, 0.0)
     return Ledger(wall_seconds=wall, seconds=seconds)
 
 
 def _kept(pieces: Sequence[WindowPiece], history: TrainingHistory) -> list[float]:
-    """The share of each piece's steps that was not taken again later."""
+    """The share of each piece's steps that was not taken again later.
+
+    From the last piece to the first, ``lowest`` is the lowest step from which training went on later, on any rank. Of a
+    piece in which training went from step 10 to step 20, all is kept where ``lowest`` is 20 or more, half where it is
+    15, and nothing where it is 10 or less. A piece that ends at its first step is lost where ``lowest`` is before that,
+    and one in which training went back counts as kept.
+    """
     kept = [1.0] * len(pieces)
-    lowest = float("inf")  # the step that later ones went on from
+    lowest = float("inf")
     begun = sorted(history.begun, reverse=True)
     number = 0
     for index in range(len(pieces) - 1, -1, -1):
@@ -502,8 +509,8 @@ def _slices_without_process(begin: float, end: float, history: TrainingHistory, 
 
 def _union_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """How many seconds at least one of these spans covers."""
-    total, told = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):
-        total += max(end - max(begin, told), 0.0)
-        told = max(told, end)
+        total += max(end - max(begin, covered_until), 0.0)
+        covered_until = max(covered_until, end)
     return total

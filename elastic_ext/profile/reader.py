@@ -211,6 +211,7 @@ def _is_startup(window: StepWindow) -> bool:
 
 
 def _job_of(window: StepWindow) -> tuple[int, int]:
+    """What is the same in all windows of the processes that train together."""
     return window.restart, window.world_size
 
 

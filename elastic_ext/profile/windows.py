@@ -63,11 +63,11 @@ class WindowAccumulator:
         self._clock = clock
         self._first = self._young_since = self._opened = clock()
         self._due = self._opened + _LEAST_SECONDS
-        self._at_open = [0] * (2 * len(Phase))  # what was spent then
-        self._steps: list[tuple[Spent, Spent]] = []  # as some began that were looked at one by one, and as they ended
-        self._num_detailed, self._stride = 0, 1
+        self._at_open = [0] * (2 * len(Phase))  # the time spent by phase as the window began
+        self._steps: list[tuple[Spent, Spent]] = []  # of some measured steps: the time spent as it began, as it ended
+        self._num_detailed, self._stride = 0, 1  # measured steps; every ``_stride``-th of them is in ``_steps``
         self._num_steps = self._num_samples = 0
-        self._counts = 0, 0
+        self._counts = 0, 0  # tokens, bytes
         self._is_settled = True  # as the window began
         self._config = 0, 0  # that was in force as the window began
 
@@ -91,7 +91,7 @@ class WindowAccumulator:
         return self._clock() >= self._due
 
     def end_unmeasured_steps(self, number: int) -> bool:
-        """Count steps that ended without being measured by phase; gives whether it is time to end the window."""
+        """Count so many steps that were not measured phase by phase; gives whether it is time to end the window."""
         self._num_steps += number - 1
         return self.end_step(is_detailed=False)
 
