@@ -67,7 +67,9 @@ class Sinks:
             except Exception:
                 self._sinks.remove(sink)
                 _logger.warning(
-                    "%s could not be written, and is dropped; training goes on", type(sink).__name__, exc_info=True
+                    "the profile could not be written to %s, which is dropped; training goes on",
+                    type(sink).__name__,
+                    exc_info=True,
                 )
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ def _scalars(profile: StepProfile) -> Iterator[tuple[str, float]]:
 
 _MOST_READ = 16
 """How many windows of other ranks are read for one line of the log: each takes about 35 µs."""
-_MOST_KEPT = 1024  # of the rank's own
+_MOST_KEPT = 1024  # windows of this rank since the last line of the log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +149,7 @@ class TrainingFacts:
 
 
 class ProfileOutput:
-    """One rank's profile as it is shown: metrics, a line of the log, and sinks; ``see`` each window, then ``close``."""
+    """Writes one rank's profile to metrics, the log and sinks: ``see`` each window as it ends, then ``close``."""
 
     def __init__(
         self,
@@ -159,15 +161,18 @@ class ProfileOutput:
         facts: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
-        """``hosts`` are all ranks' hosts. Lines come after ``every_seconds`` of training; with 0 there are none."""
+        """``hosts`` are all ranks' hosts. A line is logged after ``every_seconds`` of training; with 0 there is none.
+
+        ``facts`` gives the facts of the training as they are now.
+        """
         self._folder = folder
         self._rank, self._hosts = rank, tuple(hosts)
         self._every_seconds = every_seconds
         self._facts = facts
         self._sinks = sinks
         self._last: StepWindow | None = None
-        self._windows: list[StepWindow] = []  # since the last line, under one config
-        self._seconds = 0.0  # of them, and of those under the config before
+        self._windows: list[StepWindow] = []  # since the last line, under the config of the last window
+        self._seconds = 0.0  # of training since the last line, under earlier configs too
 
     def see(self, window: StepWindow) -> None:
         """Take in a window that has ended: write it to the sinks, and log a line where one is due."""
@@ -184,7 +189,7 @@ class ProfileOutput:
             self._keep(window)
 
     def with_profile(self, measures: Measures) -> Measures:
-        """``measures`` with facts of the training, and with where the time went in the last window."""
+        """The measures of a rank with facts of the training, and with where the time went in the last window."""
         known = self._facts()
         measures = replace(measures, **asdict(known))
         last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
@@ -200,7 +205,7 @@ class ProfileOutput:
 
     def close(self) -> None:
         """Log the line of the last steps, and close the sinks. Closing twice is allowed."""
-        self._tell()
+        self._log_line()
         self._sinks.close()
 
     def _keep(self, window: StepWindow) -> None:
@@ -210,9 +215,10 @@ class ProfileOutput:
         del self._windows[:-_MOST_KEPT]
         self._seconds += window.length - window.seconds.get(Phase.OUTSIDE.label, 0.0)
         if self._seconds >= self._every_seconds:
-            self._tell()
+            self._log_line()
 
-    def _tell(self) -> None:
+    def _log_line(self) -> None:
+        """Log one line about the windows since the last line, with the verdict on them."""
         windows, self._windows, self._seconds = self._windows, [], 0.0
         if not windows or not _logger.isEnabledFor(logging.INFO):
             return

@@ -1,4 +1,4 @@
-"""Recorder: a rank's profile: it hears from the trainer what the rank does, from the probe what a step does."""
+"""Recorder: makes a rank's profile, from what the trainer tells the rank's heartbeat and from the probe's phases."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _PHASES = {
 }
 _OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
 """Activities after which steps belong to another window."""
-_MOST_LONG = 8  # steps in a row that are passed over though they take much longer than those before
-_MOST_UNTOLD = 64  # steps that were passed over, and that the window has not heard of
-_SURVEY_AFTER = 16  # steps: by then they are as they will be
+_MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
+_MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted
+_SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
 class Recorder(Pulse):
-    """A rank's profile, measured by what the rank's heartbeat is told; it passes that on to the heartbeat."""
+    """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on all calls to the heartbeat."""
 
     is_seen = True
 
@@ -52,9 +52,9 @@ class Recorder(Pulse):
         loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:
-        """``progress`` says how far training is, ``on_window`` is given each profile window as it ends.
+        """``progress`` says how far training is, and ``on_window`` is called with each profile window as it ends.
 
-        ``loader`` gives the batches, and is None where the trainer has it.
+        ``loader`` is the dataloader that the trainer was given, and None where it was given none.
         """
         self.analyzer: Analyzer | None = None
         """What measures and works out the memory that steps take."""
@@ -90,7 +90,7 @@ class Recorder(Pulse):
             return
         if not self._has_begun:
             self._begin()
-        elif self._is_changed and micro_step == 0:  # since the last step has ended: the next is none of its window
+        elif self._is_changed and micro_step == 0:  # after a change, steps belong to another window
             self._close()
         self._is_detailed = True
         self._probe.enter_micro_step()
@@ -173,7 +173,7 @@ class Recorder(Pulse):
         enter = self._timeline.enter
 
         def pass_it() -> None:
-            if self._num_unmeasured_left:  # where it waits for others, it is told of that
+            if self._num_unmeasured_left:  # a boundary that waits for other ranks says so by ``during``
                 pass_boundary()
                 return
             before = enter(Phase.AGREEMENT)
@@ -212,12 +212,12 @@ class Recorder(Pulse):
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
-        is_seen = self._is_detailed and self._probe.has_seen  # else it cannot look into this model
+        is_seen = self._is_detailed and self._probe.has_seen  # else hooks do not see this model called
         if self._windows.end_step(is_detailed=is_seen) or self._is_changed:
             self._close()
         self._num_unmeasured_left = self._pace.end_step(seconds)
         if self._num_unmeasured_left:
-            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else it sees what is no waiting for data
+            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else hooks tell evaluation from waiting
                 self._probe.detach()
             self._num_unmeasured, self._unmeasured_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)

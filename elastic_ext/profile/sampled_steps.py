@@ -1,5 +1,6 @@
-"""Surveyor: has single steps looked at more closely than the others: a census once, a trace now and then, and what
-memory they take where that is not known."""
+"""Surveyor: has single steps measured more closely than the others: a census once, a trace now and then, and samples
+of memory where it is not known what a step takes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ __all__ = ["SampleListeners", "Surveyor"]
 
 _logger = logging.getLogger(__name__)
 
-_TRACE_SECONDS = 600.0
+_TRACE_SECONDS = 600.0  # between two traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class SampleListeners:
 
 
 class Surveyor:
-    """Takes a census, traces and memory samples of single steps of one rank, once steps are as they will be."""
+    """Takes a census, traces and memory samples of single steps of one rank; the recorder tells it of steps."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class Surveyor:
         needs_trace: Callable[[], bool],
         analyzer: Analyzer | None = None,
     ) -> None:
-        """``needs_trace`` says whether passes wait for other ranks in many places, which a trace alone tells.
+        """``needs_trace`` says whether passes wait for other ranks in many places: a trace alone tells how long.
 
-        ``analyzer`` is whoever wants to know what memory steps take.
+        ``why_no_census`` gives the reason why no census can be taken, or None. ``analyzer`` measures memory.
         """
         self._timeline = timeline
         self._probe = probe
@@ -63,7 +64,7 @@ class Surveyor:
         self._analyzer = analyzer
         self._census: Census | None = None
         self._trace: Trace | None = None
-        self._trace_at = 0.0
+        self._trace_at = 0.0  # when the next trace is due, by ``time.monotonic``
         self._has_census = self._is_counting = False
         self._num_micro_steps = self._num_rows = 0
 

@@ -383,7 +383,7 @@ def test_a_sink_that_raises_is_told_of_once_and_dropped(tmp_path: Path, caplog: 
     output.close()
     assert (len(good.profiles), good.num_closed, len(bad.profiles), bad.num_closed) == (5, 1, 2, 0)
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert warning.getMessage() == "Kept could not be written, and is dropped; training goes on"
+    assert warning.getMessage() == "the profile could not be written to Kept, which is dropped; training goes on"
     with pytest.raises(ElasticError, match="training has ended"):
         sinks.add(good)
 
