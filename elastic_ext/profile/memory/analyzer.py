@@ -207,9 +207,8 @@ class Analyzer:
         self._sampled: tuple[int, float] = (0, 0.0)  # samples of the micro-step that is sampled, its recomputed share
         self._is_first = False  # whether the micro-step that is sampled is the first of its step
         self._measured: dict[tuple[int, float], Peaks] = {}
-        self._tried: set[tuple[int, float]] = (
-            set()
-        )  # the largest micro-batch and the ratio: a step's first may be smaller
+        # By the largest micro-batch and the share of blocks computed again: a step's first micro-batch may be smaller.
+        self._tried: set[tuple[int, float]] = set()
         self._update_bytes: int | None = None
         self._besides_bytes = 0
         self._num_samples = 0
