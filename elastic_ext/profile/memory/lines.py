@@ -13,7 +13,7 @@ __all__ = ["Peaks", "Stage", "Tally", "correction", "lines_through", "sizes_up_t
 
 # --- what passes take at sizes that no step has had, from those that were measured -----------------------------------
 # What was worked out for a size is corrected by what was measured; where nothing was worked out, straight lines go
-# through the measured sizes. Each stage of a step has its own line, since the stage with the peak changes with the size:
+# through the measured sizes. Each stage of a step has its own line, since the stage with the peak changes by the size:
 # a line through the peaks of whole steps would be wrong by a quarter where that happens.
 
 _MOST_TIMES = 4  # the largest that was measured: beyond, a line is a guess
