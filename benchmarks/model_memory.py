@@ -30,7 +30,13 @@ from benchmarks.memory_kinds import KINDS, Kind, blocks_of_kind, loss_of
 from elastic_ext.fsdp.blocks import recompute
 from elastic_ext.profile.memory.analyzer import ModelSizes
 from elastic_ext.profile.memory.lines import Peaks, correction, lines_through
-from elastic_ext.profile.memory.prediction_request import factory_of, names_of, optimizer_kinds, parameter_kinds, told
+from elastic_ext.profile.memory.prediction_request import (
+    describe,
+    factory_of,
+    names_of,
+    optimizer_kinds,
+    parameter_kinds,
+)
 from elastic_ext.profile.memory.process import MemoryAnalysis
 from elastic_ext.profile.memory.questions import Question
 from elastic_ext.profile.memory.samples import sample_on
@@ -179,9 +185,9 @@ def _answers(kind: Kind, sizes: Sequence[int]) -> Sequence[Any]:
         parameters=parameter_kinds(model),
         is_training=True,
         autocast=None,
-        given=told(batch[:1], COMPARED, 0),
-        options=told({}, COMPARED, 0),
-        batch=told(batch, COMPARED, 0),
+        given=describe(batch[:1], COMPARED, 0),
+        options=describe({}, COMPARED, 0),
+        batch=describe(batch, COMPARED, 0),
         keeps_outputs=False,
         blocks=names_of(model, blocks_of_kind(model)),
         micro_batches=tuple(sizes),

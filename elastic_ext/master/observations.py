@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
-from elastic_ext.profile.breakdown import Weighed, weigh
+from elastic_ext.profile.breakdown import RankBreakdown, breakdown_of
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.reader import view_of
 from elastic_ext.records.measures import Measures
@@ -144,19 +144,19 @@ def measured_steps(
     in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks whose windows cannot be.
     """
     steps: dict[int, float] = {}
-    weighed: list[Weighed] = []
+    breakdowns: list[RankBreakdown] = []
     shares: dict[Phase, list[float]] = {phase: [] for phase in IN_STEPS}  # of steps, by rank
     for rank, row in windows.items():
         view = view_of(row, host="", measures=Measures())
-        found = weigh(view)
-        weighed.append(found)
+        found = breakdown_of(view)
+        breakdowns.append(found)
         in_steps = found.in_steps
         steps[rank] = in_steps * sum(view.window.seconds.values()) / view.window.num_steps
         for phase, each in shares.items():
             each.append(found.shares.get(phase, 0.0) / max(in_steps, 1e-9))
     last = [row[-1] for row in windows.values()]
     seconds = max(steps.values())
-    processors = [each.processor_share for each in weighed if each.processor_share is not None]
+    processors = [each.processor_share for each in breakdowns if each.processor_share is not None]
     peaks = [each.accelerator_peak_bytes for each in last if each.accelerator_peak_bytes is not None]
     held_up = (
         sum(each.seconds.get(phase.label, 0.0) for each in row for phase in _HELD_UP) for row in windows.values()
@@ -172,7 +172,7 @@ def measured_steps(
         num_asked=len(expected),
         step_seconds=seconds,
         phases={phase.label: seconds * median(each) for phase, each in shares.items() if max(each) > 0}
-        if all(each.is_known for each in weighed)
+        if all(each.is_known for each in breakdowns)
         else {},
         held_up_seconds=max(held_up),
         processor_share=median(processors) if processors else None,

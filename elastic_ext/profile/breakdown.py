@@ -1,8 +1,8 @@
 """Where the time of one rank's steps goes, from the windows of its profile. Pure.
 
-Medians of single steps where noise would count else: in passes, in the optimizer's step, in waiting for others. What
-comes in bursts is counted as it is, or it would not be seen: several workers that are too slow give several batches at
-once, so that most steps wait for none.
+For passes, the optimizer's step and waiting for other ranks, the median of single steps counts, which noise hardly
+moves. For phases that come in bursts, such as waiting for data, the mean counts: several data workers that are too slow
+deliver several batches at once, so that most steps wait for none, and the median is 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,21 @@ from elastic_ext.records.metrics import ADDED_UP, NodeCalibration, StepCensus, S
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 
-__all__ = ["RankView", "Roofline", "Weighed", "is_usable", "merged", "replicas_of", "weigh", "why_not"]
+__all__ = [
+    "RankBreakdown",
+    "RankView",
+    "Roofline",
+    "breakdown_of",
+    "is_usable",
+    "merged",
+    "replicas_of",
+    "why_no_verdict",
+]
 
 _LEAST_STEPS = 3
 _MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
 _IN_BURSTS = (Phase.DATA, Phase.OTHER)
+"""The phases that take long in some steps and nothing in most, so that their mean counts and not their median."""
 _WITHIN_STEP = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
 """The phases that share the time of steps which were not measured phase by phase."""
 _PHASES = {phase.label: phase for phase in Phase}
@@ -63,13 +73,13 @@ class Roofline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weighed:
+class RankBreakdown:
     """Where one rank's time goes: a step by phase, shares of all time, waiting, and time without a processor."""
 
     rank: int
     host: str
     step: Mapping[Phase, float]
-    """Seconds of a step, by phase."""
+    """Seconds of a step by phase; the waiting within passes that a trace found is in ``Phase.COMMUNICATION``."""
     shares: Mapping[Phase, float]
     """The share of all of this rank's time that each phase takes."""
     is_known: bool
@@ -79,9 +89,9 @@ class Weighed:
     is_on_accelerator: bool
     roofline: Roofline | None
     waiting_seconds: float
-    """Seconds that this rank waits for other ranks in a step, in all steps but a few."""
+    """Seconds of a step that this rank waits for other ranks, by the lower quartile: most wait as long or longer."""
     steady_seconds: float
-    """Seconds of a step that this rank is busy with by itself, in all steps but a few."""
+    """Seconds of a step that this rank is busy with by itself, by the lower quartile of computing."""
     overlapped_seconds: float | None = None
     """Seconds of a step in which communication and computing overlap; None where no step was traced."""
 
@@ -100,9 +110,9 @@ class Weighed:
 
     @property
     def lost_share(self) -> float:
-        """The share of steps in which the training thread should have computed and had no processor.
+        """The share of the time in steps in which the training thread should have computed and had no processor.
 
-        It is of all steps, and not of a median one: short steps have a processor or have none, one after another.
+        It counts the time of all steps, and not that of a median one: of short steps some have a processor, some none.
         """
         if self.processor_share is None or self.in_steps <= 0:
             return 0.0
@@ -140,30 +150,33 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         begin=ordered[0].begin,
         typical=_mean_typical(ordered),
         step_seconds=tuple(max(each) for each in zip(*quantiles, strict=False)),
-        waiting_seconds=_mean_low([(each.num_detailed, each.waiting_seconds) for each in ordered]),
-        computing_seconds=_mean_low([(each.num_detailed, each.computing_seconds) for each in ordered]),
+        waiting_seconds=_mean_quartile([(each.num_detailed, each.waiting_seconds) for each in ordered]),
+        computing_seconds=_mean_quartile([(each.num_detailed, each.computing_seconds) for each in ordered]),
         **{name: _ADDING[how]([getattr(each, name) for each in ordered]) for name, how in ADDED_UP.items()},
     )
 
 
-def replicas_of(window: StepWindow, told: int | None) -> int:
-    """How many replicas of the model take samples of their own: ``told``, or one per rank without it."""
-    return told if told is not None and 0 < told <= _MOST else max(window.world_size, 1)
+def replicas_of(window: StepWindow, num_replicas: int | None) -> int:
+    """How many replicas of the model take samples of their own: ``num_replicas``, or one per rank if that is None.
+
+    ``num_replicas`` is read from files: an impossible number counts as None.
+    """
+    return num_replicas if num_replicas is not None and 0 < num_replicas <= _MOST else max(window.world_size, 1)
 
 
-def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
+def why_no_verdict(views: Sequence[RankView], *, is_partial: bool) -> str | None:
     """Why no verdict can be made from these ranks' windows together; None where one can."""
     if not views:
         return "no rank has told where its time goes yet"
     for view in views:
         if not all(_is_amount(each) for each in _numbers(view.window)):
-            return f"what rank {view.rank} tells holds what is no length of time or no number of steps"
+            return f"the profile of rank {view.rank} holds a value that is no length of time or no number of steps"
     windows = [view.window for view in views]
     ranks = [each.rank for each in windows]
     if len(set(ranks)) < len(ranks):
         return "a rank is given twice; merge its windows first"
     if len({(each.world_size, each.restart) for each in windows}) > 1:
-        return "the ranks tell of different memberships of the job; wait until all tell of the same"
+        return "the ranks' profiles are of different restarts or world sizes; wait until all are of the same"
     if len({_config(each) for each in windows}) > 1:
         return "the ranks tell of different versions of the config; wait until all tell of the same"
     num_missing = windows[0].world_size - len(windows)
@@ -172,22 +185,22 @@ def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
     fewest = min(windows, key=lambda each: (each.num_steps, each.rank))
     if fewest.num_steps < _LEAST_STEPS:
         return f"too few steps have ended: {fewest.num_steps} on rank {fewest.rank}; {_LEAST_STEPS} are needed"
-    if not all(weigh(view).step_seconds > 1 / _MOST for view in views):
+    if not all(breakdown_of(view).step_seconds > 1 / _MOST for view in views):
         return "there are ranks whose steps took no time"
     return None
 
 
-def weigh(view: RankView) -> Weighed:
-    """One rank's time in the parts that a verdict is made from; its window holds steps."""
+def breakdown_of(view: RankView) -> RankBreakdown:
+    """Where one rank's time goes, in the parts that a verdict is made from; the rank's window has to hold steps."""
     window = view.window
     seconds = _by_phase(window.seconds)
     split = _split(seconds)
     total = sum(split.values()) or 1.0
     step, trace = _step_of(window, split), view.trace
-    if trace is not None and not _is_told(trace):
+    if trace is not None and not _is_possible(trace):
         trace = None
     whole = _with_waits(step, trace)
-    return Weighed(
+    return RankBreakdown(
         rank=view.rank,
         host=view.host,
         step=whole,
@@ -236,16 +249,16 @@ _ADDING: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
-    """The mean of windows' typical steps, each window weighed by its steps that were measured phase by phase."""
+    """The mean of windows' typical steps, each weighted by its number of measured steps."""
     seen = [each for each in windows if each.num_detailed > 0]
     total = sum(each.num_detailed for each in seen)
     names = dict.fromkeys(name for each in seen for name in each.typical)
     return {name: sum(each.typical.get(name, 0.0) * each.num_detailed for each in seen) / total for name in names}
 
 
-def _mean_low(told: Sequence[tuple[int, float | None]]) -> float | None:
-    """The mean of windows' seconds, each weighed by its number of measured steps; None where no window tells any."""
-    seen = [(number, seconds) for number, seconds in told if seconds is not None]
+def _mean_quartile(quartiles: Sequence[tuple[int, float | None]]) -> float | None:
+    """The mean of windows' lower quartiles, each weighted by its number of measured steps; None where none has one."""
+    seen = [(number, seconds) for number, seconds in quartiles if seconds is not None]
     total = sum(number for number, _ in seen)
     return sum(number * seconds for number, seconds in seen) / total if total > 0 else None
 
@@ -281,6 +294,10 @@ def _has_passes(seconds: Mapping[Phase, float]) -> bool:
 
 
 def _step_of(window: StepWindow, split: Mapping[Phase, float]) -> dict[Phase, float]:
+    """Seconds of a step by phase: medians of measured steps, but means of all steps for phases that come in bursts.
+
+    Where no pass was seen there are no medians, and all phases are means.
+    """
     typical = _by_phase(window.typical)
     mean = {phase: split.get(phase, 0.0) / window.num_steps for phase in IN_STEPS}
     if not (_has_passes(typical) and _has_passes(split)):
@@ -302,16 +319,19 @@ def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase
 
 
 def _waiting_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
-    """Seconds that all steps but a few wait for other ranks at least.
+    """Seconds of a step that a rank waits for other ranks, by the lower quartile of steps where the window has one.
 
-    ``whole`` is ``step`` with what its passes wait too.
+    ``whole`` is ``step`` with the passes' waiting, which a trace tells, moved to communication; that is added.
     """
     usual, in_all = (sum(each.get(phase, 0.0) for phase in WAITING) for each in (step, whole))
     return in_all if window.waiting_seconds is None else in_all - usual + min(window.waiting_seconds, usual)
 
 
 def _steady_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
-    """Seconds that a rank is busy with by itself in all steps but a few; phases that come in bursts count as means."""
+    """Seconds that a rank is busy with by itself, by the lower quartile of steps; phases in bursts count as means.
+
+    The computing in ``whole`` is scaled by the lower quartile of computing over its usual time.
+    """
     usual, in_all = (sum(each.get(phase, 0.0) for phase in (Phase.TRANSFER, *COMPUTING)) for each in (step, whole))
     local = sum(seconds for phase, seconds in whole.items() if phase not in WAITING)
     if window.computing_seconds is None or usual <= 0:
@@ -319,7 +339,8 @@ def _steady_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[P
     return local - in_all * (1 - min(window.computing_seconds / usual, 1.0))
 
 
-def _is_told(trace: StepTrace) -> bool:
+def _is_possible(trace: StepTrace) -> bool:
+    """Whether a trace holds possible numbers: it is read from a file."""
     return 0 < trace.step_seconds <= _MOST and 0 <= trace.exposed_seconds <= trace.communication_seconds <= _MOST
 
 
@@ -348,7 +369,7 @@ def _roofline(view: RankView) -> Roofline | None:
     census, best = view.census, view.calibration
     if census is None or best is None or not is_usable(census, best) or not 0 < view.num_micro_steps <= _MOST:
         return None
-    num, larger = view.num_micro_steps, 1.0
+    num, larger = view.num_micro_steps, 1.0  # larger: the micro-batch now, over that of the census
     if view.micro_batch is not None and 0 < view.micro_batch <= _MOST and census.num_samples > 0:
         larger = view.micro_batch / census.num_samples
     num_ops = num * (census.num_ops - census.optimizer_ops) + census.optimizer_ops

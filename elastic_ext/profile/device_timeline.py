@@ -44,15 +44,18 @@ class DeviceTimeline(Timeline):
     __slots__ = ("_begun", "_device", "_free", "_is_captured", "_is_lost", "_last", "_make", "_marks", "_steps")
 
     def __init__(self, phase: Phase, make: Callable[[], Event], is_captured: Callable[[], bool]) -> None:
-        """``make`` gives a new event. ``is_captured`` says whether the stream takes no marks now."""
+        """``make`` gives a new event. ``is_captured`` says whether a CUDA graph is captured on the stream now.
+
+        No event may be recorded during a capture.
+        """
         super().__init__(phase)
         self._make, self._is_captured = make, is_captured
         self._device = [0] * NUM_PHASES  # nanoseconds by phase, as far as they are read
         self._free: list[Event] = []
         self._marks: _Marks = []  # since the last step
-        self._begun: int | None = None  # how many of them came before the step under way
-        self._steps: deque[_Marks] = deque()  # that have ended, and are not read
-        self._last: Event | None = None  # the mark before all of these
+        self._begun: int | None = None  # how many of ``_marks`` came before the step under way
+        self._steps: deque[_Marks] = deque()  # the marks of steps that have ended and whose events are not read yet
+        self._last: Event | None = None  # the event before the first mark in ``_steps`` and ``_marks``
         self._is_lost = False
         """Whether the device's clock cannot be read any more."""
 

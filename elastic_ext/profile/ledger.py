@@ -13,38 +13,38 @@ from .phases import IN_STEPS, LEAST_SECONDS, Phase
 __all__ = [
     "ENTRIES",
     "USEFUL",
-    "Happened",
     "Ledger",
-    "Life",
+    "ProcessProfile",
     "Slice",
     "TimeUse",
+    "TrainingHistory",
     "WindowPiece",
     "in_order",
     "ledger_of_job",
     "ledger_of_slices",
-    "lives_of",
-    "merged",
+    "merge_neighbours",
     "pieces_of",
+    "processes_of",
+    "processes_within",
     "slices_of",
     "trainings_of",
-    "within",
 ]
 
 
 # --- what a rank's windows say of its processes: which belong together, in which order, where time is missing --------
-# A *life* is one process's windows, as far as they could be read. A *training* is all that was done from a step 0 on;
-# a run directory holds several where a job was started in it from the beginning more than once.
+# A *ProcessProfile* is one process's windows, as far as they could be read. A *training* is all that was done from a
+# step 0 on; a run directory holds several where a job was started in it from the beginning more than once.
 
 _STARTUP = Phase.STARTUP.label
-_TOUCHING_SECONDS = 1e-3
-_MOST_WINDOWS = 40_000
-_SHORT_SECONDS = 1.0
+_TOUCHING_SECONDS = 1e-3  # windows that lie this close to one another have no gap between them
+_MOST_WINDOWS = 40_000  # kept of one file without merging neighbours
+_SHORT_SECONDS = 1.0  # half of the length up to which neighbours are merged at first
 _MOST_AT_ONCE = 8
 """How many processes may write into one file at the same time; there should be one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Life:
+class ProcessProfile:
     """The profile windows of one process, one after another without a gap."""
 
     windows: tuple[StepWindow, ...]
@@ -79,26 +79,26 @@ class WindowPiece:
     """A profile window, or the part of it that no other window covers."""
 
     window: StepWindow
-    life: Life
+    process: ProcessProfile
     begin: float
     end: float
     first_step: int
     """The step that training was at as the window began: later than at its end where training went back."""
 
 
-def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
+def processes_of(windows: Iterable[StepWindow]) -> list[ProcessProfile]:
     """The processes that wrote one file's windows, each with its own, in the order of the file's lines.
 
     Of very many windows, neighbours are merged, so that the memory for them stays small.
     """
     found: list[list[StepWindow]] = []
-    lines: list[tuple[int, int]] = []  # of each the first and the last
+    lines: list[tuple[int, int]] = []  # the first and the last line of each process in ``found``
     num_kept, most, longest = 0, _MOST_WINDOWS, _SHORT_SECONDS
     for line, window in enumerate(windows):
         num_kept += 1
         if num_kept > most:
             longest *= 2
-            found = [merged(each, longest) for each in found]
+            found = [merge_neighbours(each, longest) for each in found]
             num_kept = sum(map(len, found)) + 1
             most = max(_MOST_WINDOWS, 2 * num_kept)  # where few can be made one, it is not tried again and again
         for number in range(len(found) - 1, max(len(found) - 1 - _MOST_AT_ONCE, -1), -1):
@@ -109,16 +109,16 @@ def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
         else:
             found.append([window])
             lines.append((line, line))
-    lives: list[Life] = []
-    ends: list[tuple[int, float]] = []  # the last line of each, and when it had ended
+    processes: list[ProcessProfile] = []
+    ends: list[tuple[int, float]] = []  # the last line of each process, and when the process had ended
     for each, (first, last) in zip(found, lines, strict=True):
         over = [end for line, end in ends[-_MOST_AT_ONCE:] if line < first]
-        lives.append(_on_a_clock_that_goes_on(each, max(over, default=float("-inf"))))
-        ends.append((last, lives[-1].end))
-    return lives
+        processes.append(_on_a_clock_that_goes_on(each, max(over, default=float("-inf"))))
+        ends.append((last, processes[-1].end))
+    return processes
 
 
-def merged(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
+def merge_neighbours(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
     """These windows with neighbours of one config made one, where the merged window is no longer than ``longest``."""
     kept: list[StepWindow] = []
     for window in windows:
@@ -130,71 +130,71 @@ def merged(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
     return kept
 
 
-def in_order(lives: Iterable[Life]) -> list[Life]:
+def in_order(processes: Iterable[ProcessProfile]) -> list[ProcessProfile]:
     """Processes sorted by when they began, whichever file their windows are from."""
-    return sorted(lives, key=lambda each: each.begin)
+    return sorted(processes, key=lambda each: each.begin)
 
 
-def pieces_of(lives: Sequence[Life]) -> list[WindowPiece]:
-    """Profile windows of all processes, cut so that none overlaps another; ``lives`` as ``in_order`` gives them.
+def pieces_of(processes: Sequence[ProcessProfile]) -> list[WindowPiece]:
+    """Profile windows of all processes, cut so that none overlaps another; ``processes`` as ``in_order`` gives them.
 
     Where two processes have written for the same time, the one whose window began first counts.
     """
     every = [
-        (window.begin + life.shift_seconds, window, life, first_step)
-        for life in lives
-        for window, first_step in zip(life.windows, _first_steps(life), strict=True)
+        (window.begin + process.shift_seconds, window, process, first_step)
+        for process in processes
+        for window, first_step in zip(process.windows, _first_steps(process), strict=True)
     ]
     every.sort(key=lambda each: each[0])
     pieces: list[WindowPiece] = []
-    told = float("-inf")
-    for begin, window, life, first_step in every:
-        end = window.end + life.shift_seconds
-        if begin < told + _TOUCHING_SECONDS:
-            begin = told
+    covered_until = float("-inf")
+    for begin, window, process, first_step in every:
+        end = window.end + process.shift_seconds
+        if begin < covered_until + _TOUCHING_SECONDS:
+            begin = covered_until
         if end > begin:
-            pieces.append(WindowPiece(window=window, life=life, begin=begin, end=end, first_step=first_step))
-            told = end
+            pieces.append(WindowPiece(window=window, process=process, begin=begin, end=end, first_step=first_step))
+            covered_until = end
     return pieces
 
 
-def trainings_of(lives: Sequence[Life], launches: Sequence[float] | None) -> list[float]:
-    """When each training began, by one rank's lives; ``launches`` is when the launcher was started, None without one.
+def trainings_of(processes: Sequence[ProcessProfile], launches: Sequence[float] | None) -> list[float]:
+    """The times at which one rank's trainings began.
 
-    A process that begins at step 0 after others had taken steps begins another training, unless a launcher has only
-    restarted it.
+    ``launches`` are the times at which the launcher was started, None where there is none. A process that begins at
+    step 0 after others had taken steps begins another training, unless a launcher has only restarted it.
     """
     begins: list[float] = []
-    before: Life | None = None
+    before: ProcessProfile | None = None
     num_steps = 0
-    for life in lives:
-        if before is None or (num_steps > 0 and _is_afresh(life, before, launches)):
-            begins.append(life.begin)
+    for process in processes:
+        if before is None or (num_steps > 0 and _is_new_training(process, before, launches)):
+            begins.append(process.begin)
             num_steps = 0
-        num_steps += sum(each.num_steps for each in life.windows)
-        before = life
+        num_steps += sum(each.num_steps for each in process.windows)
+        before = process
     return begins
 
 
-def within(lives: Iterable[Life], begin: float, end: float) -> list[Life]:
+def processes_within(processes: Iterable[ProcessProfile], begin: float, end: float) -> list[ProcessProfile]:
     """The processes that belong to the training that began at ``begin``, if the next one began at ``end``."""
-    return [each for each in lives if begin <= _begun(each) < end]
+    return [each for each in processes if begin <= _begun(each) < end]
 
 
-def _first_steps(life: Life) -> list[int]:
+def _first_steps(process: ProcessProfile) -> list[int]:
     """The step that training was at as each window began. Not every step that ended in a window has committed."""
-    return [max(life.first_step, 0), *(each.step for each in life.windows[:-1])]
+    return [max(process.first_step, 0), *(each.step for each in process.windows[:-1])]
 
 
-def _begun(life: Life) -> float:
+def _begun(process: ProcessProfile) -> float:
     """When a process's first step began, which is after the starts of all ranks that belong together."""
-    return life.windows[0].end + life.shift_seconds if life.is_whole else life.begin
+    return process.windows[0].end + process.shift_seconds if process.is_whole else process.begin
 
 
-def _is_afresh(life: Life, before: Life, launches: Sequence[float] | None) -> bool:
-    if not life.is_whole or life.first_step != 0 or life.restart > before.restart:
+def _is_new_training(process: ProcessProfile, before: ProcessProfile, launches: Sequence[float] | None) -> bool:
+    if not process.is_whole or process.first_step != 0 or process.restart > before.restart:
         return False
-    return launches is None or any(before.begin < each <= _begun(life) for each in launches)
+    return launches is None or any(before.begin < each <= _begun(process) for each in launches)
 
 
 def _is_first(window: StepWindow) -> bool:
@@ -233,13 +233,13 @@ def _sums(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, 
     return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *second)}
 
 
-def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> Life:
+def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> ProcessProfile:
     """A process's windows, moved to begin at ``until`` where they say that they ended before it.
 
     ``until`` is when the process before had ended: the clock was put back since.
     """
-    is_late = windows[0].end < until
-    return Life(windows=tuple(windows), shift_seconds=until - windows[0].begin if is_late else 0.0)
+    is_put_back = windows[0].end < until
+    return ProcessProfile(windows=tuple(windows), shift_seconds=until - windows[0].begin if is_put_back else 0.0)
 
 
 def _goes_on(before: StepWindow, window: StepWindow) -> bool:
@@ -309,14 +309,15 @@ _LOOKED_AT = tuple(
     phase.label
     for phase in (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.OTHER)
 )
+"""The phases that the time of unmeasured steps is divided into, as it was in measured ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Happened:
-    """What is known of a training from others than the rank itself: starts on all ranks, failures, launchers."""
+class TrainingHistory:
+    """What other files than a rank's own say of a training: starts on all ranks, failures, and launchers."""
 
     begun: tuple[tuple[float, int], ...] = ()
-    """The starts of training on any rank: when, and the step that it went on from."""
+    """The starts of training on any rank: when, and the step from which training went on."""
     failures: tuple[float, ...] = ()
     """When processes were seen to have failed, or to hang."""
     stopped: tuple[tuple[float, float], ...] = ()
@@ -364,28 +365,28 @@ class Ledger:
         }
 
 
-def slices_of(lives: Sequence[Life], happened: Happened, *, until: float = 0.0) -> list[Slice]:
-    """One rank's time from its first process on, in slices without a gap; ``lives`` in order.
+def slices_of(processes: Sequence[ProcessProfile], history: TrainingHistory, *, until: float = 0.0) -> list[Slice]:
+    """One rank's time from its first process on, in slices without a gap; ``processes`` in order.
 
     It ends with the rank's last window, or at ``until`` if that is later: what lies between is time without a process.
     """
-    pieces = pieces_of(lives)
-    kept = _kept(pieces, happened)
+    pieces = pieces_of(processes)
+    kept = _kept(pieces, history)
     division: Mapping[str, float] = {}
     slices: list[Slice] = []
     previous: WindowPiece | None = None
-    is_again = False  # whether a process starts in another's place
+    is_restart = False  # whether a process starts in another's place
     for piece, share in zip(pieces, kept, strict=True):
-        if previous is not None and previous.life is not piece.life:
-            gap = _gap(previous, piece, happened)
+        if previous is not None and previous.process is not piece.process:
+            gap = _gap(previous, piece, history)
             slices += gap
-            is_again = not gap or any(TimeUse.STOPPED not in each.seconds for each in gap)
+            is_restart = not gap or any(TimeUse.STOPPED not in each.seconds for each in gap)
             division = {}
         division = _division(piece.window) or division
-        slices.append(_told(piece, share, division, is_again=is_again))
+        slices.append(_slice_of(piece, share, division, is_restart=is_restart))
         previous = piece
     if previous is not None and until > previous.end:
-        slices += _without(previous.end, until, happened, default=TimeUse.STOPPED)
+        slices += _slices_without_process(previous.end, until, history, default=TimeUse.STOPPED)
     return slices
 
 
@@ -402,8 +403,8 @@ def ledger_of_slices(slices: Sequence[Slice]) -> Ledger:
 def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]]) -> Ledger:
     """The ledger of a job, from those of all ranks; ``spans`` is from when to when each rank was known.
 
-    Each entry is a mean over the ranks that there were, so that it adds up to the job's wall time; a moment at which no
-    rank was known is one at which nothing was running.
+    Each entry is a mean over the ranks that there were, so that all entries add up to the job's wall time; a moment at
+    which no rank was known is one at which nothing was running.
     """
     known = _union_seconds(spans)
     wall = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
@@ -412,21 +413,27 @@ def ledger_of_job(ledgers: Iterable[Ledger], spans: Sequence[tuple[float, float]
         total += ledger.wall_seconds
         for entry, spent in ledger.seconds.items():
             seconds[entry] += spent
-    scale = known / total if total > 0 else 0.0
+    scale = known / total if total > 0 else 0.0  # from seconds of all ranks together to seconds of the job
     seconds = {entry: spent * scale for entry, spent in seconds.items()}
     seconds[TimeUse.STOPPED] += max(wall - known, 0.0)
     return Ledger(wall_seconds=wall, seconds=seconds)
 
 
-def _kept(pieces: Sequence[WindowPiece], happened: Happened) -> list[float]:
-    """The share of each piece's steps that was not taken again later."""
+def _kept(pieces: Sequence[WindowPiece], history: TrainingHistory) -> list[float]:
+    """The share of each piece's steps that was not taken again later.
+
+    From the last piece to the first, ``lowest`` is the lowest step from which training went on later, on any rank. Of a
+    piece in which training went from step 10 to step 20, all is kept where ``lowest`` is 20 or more, half where it is
+    15, and nothing where it is 10 or less. A piece that ends at its first step is lost where ``lowest`` is before that,
+    and one in which training went back counts as kept.
+    """
     kept = [1.0] * len(pieces)
-    lowest = float("inf")  # the step that later ones went on from
-    begun = sorted(happened.begun, reverse=True)
+    lowest = float("inf")
+    begun = sorted(history.begun, reverse=True)
     number = 0
     for index in range(len(pieces) - 1, -1, -1):
-        window, life, first = pieces[index].window, pieces[index].life, pieces[index].first_step
-        while number < len(begun) and begun[number][0] > life.end:
+        window, process, first = pieces[index].window, pieces[index].process, pieces[index].first_step
+        while number < len(begun) and begun[number][0] > process.end:
             lowest = min(lowest, begun[number][1])
             number += 1
         if window.step > first:
@@ -444,7 +451,7 @@ def _division(window: StepWindow) -> dict[str, float]:
     return {label: part / total for label, part in found.items() if part > 0} if total > 0 else {}
 
 
-def _told(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_again: bool) -> Slice:
+def _slice_of(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_restart: bool) -> Slice:
     """The slice of a window's piece: the window's seconds by entry, scaled to the length of the piece."""
     length = piece.end - piece.begin
     phases = {label: spent for label, spent in piece.window.seconds.items() if label in _OF_PHASE and spent > 0}
@@ -460,7 +467,7 @@ def _told(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_
         spent = spent / total * length
         for part, share in division.items() if label == _STEP and division else ((label, 1.0),):
             entry = _OF_PHASE[part]
-            if entry is TimeUse.STARTUP and is_again:
+            if entry is TimeUse.STARTUP and is_restart:
                 entry = TimeUse.RESTART
             is_lost = entry in _REPEATED
             add(entry, spent * share * (kept if is_lost else 1.0))
@@ -469,24 +476,24 @@ def _told(piece: WindowPiece, kept: float, division: Mapping[str, float], *, is_
     return Slice(begin=piece.begin, end=piece.end, seconds=seconds, piece=piece, kept=kept)
 
 
-def _gap(before: WindowPiece, after: WindowPiece, happened: Happened) -> list[Slice]:
+def _gap(before: WindowPiece, after: WindowPiece, history: TrainingHistory) -> list[Slice]:
     """The time between two processes, as slices: unseen, a restart, or stopped."""
     begin, end = before.end, after.begin
     if end <= begin:
         return []
-    if not after.life.is_whole and after.life.restart == before.life.restart:
+    if not after.process.is_whole and after.process.restart == before.process.restart:
         return [Slice(begin=begin, end=end, seconds={TimeUse.UNSEEN: end - begin})]  # lines that could not be read
-    is_restart = happened.has_launcher or after.life.restart > before.life.restart
-    return _without(begin, end, happened, default=TimeUse.RESTART if is_restart else TimeUse.STOPPED)
+    is_restart = history.has_launcher or after.process.restart > before.process.restart
+    return _slices_without_process(begin, end, history, default=TimeUse.RESTART if is_restart else TimeUse.STOPPED)
 
 
-def _without(begin: float, end: float, happened: Happened, *, default: TimeUse) -> list[Slice]:
+def _slices_without_process(begin: float, end: float, history: TrainingHistory, *, default: TimeUse) -> list[Slice]:
     """Time without a process: up to a failure it is unseen, then the job restarts, unless no launcher runs."""
     marks = [(begin, default)]
-    failed = [each for each in happened.failures if begin < each < end]
+    failed = [each for each in history.failures if begin < each < end]
     if failed:
         marks = [(begin, TimeUse.UNSEEN), (min(failed), TimeUse.RESTART)]
-    for first, last in happened.stopped:
+    for first, last in history.stopped:
         first, last = max(first, begin), min(last, end)
         if first < last:
             after = [entry for moment, entry in marks if moment <= last][-1]
@@ -502,8 +509,8 @@ def _without(begin: float, end: float, happened: Happened, *, default: TimeUse) 
 
 def _union_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """How many seconds at least one of these spans covers."""
-    total, told = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):
-        total += max(end - max(begin, told), 0.0)
-        told = max(told, end)
+        total += max(end - max(begin, covered_until), 0.0)
+        covered_until = max(covered_until, end)
     return total

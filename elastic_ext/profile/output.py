@@ -19,7 +19,7 @@ from .reader import present_windows, profile_file, read_calibration, read_census
 from .summary import StepProfile, flops_share, line_of, summary_of
 from .verdict import Verdict, verdict
 
-__all__ = ["Showing", "Sink", "Sinks", "TensorBoardSink", "TrainingFacts"]
+__all__ = ["ProfileOutput", "Sink", "Sinks", "TensorBoardSink", "TrainingFacts"]
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ class Sinks:
             except Exception:
                 self._sinks.remove(sink)
                 _logger.warning(
-                    "%s could not be written, and is dropped; training goes on", type(sink).__name__, exc_info=True
+                    "the profile could not be written to %s, which is dropped; training goes on",
+                    type(sink).__name__,
+                    exc_info=True,
                 )
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ def _scalars(profile: StepProfile) -> Iterator[tuple[str, float]]:
 
 _MOST_READ = 16
 """How many windows of other ranks are read for one line of the log: each takes about 35 µs."""
-_MOST_KEPT = 1024  # of the rank's own
+_MOST_KEPT = 1024  # windows of this rank since the last line of the log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +148,8 @@ class TrainingFacts:
     """Whether passes wait for parameters of other ranks."""
 
 
-class Showing:
-    """One rank's profile as it is shown: metrics, a line of the log, and sinks; ``see`` each window, then ``close``."""
+class ProfileOutput:
+    """Writes one rank's profile to metrics, the log and sinks: ``see`` each window as it ends, then ``close``."""
 
     def __init__(
         self,
@@ -156,18 +158,21 @@ class Showing:
         rank: int,
         hosts: Sequence[str],
         every_seconds: float,
-        know: Callable[[], TrainingFacts],
+        facts: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
-        """``hosts`` are all ranks' hosts. Lines come after ``every_seconds`` of training; with 0 there are none."""
+        """``hosts`` are all ranks' hosts. A line is logged after ``every_seconds`` of training; with 0 there is none.
+
+        ``facts`` gives the facts of the training as they are now.
+        """
         self._folder = folder
         self._rank, self._hosts = rank, tuple(hosts)
         self._every_seconds = every_seconds
-        self._know = know
+        self._facts = facts
         self._sinks = sinks
         self._last: StepWindow | None = None
-        self._windows: list[StepWindow] = []  # since the last line, under one config
-        self._seconds = 0.0  # of them, and of those under the config before
+        self._windows: list[StepWindow] = []  # since the last line, under the config of the last window
+        self._seconds = 0.0  # of training since the last line, under earlier configs too
 
     def see(self, window: StepWindow) -> None:
         """Take in a window that has ended: write it to the sinks, and log a line where one is due."""
@@ -177,15 +182,15 @@ class Showing:
         if self._rank > 0:
             return
         if self._sinks.are_there:
-            profile = summary_of([window], num_replicas=self._know().num_replicas)
+            profile = summary_of([window], num_replicas=self._facts().num_replicas)
             if profile is not None:
                 self._sinks.write(profile)
         if self._every_seconds > 0:
             self._keep(window)
 
-    def measured(self, measures: Measures) -> Measures:
-        """``measures`` with facts of the training, and with where the time went in the last window."""
-        known = self._know()
+    def with_profile(self, measures: Measures) -> Measures:
+        """The measures of a rank with facts of the training, and with where the time went in the last window."""
+        known = self._facts()
         measures = replace(measures, **asdict(known))
         last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
         if last is None:
@@ -200,7 +205,7 @@ class Showing:
 
     def close(self) -> None:
         """Log the line of the last steps, and close the sinks. Closing twice is allowed."""
-        self._tell()
+        self._log_line()
         self._sinks.close()
 
     def _keep(self, window: StepWindow) -> None:
@@ -210,13 +215,14 @@ class Showing:
         del self._windows[:-_MOST_KEPT]
         self._seconds += window.length - window.seconds.get(Phase.OUTSIDE.label, 0.0)
         if self._seconds >= self._every_seconds:
-            self._tell()
+            self._log_line()
 
-    def _tell(self) -> None:
+    def _log_line(self) -> None:
+        """Log one line about the windows since the last line, with the verdict on them."""
         windows, self._windows, self._seconds = self._windows, [], 0.0
         if not windows or not _logger.isEnabledFor(logging.INFO):
             return
-        known = self._know()
+        known = self._facts()
         profile = summary_of(windows, num_replicas=known.num_replicas)
         if profile is None:
             return
@@ -233,7 +239,7 @@ class Showing:
         num_each = _MOST_READ // len(others) if others else len(windows)
         tails = tails_of(self._folder, others, num_each)
         found = present_windows({**tails, self._rank: windows[-num_each:]}, seconds=seconds)
-        measures = self.measured(Measures())
+        measures = self.with_profile(Measures())
         views = [
             view_of(
                 row,

@@ -92,20 +92,21 @@ IN_STEPS = (
 
 NUM_PHASES = len(Phase)
 LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
+"""The phases whose time is lost with a step that is rolled back."""
 
 Spent = list[int]
-"""Nanoseconds by phase: of the clock, and then, as many again, of the training thread's processor time."""
+"""Nanoseconds by phase, twice: ``NUM_PHASES`` numbers of wall time, then as many of the training thread's CPU time."""
 
 
 class Timeline:
-    """The training thread's time by phase; other threads ask ``is_here``, and begin phases with ``enter_elsewhere``."""
+    """The training thread's time by phase: ``enter`` begins a phase; from other threads, ``enter_elsewhere`` does."""
 
     __slots__ = ("_before", "_cpu", "_others", "_phase", "_since", "_spent", "_thread")
 
     def __init__(self, phase: Phase) -> None:
         self._phase = int(phase)
         self._spent = [0] * (2 * NUM_PHASES)  # since it began
-        self._before = self._spent.copy()  # when it was last asked
+        self._before = self._spent.copy()  # as ``spent`` or ``end_step`` last gave it
         self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the step under way began
         self._since = perf_counter_ns()
         self.take_thread()
@@ -155,7 +156,7 @@ class Timeline:
         self._others = self._spent[Phase.OTHER], self._spent[NUM_PHASES + Phase.OTHER]
 
     def lose(self) -> None:
-        """Count the time since ``spent`` or ``end_step`` as rolled back: the step under way is taken back."""
+        """Count the step under way as rolled back: the time of phases in ``LOST`` since ``spent`` or ``end_step``."""
         self.enter(self._phase)
         for first in (0, NUM_PHASES):
             for phase in LOST:
@@ -216,7 +217,7 @@ def length(spans: Iterable[Span]) -> int:
 
 
 def outside(spans: Iterable[Span], others: Iterable[Span]) -> int:
-    """How long ``spans`` are in moments that none of ``others`` covers."""
+    """How long the moments are, together, that ``spans`` cover and none of ``others`` does."""
     spans, others = list(spans), list(others)
     return length([*spans, *others]) - length(others)
 

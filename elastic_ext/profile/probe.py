@@ -41,14 +41,14 @@ Mark = Callable[[int], int]
 class PassWatcher(Protocol):
     """Observes the inputs, outputs and gradients of a model's passes."""
 
-    def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """A forward pass begins, with these arguments."""
+    def see_inputs(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Take in that a forward pass begins, with these arguments."""
 
     def see_outputs(self, outputs: Any) -> None:
-        """A forward pass has ended, with these outputs."""
+        """Take in that a forward pass has ended, with these outputs."""
 
     def see_end_of_pass(self) -> None:
-        """A backward pass from the outputs has ended."""
+        """Take in that a backward pass from the outputs has ended."""
 
 
 class Probe:
@@ -75,13 +75,14 @@ class Probe:
         self._hooks: tuple[Callable[..., None], ...] = ()  # of the model, and of each optimizer
         self._model, self._optimizers = model, tuple(optimizers)
         self._num_compiled = num_graphs_compiled()
-        self._is_inside = False  # a micro-step that is looked at
-        self._is_passed = False  # inside of one that is not
+        self._is_inside = False  # whether a micro-step that is measured is under way
+        self._is_unmeasured = False  # whether a micro-step that is not measured is under way
         self._depth = 0  # calls of the model within one another
-        self._is_in_pass = False  # a backward pass
-        self._has_rows = False  # of this micro-step
-        self._thread = 0  # that trains
-        self._besides = self._between = Phase.OTHER.value  # passes, and steps
+        self._is_in_pass = False  # whether a backward pass is under way
+        self._has_rows = False  # whether the rows of this micro-step are counted
+        self._thread = 0  # the ident of the training thread
+        self._phase_beside_passes = Phase.OTHER.value  # the phase of a micro-step outside of its passes
+        self._phase_between_steps = Phase.OTHER.value  # the phase that goes on after an evaluation between steps
         self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
 
     def attach(self) -> None:
@@ -115,22 +116,22 @@ class Probe:
     def enter_micro_step(self) -> None:
         """Begin a micro-step that is measured; the loop has its batch."""
         self._thread = get_ident()
-        self._is_inside, self._is_passed = True, False
+        self._is_inside, self._is_unmeasured = True, False
         self._depth, self._is_in_pass = 0, False  # whatever became of the one before
         self._has_rows = False
-        self._besides = Phase.OTHER
+        self._phase_beside_passes = Phase.OTHER
         if not self.has_seen:
-            self._mark(Phase.STEP)  # nobody knows whether the model will be
+            self._mark(Phase.STEP)  # nobody knows whether the hooks will see the model called
         else:
             self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
-    def pass_micro_step(self) -> None:
-        """Begin a micro-step that is not measured."""
-        self._is_passed = True
+    def enter_unmeasured_micro_step(self) -> None:
+        """Begin a micro-step that is not measured; hooks do nothing in it."""
+        self._is_unmeasured = True
 
     def leave_micro_step(self) -> None:
         """End a micro-step: what comes is no part of a step."""
-        self._is_inside = self._is_passed = False
+        self._is_inside = self._is_unmeasured = False
         self._depth = 0
         if self._leaves:
             self._forget_leaves()
@@ -161,7 +162,7 @@ class Probe:
             act = dynamo.disable(act)  # called beside a graph, its frames are none of the compiler's
 
         def hook(*arguments: Any) -> None:
-            if is_compiling() or self._is_passed:  # a compiler reads no further than to the first
+            if is_compiling() or self._is_unmeasured:  # is_compiling first: a compiler reads no further than to that
                 return
             act(*arguments)
 
@@ -171,14 +172,14 @@ class Probe:
         return hook
 
     def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if get_ident() != self._thread:  # which may be at anything
+        if get_ident() != self._thread:  # another thread than the one that trains
             return
         self._depth += 1
-        if self._depth > 1 or self._is_in_pass:  # or activations are computed again
+        if self._depth > 1 or self._is_in_pass:  # a call within a call, or activations are computed again
             return
         if self._is_inside:
             if self.watcher is not None:
-                self.watcher.see_given(arguments, options)
+                self.watcher.see_inputs(arguments, options)
             self._mark(Phase.FORWARD)
             self.has_seen = True
             self._count((*arguments, *options.values()) if options else arguments)
@@ -192,17 +193,17 @@ class Probe:
         if self._depth > 0 or self._is_in_pass:
             return
         if not self._is_inside:
-            self._mark(self._between)
+            self._mark(self._phase_between_steps)
         elif not self._await_backward(output):
-            self._mark(self._besides)  # an evaluation
+            self._mark(self._phase_beside_passes)  # an evaluation
         elif self.watcher is not None:
             self.watcher.see_outputs(output)
 
     def _begin_evaluation(self) -> None:
         """Count a call of the model between two steps as ``Phase.OTHER``, and not as waiting for data."""
-        self._between = self._mark(Phase.OTHER)
-        if self._between != Phase.DATA:
-            self._mark(self._between)
+        self._phase_between_steps = self._mark(Phase.OTHER)
+        if self._phase_between_steps != Phase.DATA:
+            self._mark(self._phase_between_steps)
 
     def _await_backward(self, output: Any) -> bool:
         """Hook the outputs, so that a backward pass tells when it begins; gives whether one can come to them.
@@ -237,18 +238,18 @@ class Probe:
 
     def _end_backward(self) -> None:
         self._is_in_pass = False
-        self._mark(self._besides)
+        self._mark(self._phase_beside_passes)
         if self.watcher is not None:
             self.watcher.see_end_of_pass()
 
     def _before_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:
-            self._besides = Phase.OPTIMIZER  # also after passes that it asks for
+            self._phase_beside_passes = Phase.OPTIMIZER  # also after passes that it asks for
             self._mark(Phase.OPTIMIZER)
 
     def _after_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:
-            self._besides = Phase.OTHER
+            self._phase_beside_passes = Phase.OTHER
             self._mark(Phase.OTHER)
 
     def _count(self, given: Iterable[Any]) -> None:
@@ -303,20 +304,20 @@ def _parts_of(value: Any) -> Iterable[Any]:
 _COST_SECONDS = 250e-6
 """About what measuring a step adds to it, in steps that compute.
 
-The code that measures lies in no cache then; in steps that do nothing else it takes a quarter of that.
+In steps that do nothing else it is a quarter of that: the code that measures stays in the processor's caches.
 """
 _SHARE = 0.006
-"""The share of short steps that measuring may take; of long ones it may take a fifth of that."""
+"""The share of the time of short steps that measuring may take; of long steps it may take a fifth of that share."""
 _SHORT_SECONDS, _LONG_SECONDS = 8e-3, 40e-3
-"""Up to where steps are short, and from where they are long: between, measuring may take as long as of short ones."""
-_NUM_FIRST = 64  # steps that are looked at before any is passed over
-_TOGETHER_SECONDS = 0.05
-_LEAST_TOGETHER, _MOST_TOGETHER = (
-    4,
-    16,
-)  # steps that are looked at one after another, for about so long: a window has some
-_MEMORY = 0.1  # how much the last step counts in what steps take
-_MOST_AT_ONCE = 4  # times what steps took, that it counts as
+"""Steps up to the first are short, and steps from the second on are long.
+
+Of a step in between, measuring may take as many seconds as of a step that is just short.
+"""
+_NUM_FIRST = 64  # steps that are measured before any is left out
+_TOGETHER_SECONDS = 0.05  # about how long the steps take together that are measured one after another
+_LEAST_TOGETHER, _MOST_TOGETHER = 4, 16  # steps that are measured one after another, so that each window has some
+_LAST_STEP_WEIGHT = 0.1  # of the last step in the moving average of step lengths
+_PAUSE_FACTOR = 4  # a step of more than so many times the average had a pause before it, and counts as so many times
 _LEAST_SECONDS = 1e-6
 
 
@@ -324,14 +325,14 @@ class ProbePace:
     """Which steps are measured phase by phase: all where that is cheap, else some in a row, then none for a while."""
 
     def __init__(self) -> None:
-        self._left = _NUM_FIRST  # steps to look at before it is asked again
-        self._seconds = 0.0
+        self._left = _NUM_FIRST  # steps to measure before any is left out
+        self._seconds = 0.0  # of a step: a moving average
 
     def end_step(self, seconds: float) -> int:
-        """Take in the length of a measured step; gives how many of the coming steps to pass over without measuring."""
+        """Take in the length of a measured step; gives how many of the coming steps not to measure."""
         if self._seconds:
-            seconds = min(seconds, _MOST_AT_ONCE * self._seconds)  # the rest is a pause, as for an evaluation
-            self._seconds += (seconds - self._seconds) * _MEMORY
+            seconds = min(seconds, _PAUSE_FACTOR * self._seconds)  # the rest is a pause, as for an evaluation
+            self._seconds += (seconds - self._seconds) * _LAST_STEP_WEIGHT
         else:
             self._seconds = seconds
         self._left -= 1
@@ -340,14 +341,17 @@ class ProbePace:
         self._left = steps_together(self._seconds)
         return steps_between(self._seconds)
 
-    def pass_steps(self, number: int, seconds: float) -> None:
-        """Take in how long so many unmeasured steps took together; a pause may be among them."""
+    def end_unmeasured_steps(self, number: int, seconds: float) -> None:
+        """Take in how long so many unmeasured steps took together.
+
+        A pause may be in that time, so that it can only lower the average.
+        """
         self._seconds = min(seconds / number, self._seconds)
 
     @property
     def long_seconds(self) -> float:
         """The length from which a step counts as much longer than usual, or had a pause before it."""
-        return _MOST_AT_ONCE * self._seconds
+        return _PAUSE_FACTOR * self._seconds
 
 
 def steps_together(seconds: float) -> int:
@@ -363,6 +367,6 @@ def steps_between(seconds: float) -> int:
 
 
 def _allowed(seconds: float) -> float:
-    """How many seconds of a step measuring may take."""
+    """How many seconds measuring may take of a step of this length, by ``_SHARE``."""
     short = _SHARE * min(seconds, _SHORT_SECONDS)
     return short * max(seconds / _LONG_SECONDS, 1.0)

@@ -22,7 +22,7 @@ from .phases import Phase
 
 __all__ = [
     "NodeProfiles",
-    "Windows",
+    "WindowsByRank",
     "present_windows",
     "profile_file",
     "profiled_ranks",
@@ -43,7 +43,7 @@ _MOST_RECORD_BYTES = 1 << 16
 _LEAST_STEPS = 3  # of a round
 _MOST = 1e18  # of anything that is counted or timed
 
-Windows = Mapping[int, Sequence[StepWindow]]
+WindowsByRank = Mapping[int, Sequence[StepWindow]]
 """Profile windows by rank, the oldest first."""
 _Record = TypeVar("_Record")
 
@@ -52,7 +52,7 @@ _Record = TypeVar("_Record")
 class NodeProfiles:
     """The profiles that the ranks of a node have written: windows, censuses, traces and the calibration."""
 
-    windows: Windows = field(default_factory=dict)
+    windows: WindowsByRank = field(default_factory=dict)
     censuses: Mapping[int, StepCensus] = field(default_factory=dict)
     """What a step asks of its machine, by rank."""
     calibration: NodeCalibration | None = None
@@ -141,7 +141,7 @@ def _window_in(line: bytes) -> StepWindow | None:
 # ---- which of them count ----
 
 
-def present_windows(windows: Windows, *, seconds: float, since: float = 0.0) -> dict[int, tuple[StepWindow, ...]]:
+def present_windows(windows: WindowsByRank, *, seconds: float, since: float = 0.0) -> dict[int, tuple[StepWindow, ...]]:
     """The latest windows of the present processes, by rank: those that ended within ``seconds``, under one config.
 
     Windows without steps are left out. ``since`` is when the processes were started, where that is known; what their
@@ -165,7 +165,7 @@ def present_windows(windows: Windows, *, seconds: float, since: float = 0.0) -> 
     return found
 
 
-def rounds_of(windows: Windows, num_rounds: int) -> list[dict[int, StepWindow]]:
+def rounds_of(windows: WindowsByRank, num_rounds: int) -> list[dict[int, StepWindow]]:
     """The last rounds of these ranks, the oldest first: a round has one window, of a few steps, of each rank."""
     by_rank = {rank: _grouped(row)[-num_rounds:] for rank, row in windows.items()}
     num_common = min((len(each) for each in by_rank.values()), default=0)
@@ -211,6 +211,7 @@ def _is_startup(window: StepWindow) -> bool:
 
 
 def _job_of(window: StepWindow) -> tuple[int, int]:
+    """What is the same in all windows of the processes that train together."""
     return window.restart, window.world_size
 
 
@@ -218,7 +219,7 @@ def _config_of(window: StepWindow) -> tuple[int, int]:
     return window.config_version, window.config_revision
 
 
-def _common_config(rows: Windows, newest: StepWindow) -> tuple[int, int]:
+def _common_config(rows: WindowsByRank, newest: StepWindow) -> tuple[int, int]:
     common = set.intersection(*({_config_of(each) for each in row} for row in rows.values()))
     return max(common, default=_config_of(newest))
 

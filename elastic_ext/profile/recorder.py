@@ -1,4 +1,4 @@
-"""Recorder: a rank's profile: it hears from the trainer what the rank does, from the probe what a step does."""
+"""Recorder: makes a rank's profile, from what the trainer tells the rank's heartbeat and from the probe's phases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .memory.analyzer import Analyzer
 from .phases import Phase, TimedSource
 from .probe import Probe, ProbePace
 from .sampled_steps import Surveyor
-from .windows import TrainingProgress, Windows
+from .windows import TrainingProgress, WindowAccumulator
 
 __all__ = ["Recorder"]
 
@@ -31,13 +31,13 @@ _PHASES = {
 }
 _OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
 """Activities after which steps belong to another window."""
-_MOST_LONG = 8  # steps in a row that are passed over though they take much longer than those before
-_MOST_UNTOLD = 64  # steps that were passed over, and that the window has not heard of
-_SURVEY_AFTER = 16  # steps: by then they are as they will be
+_MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
+_MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted
+_SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
 class Recorder(Pulse):
-    """A rank's profile, measured by what the rank's heartbeat is told; it passes that on to the heartbeat."""
+    """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on all calls to the heartbeat."""
 
     is_seen = True
 
@@ -45,16 +45,16 @@ class Recorder(Pulse):
         self,
         pulse: Pulse,
         probe: Probe,
-        windows: Windows,
+        windows: WindowAccumulator,
         *,
-        stand: Callable[[], TrainingProgress],
-        keep: Callable[[StepWindow], None],
+        progress: Callable[[], TrainingProgress],
+        on_window: Callable[[StepWindow], None],
         loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:
-        """``stand`` says how far training is, ``keep`` is given each profile window as it ends.
+        """``progress`` says how far training is, and ``on_window`` is called with each profile window as it ends.
 
-        ``loader`` gives the batches, and is None where the trainer has it.
+        ``loader`` is the dataloader that the trainer was given, and None where it was given none.
         """
         self.analyzer: Analyzer | None = None
         """What measures and works out the memory that steps take."""
@@ -63,7 +63,7 @@ class Recorder(Pulse):
         self._probe = probe
         self._windows = windows
         self._pace = ProbePace()
-        self._stand, self._keep = stand, keep
+        self._progress, self._on_window = progress, on_window
         self._loader = loader if isinstance(loader, TimedSource) else None
         if self._loader is not None:
             self._loader.timeline = timeline  # it tells when the loop waits for it
@@ -74,21 +74,23 @@ class Recorder(Pulse):
         self._has_begun = False
         self._is_detailed = self._is_changed = self._is_over = False
         self._stepped_at = 0  # when the last step ended
-        self._num_to_pass = self._num_passed = 0  # steps that are not looked at, and those of them that have ended
-        self._passing_since = self._long_ns = 0
+        self._num_unmeasured_left = 0  # coming steps that are not measured phase by phase
+        self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
+        self._unmeasured_since = 0  # when the first of those steps began
+        self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long
         self._num_long = 0  # steps in a row that took much longer
 
     # ---- what a pulse is told ----
 
     def enter(self, micro_step: int) -> None:
         self._pulse.enter(micro_step)
-        if self._num_to_pass:
-            self._probe.pass_micro_step()
+        if self._num_unmeasured_left:
+            self._probe.enter_unmeasured_micro_step()
             self._timeline.enter(Phase.STEP)
             return
         if not self._has_begun:
             self._begin()
-        elif self._is_changed and micro_step == 0:  # since the last step has ended: the next is none of its window
+        elif self._is_changed and micro_step == 0:  # after a change, steps belong to another window
             self._close()
         self._is_detailed = True
         self._probe.enter_micro_step()
@@ -100,8 +102,8 @@ class Recorder(Pulse):
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._pulse.leave(step, num_boundaries, micro_step)
         self._probe.leave_micro_step()
-        if self._num_to_pass:
-            self._pass(num_boundaries, micro_step)
+        if self._num_unmeasured_left:
+            self._leave_unmeasured(num_boundaries, micro_step)
         else:
             if self._surveyor is not None:
                 self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
@@ -115,7 +117,7 @@ class Recorder(Pulse):
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
         if activity in _OTHER_STEPS:
-            self._stop_passing()
+            self._measure_again()
         if activity is Activity.RESUMING and self._has_begun:
             self._close()  # training goes back: what it has come to is told before
         with self._pulse.during(activity), self.spending(self._phase_of(activity)):
@@ -125,7 +127,7 @@ class Recorder(Pulse):
 
     def note(self, activity: Activity) -> None:
         self._pulse.note(activity)
-        self._stop_passing()
+        self._measure_again()
         if self._has_begun:
             self._timeline.enter(self._phase_of(activity))
 
@@ -146,7 +148,7 @@ class Recorder(Pulse):
         self._pulse.end()
         if not self._is_over:
             self._is_over = True
-            self._stop_passing()
+            self._measure_again()
             self._probe.detach()
             if self._surveyor is not None:
                 self._surveyor.close()
@@ -171,7 +173,7 @@ class Recorder(Pulse):
         enter = self._timeline.enter
 
         def pass_it() -> None:
-            if self._num_to_pass:  # where it waits for others, it is told of that
+            if self._num_unmeasured_left:  # a boundary that waits for other ranks says so by ``during``
                 pass_boundary()
                 return
             before = enter(Phase.AGREEMENT)
@@ -210,52 +212,52 @@ class Recorder(Pulse):
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
-        is_seen = self._is_detailed and self._probe.has_seen  # else it cannot look into this model
+        is_seen = self._is_detailed and self._probe.has_seen  # else hooks do not see this model called
         if self._windows.end_step(is_detailed=is_seen) or self._is_changed:
             self._close()
-        self._num_to_pass = self._pace.end_step(seconds)
-        if self._num_to_pass:
-            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else it sees what is no waiting for data
+        self._num_unmeasured_left = self._pace.end_step(seconds)
+        if self._num_unmeasured_left:
+            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else hooks tell evaluation from waiting
                 self._probe.detach()
-            self._num_passed, self._passing_since = 0, now
+            self._num_unmeasured, self._unmeasured_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
 
     # Training waits for this one at most steps where they are short.
-    def _pass(self, num_boundaries: int, micro_step: int) -> None:
+    def _leave_unmeasured(self, num_boundaries: int, micro_step: int) -> None:
         """End a micro-step that was not measured."""
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             now = time.perf_counter_ns()
             self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
             self._stepped_at = now
-            self._num_passed += 1
-            self._num_to_pass -= 1
-            if not self._num_to_pass or self._num_long == _MOST_LONG:
-                self._stop_passing()
-            elif self._num_passed == _MOST_UNTOLD:
-                self._tell_passed()
+            self._num_unmeasured += 1
+            self._num_unmeasured_left -= 1
+            if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
+                self._measure_again()
+            elif self._num_unmeasured == _MOST_UNTOLD:
+                self._count_unmeasured()
         elif micro_step == 0:
             self._timeline.lose_since(self._stepped_at)
             self._stepped_at = time.perf_counter_ns()
 
-    def _stop_passing(self) -> None:
+    def _measure_again(self) -> None:
         """Measure steps again, from the next one that begins."""
-        if self._num_to_pass or self._num_passed:
-            self._num_to_pass = 0
+        if self._num_unmeasured_left or self._num_unmeasured:
+            self._num_unmeasured_left = 0
             self._is_detailed = False  # the step that may be under way
             self._probe.attach()
-            self._tell_passed()
+            self._count_unmeasured()
 
-    def _tell_passed(self) -> None:
+    def _count_unmeasured(self) -> None:
         """Count the steps that were not measured in the window."""
-        num_passed, self._num_passed = self._num_passed, 0
-        if num_passed:
-            self._pace.pass_steps(num_passed, (self._stepped_at - self._passing_since) * 1e-9)
-            self._passing_since = self._stepped_at
-            if self._windows.pass_steps(num_passed) or self._is_changed:
+        num_unmeasured, self._num_unmeasured = self._num_unmeasured, 0
+        if num_unmeasured:
+            self._pace.end_unmeasured_steps(num_unmeasured, (self._stepped_at - self._unmeasured_since) * 1e-9)
+            self._unmeasured_since = self._stepped_at
+            if self._windows.end_unmeasured_steps(num_unmeasured) or self._is_changed:
                 self._close()
 
     def _close(self) -> None:
         self._is_changed = False
         self._windows.count(*self._probe.take_counts())
-        self._keep(self._windows.close(self._stand()))
+        self._on_window(self._windows.close(self._progress()))

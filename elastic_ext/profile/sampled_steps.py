@@ -1,5 +1,6 @@
-"""Surveyor: has single steps looked at more closely than the others: a census once, a trace now and then, and what
-memory they take where that is not known."""
+"""Surveyor: has single steps measured more closely than the others: a census once, a trace now and then, and samples
+of memory where it is not known what a step takes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ __all__ = ["SampleListeners", "Surveyor"]
 
 _logger = logging.getLogger(__name__)
 
-_TRACE_SECONDS = 600.0
+_TRACE_SECONDS = 600.0  # between two traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class SampleListeners:
 
 
 class Surveyor:
-    """Takes a census, traces and memory samples of single steps of one rank, once steps are as they will be."""
+    """Takes a census, traces and memory samples of single steps of one rank; the recorder tells it of steps."""
 
     def __init__(
         self,
@@ -45,25 +46,25 @@ class Surveyor:
         *,
         name: PeerName,
         device: torch.device,
-        found: SampleListeners,
+        listeners: SampleListeners,
         why_no_census: Callable[[], str | None],
-        is_traced: Callable[[], bool],
+        needs_trace: Callable[[], bool],
         analyzer: Analyzer | None = None,
     ) -> None:
-        """``is_traced`` says whether passes wait for other ranks in many places, which a trace alone tells.
+        """``needs_trace`` says whether passes wait for other ranks in many places: a trace alone tells how long.
 
-        ``analyzer`` is whoever wants to know what memory steps take.
+        ``why_no_census`` gives the reason why no census can be taken, or None. ``analyzer`` measures memory.
         """
         self._timeline = timeline
         self._probe = probe
         self._name, self._device = name, device
-        self._found = found
+        self._listeners = listeners
         self._why_no_census = why_no_census
-        self._is_traced = is_traced
+        self._needs_trace = needs_trace
         self._analyzer = analyzer
         self._census: Census | None = None
         self._trace: Trace | None = None
-        self._trace_at = 0.0
+        self._trace_at = 0.0  # when the next trace is due, by ``time.monotonic``
         self._has_census = self._is_counting = False
         self._num_micro_steps = self._num_rows = 0
 
@@ -86,7 +87,7 @@ class Surveyor:
             seen = trace.end()
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if seen is not None:
-                self._found.trace(seen)
+                self._listeners.trace(seen)
 
     def leave(self, *, has_ended: bool) -> None:
         """End a micro-step; ``has_ended`` says whether its step ends with it."""
@@ -94,8 +95,8 @@ class Surveyor:
         if has_ended and self._census is not None:
             self._keep_census(self._census)
             self._census = None
-            if self._found.calibration is not None:
-                self._measure_machine(self._found.calibration)
+            if self._listeners.calibration is not None:
+                self._measure_machine(self._listeners.calibration)
 
     def close(self) -> None:
         """Stop measuring: training ends, perhaps within a step."""
@@ -121,7 +122,7 @@ class Surveyor:
                 self._num_micro_steps, self._num_rows = 0, self._probe.num_rows
         elif self._trace is None and time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
-            if self._is_traced() and can_trace():
+            if self._needs_trace() and can_trace():
                 self._trace = Trace(self._name.rank)
                 self._trace.begin()
 
@@ -135,7 +136,7 @@ class Surveyor:
     def _keep_census(self, census: Census) -> None:
         num_rows = self._probe.num_rows - self._num_rows
         if num_rows > 0:  # else no pass was seen
-            self._found.census(
+            self._listeners.census(
                 census.record(
                     rank=self._name.rank,
                     num_samples=num_rows,

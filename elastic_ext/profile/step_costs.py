@@ -41,8 +41,8 @@ _logger = logging.getLogger(__name__)
 
 
 # --- what one step asks of its machine: operations, the bytes that they move, the arithmetic in them -----------------
-# It stands between autograd and the operations for one step, sees each go by, and changes none. That makes the step
-# about twice as long, once.
+# A dispatch mode stands between autograd and the operations for one step, sees each go by, and changes none. That makes
+# the step about twice as long, once.
 
 _COMMUNICATION_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _MOST_DEPTH = 4  # of containers among an operation's arguments
@@ -54,7 +54,8 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``is_optimizing`` says whether an operation is the optimizer's.
     """
 
-    # Without these two torch refuses operators that take functions, and to compile, as long as this is there.
+    # While this mode is on, torch refuses operators that take functions without the first of these, and to compile
+    # without ``ignore_compile_internals``.
     supports_higher_order_operators = True
 
     def __init__(self, is_optimizing: Callable[[], bool]) -> None:
@@ -70,7 +71,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it does the same to what lies on this rank, which comes by again
+            return NotImplemented  # DTensor then calls the operation on this rank's shards, which is counted
         result = func(*args, **(kwargs or {}))
         with suppress(RuntimeError, TypeError, ValueError, AttributeError):  # a kind of tensor that tells no size
             self._count(func, args, kwargs or {}, result)
@@ -180,10 +181,10 @@ def _name(device: torch.device) -> str:
 # --- one step as torch's own profiler sees it ------------------------------------------------------------------------
 # Tracing tells how long communication takes beside which nothing is computed, and which operations take longest.
 #
-# Where passes wait for other ranks in many places, as those of a sharded model do, that is not to be told from hooks.
-# The profiler's raw events are read, which it gives in private and in a hundredth of the time that its tables take:
-# tried first with a small one, and done without where this torch gives others. There is one profiler in a process:
-# where somebody has one of their own, it is left alone.
+# Where passes wait for other ranks in many places, as those of a sharded model do, hooks cannot tell how long. The
+# profiler's raw events are read by a private interface, in a hundredth of the time that its tables take. First a small
+# profile is tried, and nothing is traced where this torch gives other events. There is one profiler in a process: where
+# somebody else uses it, it is left alone.
 
 _MOST_EVENTS = 200_000
 _NUM_TOP = 12

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_ext.records.text import on_one_line
 
-from .breakdown import RankView, weigh, why_not
+from .breakdown import RankView, breakdown_of, why_no_verdict
 
 __all__ = ["ChangeDetector", "LocalTime", "PaceChange", "Straggler", "Stragglers", "is_far", "local_times", "usual"]
 
@@ -27,9 +27,9 @@ _SLOW = 1.2
 """How many times as long as usual a slow rank takes."""
 _ROUNDS_IN_A_ROW = 3
 _NUM_KEPT = 32  # rounds of a rank's own past
-_LEAST_KEPT = 3
+_LEAST_KEPT = 3  # rounds of its own past, from which on a rank is compared with them
 _OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
-_FAR = 3.0
+_FAR = 3.0  # standard deviations above the median
 _LEAST, _MOST = 1e-12, 1e12  # seconds; beyond them numbers are taken for broken
 
 
@@ -56,7 +56,7 @@ class Straggler:
     own_score: float | None
     """The score against the rank's own past; None where it has none yet."""
     slowed: float
-    """The share of the job's steps that goes to waiting for this rank."""
+    """The share of a step's time that the other ranks wait for this rank."""
     num_rounds: int
     """How many rounds in a row the rank has been slow."""
 
@@ -134,8 +134,8 @@ def local_times(views: Sequence[RankView]) -> list[LocalTime]:
     """The time that each rank was busy with by itself in a round; without ranks that were not measured by phase."""
     found = []
     for view in views:
-        if why_not([view], is_partial=True) is None:
-            seen = weigh(view)
+        if why_no_verdict([view], is_partial=True) is None:
+            seen = breakdown_of(view)
             if seen.is_known:
                 found.append(
                     LocalTime(
@@ -168,11 +168,11 @@ def _is_timed(seconds: float) -> bool:
 
 _LEAST_RATIO = 1.07
 _NUM_RECENT = 8
-_TIMES_AS_MANY = 4  # in the reference
-_MOST_RECENT = 256  # because of noise; and because steps are short:
-_MOST_SHORT = 512
+_TIMES_AS_MANY = 4  # steps in the reference for each of the last steps
+_MOST_RECENT = 256  # of the last steps, where noise asks for more
+_MOST_SHORT = 512  # of the last steps, where more are needed because steps are short
 _LEAST_SECONDS = 0.5
-_OF_A_MEDIAN = 1.25  # how much less sure a median is than a mean
+_OF_A_MEDIAN = 1.25  # the standard error of a median, over that of a mean
 _SURE = 4.0
 """From how many standard deviations on a difference is no chance, though it is looked for at every step."""
 
@@ -269,7 +269,7 @@ class ChangeDetector:
             del self._sorted[bisect_left(self._sorted, gone)]
 
     def _found(self, distance: float) -> PaceChange:
-        """The change that was found: the steps beyond half of the distance are those after it."""
+        """The change that was found: steps further than half of ``distance`` from the old median came after it."""
         side = math.copysign(1.0, distance)
         beyond = [(step, length) for step, length in self._recent if side * (length - self._usual) > abs(distance) / 2]
         return PaceChange(
@@ -283,7 +283,8 @@ class ChangeDetector:
 def _num_needed(spread: float, least: float) -> int:
     """How many of the last steps are needed to show the smallest change that is told, at this spread.
 
-    They are at least as many as ``least``, where that is possible.
+    Twice as many, and again, until noise hides no such change; then until they are at least ``least``, each up to its
+    own limit.
     """
     num = _NUM_RECENT
     while num < _MOST_RECENT and _by_chance(spread, num) > math.log(_LEAST_RATIO):
@@ -294,7 +295,10 @@ def _num_needed(spread: float, least: float) -> int:
 
 
 def _by_chance(spread: float, num_recent: int) -> float:
-    """How far the two medians may lie apart by chance, where nothing has changed."""
+    """How far the medians of the last steps and of the reference may lie apart by chance, where nothing has changed.
+
+    It is ``_SURE`` standard errors of the difference of the two medians.
+    """
     return _SURE * _OF_A_MEDIAN * spread * math.sqrt((1 + 1 / _TIMES_AS_MANY) / num_recent)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
-from .breakdown import RankView, is_usable, merged, replicas_of, weigh
+from .breakdown import RankView, breakdown_of, is_usable, merged, replicas_of
 from .phases import LEAST_SECONDS, Phase
 
 __all__ = [
@@ -72,7 +72,11 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
         seconds=window.length,
         config_version=window.config_version,
         config_revision=window.config_revision,
-        shares={phase.label: share for phase, share in weigh(RankView(host="", window=window)).shares.items() if share},
+        shares={
+            phase.label: share
+            for phase, share in breakdown_of(RankView(host="", window=window)).shares.items()
+            if share
+        },
         step_seconds=_quantile(windows, _MIDDLE),
         slow_step_seconds=_quantile(windows, _NINE_TENTHS),
         samples_per_second=_rate(window.num_samples, training),

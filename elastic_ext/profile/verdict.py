@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from elastic_ext.records.json import JsonRecord
 from elastic_ext.records.text import counted, on_one_line
 
-from .breakdown import RankView, Roofline, Weighed, merged, weigh, why_not
+from .breakdown import RankBreakdown, RankView, Roofline, breakdown_of, merged, why_no_verdict
 from .phases import COMPUTING, Phase
 from .stragglers import is_far, usual
 
@@ -24,10 +24,10 @@ __all__ = [
     "RunnerUp",
     "Verdict",
     "causes",
+    "compare_ranks",
     "computing",
     "dominating",
     "hosts_of",
-    "job_of",
     "limit",
     "merged",
     "sentence",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 # --- what may hold training up, and how much of its time each cause takes --------------------------------------------
-# What may hold training up, and how much of its time each takes: pure; which of them is told is decided below.
+# Which of the causes the verdict names is decided below, in ``_ranked``.
 #
 # A share is what would be saved if its cause were gone, in parts of the time that training takes: steps, and what
 # stands between them, without startup and evaluation. So shares of unlike causes compare. They need not add up to 1.
@@ -61,7 +61,10 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_PAUSE, _WAIT = 0.15, 0.25
+_PAUSE = 0.15
+"""The limit for causes that take time between steps, or take steps back."""
+_WAIT = 0.25
+"""The limit for causes that take time within steps."""
 LIMITS: dict[Kind, float] = {
     "straggler": 0.20,
     "data": _WAIT,
@@ -75,6 +78,7 @@ LIMITS: dict[Kind, float] = {
 }
 """The share of time above which a cause is told; of several the largest, of equal ones the first here."""
 _DOMINATES = 0.5
+"""The share of all time above which startup, or time outside of epochs, is named before any other cause."""
 _LESS_SURE = 0.5
 """How much of the lost share is added to the stragglers' limit: lack of processors alone makes ranks differ."""
 _PAUSES: dict[Kind, Phase] = {
@@ -99,10 +103,10 @@ class Cause:
 class RanksCompared:
     """The profile windows of all ranks, side by side.
 
-    What is *usual* among them is a median, which two ranks have too: the better of both.
+    What is *usual* among them is the lower median: of two ranks, the smaller value.
     """
 
-    ranks: tuple[Weighed, ...]
+    ranks: tuple[RankBreakdown, ...]
     """The time of each rank, in rank order."""
     num_missing: int
     num_steps: int
@@ -113,11 +117,12 @@ class RanksCompared:
     num_workers: int | None
     """Data workers of all loaders together; None where that is not known."""
     processor_share: float | None
+    """The upper median of ranks' processor shares; None where nobody can tell."""
     roofline: Roofline | None
     in_step_share: float
     """The share of training's time that usually goes to steps."""
     lost_share: float
-    """The share of a step in which the training thread should have computed and had no processor."""
+    """The usual share of the time in steps in which a training thread should have computed and had no processor."""
     usual_local_seconds: float
     """Seconds of a step that a rank is usually busy with by itself."""
 
@@ -133,10 +138,10 @@ class RanksCompared:
         return usual(known) if known else None
 
 
-def job_of(views: Sequence[RankView]) -> RanksCompared:
-    """The times of several ranks side by side; ``why_not`` has to give None for these ranks."""
+def compare_ranks(views: Sequence[RankView]) -> RanksCompared:
+    """The times of several ranks side by side; ``why_no_verdict`` has to give None for these ranks."""
     ordered = sorted(views, key=lambda view: view.rank)
-    ranks = tuple(weigh(view) for view in ordered)
+    ranks = tuple(breakdown_of(view) for view in ordered)
     shares = [each.processor_share for each in ranks if each.processor_share is not None]
     workers = [view.num_workers for view in ordered if view.num_workers is not None]
     return RanksCompared(
@@ -161,7 +166,7 @@ def causes(job: RanksCompared) -> list[Cause]:
 
 
 def limit(cause: Cause, job: RanksCompared) -> float:
-    """The share that a cause has to exceed to be told."""
+    """The share that a cause has to exceed to be named; for stragglers it grows with the usual lost share."""
     return LIMITS[cause.kind] + (_LESS_SURE * job.lost_share if cause.kind == "straggler" else 0.0)
 
 
@@ -194,7 +199,8 @@ def _all_causes(job: RanksCompared) -> Iterator[Cause]:
         yield _straggler(job)
     for kind, phase in _IN_STEP.items():
         yield _of_all(kind, [_in_step(job, each.step.get(phase, 0.0)) for each in job.ranks], job)
-    waiting = min(each.waiting_seconds for each in job.ranks)  # whoever waits longer waits for a rank
+    # What all ranks wait at least is communication; a rank that waits longer than that waits for a slower rank.
+    waiting = min(each.waiting_seconds for each in job.ranks)
     yield Cause(kind="communication", share=_in_step(job, waiting))
     yield _of_all("contention", [each.lost_share * job.in_step_share for each in job.ranks], job)
     for kind, phase in _PAUSES.items():
@@ -202,11 +208,15 @@ def _all_causes(job: RanksCompared) -> Iterator[Cause]:
 
 
 def _straggler(job: RanksCompared) -> Cause:
+    """The ranks that take longer than usual for their own part of a step, by the share of the slowest one.
+
+    A rank counts by the smaller of two differences from what is usual: of median steps, and of the lower quartile.
+    """
     steady = usual([each.steady_seconds for each in job.ranks])
     beyond = {
         each.rank: _in_step(job, min(each.local_seconds - job.usual_local_seconds, each.steady_seconds - steady))
         for each in job.ranks
-    }  # a rank that is slow is so in most steps, and one whose processor others want, in some
+    }  # a slow rank is slow in most steps; a rank whose processor other processes use is slow in some
     largest = Cause(kind="straggler", share=max(beyond.values()))
     least = min(limit(largest, job), largest.share)
     slow = [rank for rank, share in beyond.items() if share > 0 and share >= least]
@@ -220,10 +230,12 @@ def _of_all(kind: Kind, shares: Sequence[float], job: RanksCompared) -> Cause:
 
 
 def _in_step(job: RanksCompared, seconds: float) -> float:
+    """The share of training's time that so many ``seconds`` of each step take."""
     return min(seconds / job.step_seconds, 1.0) * job.in_step_share
 
 
-def _of_training(rank: Weighed, phase: Phase) -> float:
+def _of_training(rank: RankBreakdown, phase: Phase) -> float:
+    """The share that a phase takes of a rank's time without startup and without time outside of epochs."""
     training = 1 - rank.shares.get(Phase.STARTUP, 0.0) - rank.shares.get(Phase.OUTSIDE, 0.0)
     return min(rank.shares.get(phase, 0.0) / training, 1.0) if training > 0 else 0.0
 
@@ -362,7 +374,10 @@ def _no_training(what: str) -> Callable[[Cause, RanksCompared], str]:
 
 
 def _unknown(cause: Cause, job: RanksCompared) -> str:
-    return f"unknown: {cause.share:.0%} of the step lies within steps that were not looked at closely"
+    return (
+        f"unknown: {cause.share:.0%} of training's time went to steps that were not looked at closely, so that their "
+        "phases are not known"
+    )
 
 
 _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
@@ -391,7 +406,7 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
 }
 
 
-def _where(slow: Weighed, job: RanksCompared) -> tuple[Phase, float]:
+def _where(slow: RankBreakdown, job: RanksCompared) -> tuple[Phase, float]:
     """The phase that makes most of what a slow rank takes longer than usual, and its seconds."""
     phases = (Phase.DATA, Phase.TRANSFER, *COMPUTING, Phase.OTHER)
     beyond = {
@@ -441,6 +456,7 @@ def _time(seconds: float) -> str:
 _CONTENDED = 0.85
 """Below this share of a processor while it computes, the training thread is held up by other threads."""
 _LEAST_TOLD = 0.05
+"""The share from which on a cause is listed as a runner-up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -473,10 +489,10 @@ class Verdict(JsonRecord):
 
 def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
     """What holds up the job of these ranks, given in any order; ``is_partial`` where ranks may be missing."""
-    reason = why_not(views, is_partial=is_partial)
+    reason = why_no_verdict(views, is_partial=is_partial)
     if reason is not None:
         return Verdict(kind="unknown", text=on_one_line(f"unknown: {reason}"))
-    job = job_of(views)
+    job = compare_ranks(views)
     first, rest = _ranked(job)
     contended = job.processor_share is not None and job.processor_share < _CONTENDED
     return Verdict(
@@ -492,7 +508,11 @@ def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
 
 
 def _ranked(job: RanksCompared) -> tuple[Cause, list[Cause]]:
-    """The cause that the verdict names, and the others that take time."""
+    """The cause that the verdict names, and the others that take time.
+
+    The first of these that there is: startup or time outside of epochs, if it dominates; the largest cause above its
+    limit; computing, or ``unknown`` where steps of unknown phases take more time than computing.
+    """
     found = causes(job)
     bound = computing(job)
     first = dominating(job) or next((each for each in found if each.share > limit(each, job)), None)

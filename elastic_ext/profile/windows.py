@@ -1,4 +1,4 @@
-"""Windows: the steps of a rank summed up over a second or more, and the memory that the process holds."""
+"""WindowAccumulator: the steps of a rank summed up over a second or more, and the memory that the process holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ext.records.metrics import StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase, Spent, Timeline
 
-__all__ = ["MemoryInUse", "TrainingProgress", "Windows", "memory_held", "window_seconds"]
+__all__ = ["MemoryInUse", "TrainingProgress", "WindowAccumulator", "memory_held", "window_seconds"]
 
 
 # --- the steps of a rank summed up over a second or more, for files that people and programs read --------------------
@@ -41,7 +41,7 @@ class TrainingProgress(NamedTuple):
     """Whether everything that should run is running, such as a loader's workers."""
 
 
-class Windows:
+class WindowAccumulator:
     """Sums one rank's steps up into profile windows of a second or more; ``close`` gives each window."""
 
     def __init__(
@@ -63,11 +63,11 @@ class Windows:
         self._clock = clock
         self._first = self._young_since = self._opened = clock()
         self._due = self._opened + _LEAST_SECONDS
-        self._at_open = [0] * (2 * len(Phase))  # what was spent then
-        self._steps: list[tuple[Spent, Spent]] = []  # as some began that were looked at one by one, and as they ended
-        self._num_detailed, self._stride = 0, 1
+        self._at_open = [0] * (2 * len(Phase))  # the time spent by phase as the window began
+        self._steps: list[tuple[Spent, Spent]] = []  # of some measured steps: the time spent as it began, as it ended
+        self._num_detailed, self._stride = 0, 1  # measured steps; every ``_stride``-th of them is in ``_steps``
         self._num_steps = self._num_samples = 0
-        self._counts = 0, 0
+        self._counts = 0, 0  # tokens, bytes
         self._is_settled = True  # as the window began
         self._config = 0, 0  # that was in force as the window began
 
@@ -90,8 +90,8 @@ class Windows:
                 self._stride *= 2
         return self._clock() >= self._due
 
-    def pass_steps(self, number: int) -> bool:
-        """Count steps that ended without being measured by phase; gives whether it is time to end the window."""
+    def end_unmeasured_steps(self, number: int) -> bool:
+        """Count so many steps that were not measured phase by phase; gives whether it is time to end the window."""
         self._num_steps += number - 1
         return self.end_step(is_detailed=False)
 
@@ -99,7 +99,7 @@ class Windows:
         """Count tokens and bytes that the model was given in steps of this window that were measured."""
         self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
 
-    def close(self, standing: TrainingProgress) -> StepWindow:
+    def close(self, progress: TrainingProgress) -> StepWindow:
         """End the window that is open, and begin the next."""
         spent = self.timeline.spent()
         memory = self._memory()
@@ -113,7 +113,7 @@ class Windows:
             rank=self._rank,
             world_size=self._world_size,
             restart=self._restart,
-            step=standing.step,
+            step=progress.step,
             num_steps=self._num_steps,
             config_version=self._config[0],
             config_revision=self._config[1],
@@ -123,8 +123,8 @@ class Windows:
             step_seconds=step_seconds,
             waiting_seconds=waiting,
             computing_seconds=computing,
-            is_settling=not (self._is_settled and standing.is_settled),
-            num_samples=standing.num_samples - self._num_samples,
+            is_settling=not (self._is_settled and progress.is_settled),
+            num_samples=progress.num_samples - self._num_samples,
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
             num_detailed=self._num_detailed,
@@ -132,8 +132,8 @@ class Windows:
             accelerator_bytes=memory.accelerator_bytes,
             accelerator_peak_bytes=memory.accelerator_peak_bytes,
         )
-        self._begin, self._num_samples, self._is_settled = end, standing.num_samples, standing.is_settled
-        self._config = standing.config_version, standing.config_revision
+        self._begin, self._num_samples, self._is_settled = end, progress.num_samples, progress.is_settled
+        self._config = progress.config_version, progress.config_revision
         self._at_open = spent
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
         self._num_detailed, self._stride = 0, 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elastic_ext.profile.ledger import Happened, Slice
+from elastic_ext.profile.ledger import Slice, TrainingHistory
 from elastic_ext.profile.phases import IN_STEPS, LEAST_SECONDS
 from elastic_ext.profile.summary import flops_share, num_tokens, training_seconds
 from elastic_ext.records.metrics import JobEvent, NodeCalibration, StepCensus, StepWindow
@@ -18,8 +18,8 @@ __all__ = [
     "Period",
     "Quartiles",
     "Speeds",
-    "happened_of",
     "happenings_of",
+    "history_of",
     "in_step_seconds",
     "last_word",
     "launches_of",
@@ -137,9 +137,9 @@ def launches_of(journal: Iterable[JobEvent]) -> list[float]:
     return [each.time for each in journal if each.kind == "started"]
 
 
-def happened_of(
+def history_of(
     of_ranks: Iterable[JobEvent], journals: Sequence[Sequence[JobEvent]], begin: float, end: float
-) -> Happened:
+) -> TrainingHistory:
     """The moments that a ledger needs, of a training from ``begin`` to ``end``: begins, failures, and stops."""
     begun = [
         (each.time, each.step)
@@ -147,7 +147,7 @@ def happened_of(
         if each.kind == "training-began" and each.step >= 0 and begin <= each.time < end
     ]
     told = [each for journal in journals for each in journal]
-    return Happened(
+    return TrainingHistory(
         begun=tuple(sorted(set(begun))),
         failures=tuple(sorted(each.time for each in told if each.kind in _FAILURES and begin <= each.time < end)),
         stopped=tuple(_stopped(journals)),

@@ -14,16 +14,16 @@ from typing import Any
 from elastic_ext.profile.breakdown import RankView, merged
 from elastic_ext.profile.ledger import (
     ENTRIES,
-    Happened,
-    Life,
+    ProcessProfile,
     Slice,
+    TrainingHistory,
     in_order,
     ledger_of_job,
-    lives_of,
+    processes_of,
+    processes_within,
     slices_of,
     trainings_of,
 )
-from elastic_ext.profile.ledger import within as lives_within
 from elastic_ext.profile.reader import read_calibration, read_census, read_trace, view_of
 from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.files import open_regular, read_at_most
@@ -32,8 +32,8 @@ from elastic_ext.records.metrics import SIZES, JobEvent, RankMetrics, StepWindow
 
 from .events import (
     Speeds,
-    happened_of,
     happenings_of,
+    history_of,
     in_step_seconds,
     last_word,
     launches_of,
@@ -364,9 +364,9 @@ class _Chosen:
     num_trainings: int
     begin: float
     end: float
-    last_life_begin: float
+    last_process_begin: float
     last_word: float
-    happened: Happened
+    history: TrainingHistory
     events: list[JobEvent]
     journals: list[list[JobEvent]]
 
@@ -388,16 +388,16 @@ class _Gathering:
     num_restarts: int = 0
     num_failures: int = 0
     chosen: _Chosen | None = None
-    _lives_of_first: list[Life] | None = None
+    _processes_of_first: list[ProcessProfile] | None = None
     _num_shifted: int = 0
 
     def choose(self, training: int | None) -> None:
         """Find the trainings in the run by its first rank, and choose one, the last for None."""
         first = next(iter(self.places.profiles))
-        lives = self._lives(first)
+        processes = self._processes(first)
         journals = [self._journal(path) for path in self.places.journals]
         launches = sorted(moment for journal in journals for moment in launches_of(journal))
-        begins = trainings_of(lives, launches or None)
+        begins = trainings_of(processes, launches or None)
         if not begins:
             raise ValueError(f"{self.places.path} has no line of a profile that can be read ({self._broken_words()})")
         number = len(begins) if training is None else training
@@ -405,41 +405,41 @@ class _Gathering:
             raise ValueError(f"training {number} is not in {self.places.path}; it has 1 to {len(begins)}")
         begin = begins[number - 1] if number > 1 else float("-inf")
         end = begins[number] if number < len(begins) else float("inf")
-        own = lives_within(lives, begin, end)
+        own = processes_within(processes, begin, end)
         events = [event for path in self.places.events for event in self._events(path)]
         self.chosen = _Chosen(
             number=number,
             num_trainings=len(begins),
             begin=begin,
             end=end,
-            last_life_begin=own[-1].begin if own else 0.0,
+            last_process_begin=own[-1].begin if own else 0.0,
             last_word=last_word(journals, begin, end),
-            happened=happened_of(events, journals, begin, end),
+            history=history_of(events, journals, begin, end),
             events=events,
             journals=journals,
         )
-        self._lives_of_first = lives
+        self._processes_of_first = processes
 
     def take(self, rank: int) -> None:
         """Read the profile of a rank, and add up what it has of the chosen training."""
         assert self.chosen is not None
-        lives = self._lives_of_first if self._lives_of_first is not None else self._lives(rank)
-        is_first, self._lives_of_first = self._lives_of_first is not None, None
-        lives = lives_within(lives, self.chosen.begin, self.chosen.end)
-        if not lives:
+        processes = self._processes_of_first if self._processes_of_first is not None else self._processes(rank)
+        is_first, self._processes_of_first = self._processes_of_first is not None, None
+        processes = processes_within(processes, self.chosen.begin, self.chosen.end)
+        if not processes:
             return
-        is_in_last = lives[-1].end >= self.chosen.last_life_begin
-        slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
+        is_in_last = processes[-1].end >= self.chosen.last_process_begin
+        slices = slices_of(processes, self.chosen.history, until=self.chosen.last_word if is_in_last else 0.0)
         speeds = self._speeds(rank)
-        self.ranks.append(rank_record(rank, lives, slices, speeds, self._metrics(rank)))
+        self.ranks.append(rank_record(rank, processes, slices, speeds, self._metrics(rank)))
         self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
-        self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
+        self._num_shifted += sum(each.shift_seconds > 0 for each in processes)
         for each in slices:
             self.spent.add(each.begin, each.end, [each.seconds.get(entry, 0.0) for entry in ENTRIES])
         if is_first:
             self.witness, self.witness_speeds = slices, speeds
-            self.num_restarts = sum(each.is_whole for each in lives[1:])
-            self.num_failures = len(self.chosen.happened.failures) or max(each.restart for each in lives)
+            self.num_restarts = sum(each.is_whole for each in processes[1:])
+            self.num_failures = len(self.chosen.history.failures) or max(each.restart for each in processes)
 
     def record(self) -> RunRecord:
         """The record of the chosen training, once all ranks are read."""
@@ -496,9 +496,11 @@ class _Gathering:
         found = (shown_metrics_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
         return next(filter(None, found), {})
 
-    def _lives(self, rank: int) -> list[Life]:
+    def _processes(self, rank: int) -> list[ProcessProfile]:
         paths = self.places.profiles[rank]
-        return in_order(life for path in paths for life in lives_of(windows_in(path, rank, self.broken, self.advance)))
+        return in_order(
+            process for path in paths for process in processes_of(windows_in(path, rank, self.broken, self.advance))
+        )
 
     def _events(self, path: Path) -> Sequence[JobEvent]:
         is_first = path == self.places.events[0]

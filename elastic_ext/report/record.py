@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import NamedTuple
 
-from elastic_ext.profile.ledger import Ledger, Life, Slice, ledger_of_slices
+from elastic_ext.profile.ledger import Ledger, ProcessProfile, Slice, ledger_of_slices
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.summary import training_seconds
 from elastic_ext.records.measures import METRICS, parts_of
@@ -280,7 +280,7 @@ def _of_rank(rank: RankRecord) -> dict[str, object]:
     }
 
 
-# --- a RankRecord from a rank's lives --------------------------------------------------------------------------------
+# --- a RankRecord from a rank's processes ---------------------------------------------------------------------------
 
 MOST_BINS = 512
 _BUSY = frozenset(
@@ -296,7 +296,7 @@ def busy_seconds(window: StepWindow) -> float | None:
 
 def rank_record(
     rank: int,
-    lives: Sequence[Life],
+    processes: Sequence[ProcessProfile],
     slices: Sequence[Slice],
     speeds: Speeds,
     metrics: Mapping[str, float],
@@ -320,7 +320,7 @@ def rank_record(
         begin=slices[0].begin,
         end=slices[-1].end,
         ledger=ledger_of_slices(slices),
-        num_processes=max(sum(each.is_whole for each in lives), 1),
+        num_processes=max(sum(each.is_whole for each in processes), 1),
         num_steps=sum(each.num_steps for each in windows),
         step_seconds=spread_of(steps),
         busy_seconds=spread_of(busy),

@@ -19,13 +19,13 @@ from elastic_ext.data.sources import ReenteredSource, ShowingSource
 from elastic_ext.fsdp.checkpoint.job import Launched
 from elastic_ext.profile.device_timeline import DeviceTimeline
 from elastic_ext.profile.memory.analyzer import Analyzer
-from elastic_ext.profile.output import Showing, TrainingFacts
+from elastic_ext.profile.output import ProfileOutput, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
 from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
-from elastic_ext.profile.windows import TrainingProgress, Windows, memory_held
+from elastic_ext.profile.windows import TrainingProgress, WindowAccumulator, memory_held
 from elastic_ext.records.metrics import StepWindow
 
 from .checkpoints.checkpoints import Checkpoints, checkpoints_for
@@ -76,7 +76,7 @@ def record(
     begin = min(max(_started_at(now), reports.profiled_until()), now)
     timeline.add_past(Phase.STARTUP, round((now - begin) * 1e9))
 
-    def stand() -> TrainingProgress:
+    def progress_now() -> TrainingProgress:
         step, num_samples = progress()
         config = follower.config
         is_settled = bool(getattr(loader, "is_settled", True))
@@ -87,7 +87,7 @@ def record(
     recorder = Recorder(
         follower.pulse,
         probe,
-        Windows(
+        WindowAccumulator(
             timeline,
             rank=follower.ranks.rank,
             world_size=follower.ranks.world_size,
@@ -95,8 +95,8 @@ def record(
             begin=begin,
             memory=memory_held,
         ),
-        stand=stand,
-        keep=reports.add_window,
+        progress=progress_now,
+        on_window=reports.add_window,
         loader=loader,
         surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
     )
@@ -138,13 +138,13 @@ def _surveyor(
         probe,
         name=ranks.names[ranks.rank],
         device=device,
-        found=SampleListeners(
+        listeners=SampleListeners(
             census=reports.write_census,
             trace=reports.write_trace,
             calibration=reports.write_calibration if is_first_here else None,
         ),
         why_no_census=lambda: why_no_census(model),
-        is_traced=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
+        needs_trace=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
         analyzer=analyzer,
     )
 
@@ -168,7 +168,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.growing = Growing(training)
     training.learning = Learning(training)
     training.recorder = _recorder(training)
-    training.showing = _showing(training)
+    training.profile_output = _profile_output(training)
     training.facts = FactsOfJob(training)
     _after_each_window(follower, training.facts.tell)
     training.session = session = Session(training)
@@ -340,19 +340,19 @@ def _recorder(training: Training) -> Recorder | None:
     )
 
 
-def _showing(training: Training) -> Showing:
+def _profile_output(training: Training) -> ProfileOutput:
     """The object that shows this rank's profile; with the profiler off it only closes the sinks."""
     follower = training.follower
-    showing = Showing(
+    profile_output = ProfileOutput(
         follower.settings.run_dir,
         rank=follower.ranks.rank,
         hosts=[name.host for name in follower.ranks.names],
         every_seconds=follower.settings.profile_seconds,
-        know=partial(_facts_of, training),
+        facts=partial(_facts_of, training),
         sinks=training.sinks,
     )
-    follower.reports.on_window = showing.see
-    return showing
+    follower.reports.on_window = profile_output.see
+    return profile_output
 
 
 def _after_each_window(follower: ConfigFollower, tell: Callable[[], None]) -> None:

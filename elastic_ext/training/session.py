@@ -367,7 +367,7 @@ class Session:
     def _measure(self) -> Measures:
         self._training.growing.warn()
         self._training.facts.tell()
-        return self._training.showing.measured(self._speed.measure())
+        return self._training.profile_output.with_profile(self._speed.measure())
 
     def _tell_begun(self) -> None:
         """Report that training has begun, and after which step it goes on."""
@@ -582,7 +582,7 @@ class Session:
     def _let_go(self, by: str) -> None:
         """Close and release all parts of the training, whichever of them fails."""
         with ExitStack() as ending:
-            ending.callback(self._training.showing.close)
+            ending.callback(self._training.profile_output.close)
             ending.callback(self.follower.close, by)  # which ends the last window
             if self._training.checkpoints is not None:
                 ending.callback(self._training.checkpoints.close)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elastic_ext.fsdp.reshard.sharded_model import Spread
     from elastic_ext.profile.memory.analyzer import Analyzer
     from elastic_ext.profile.memory.prediction_request import Factory
-    from elastic_ext.profile.output import Showing
+    from elastic_ext.profile.output import ProfileOutput
     from elastic_ext.profile.recorder import Recorder
     from elastic_ext.ranks.group import Ranks
 
@@ -97,7 +97,7 @@ class Training:
     learning: Learning = field(init=False)
     recorder: Recorder | None = field(init=False)
     """The recorder of where this rank's time goes; None where nothing is profiled."""
-    showing: Showing = field(init=False)
+    profile_output: ProfileOutput = field(init=False)
     facts: FactsOfJob = field(init=False)
     session: Session = field(init=False)
     parallelism: Parallelism | None = field(init=False, default=None)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.profile.breakdown import RankView, merged, weigh
+from elastic_ext.profile.breakdown import RankView, breakdown_of, merged
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.verdict import KINDS, Verdict, verdict
 from elastic_ext.records.metrics import StepTrace
@@ -119,7 +119,7 @@ def test_the_census_of_a_micro_step_is_taken_as_often_as_there_are_micro_steps_a
         census(num_flops=100, num_bytes=1000, num_ops=30), optimizer_ops=10, optimizer_bytes=400
     )
     view = made_view(_step(forward=6), view={"census": counted, "calibration": calibration()})
-    best = weigh(dataclasses.replace(view, num_micro_steps=4, micro_batch=32)).roofline  # of 16 samples
+    best = breakdown_of(dataclasses.replace(view, num_micro_steps=4, micro_batch=32)).roofline  # of 16 samples
     assert best is not None
     assert best.compute == pytest.approx(100 * 8 / 1e11)
     assert best.memory == pytest.approx((600 * 8 + 400) / 1e10)
@@ -317,10 +317,10 @@ def test_a_phase_of_a_newer_version_is_something_that_the_loop_does() -> None:
         ({"num_steps": 0}, "too few steps"),
         ({"config_version": 2}, "different versions of the config"),
         ({"config_revision": 2}, "different versions of the config"),
-        ({"restart": 1}, "different memberships"),
-        ({"world_size": 3}, "different memberships"),
+        ({"restart": 1}, "different restarts or world sizes"),
+        ({"world_size": 3}, "different restarts or world sizes"),
         ({"rank": 0}, "a rank is given twice"),
-        ({"seconds": {"forward": math.nan}}, "what rank 1 tells holds what is no length of time"),
+        ({"seconds": {"forward": math.nan}}, "the profile of rank 1 holds a value that is no length of time"),
         ({"seconds": {"forward": -1.0}}, "no length of time"),
         ({"seconds": {"forward": math.inf}}, "no length of time"),
         ({"typical": {"forward": "long"}}, "no length of time"),
@@ -565,12 +565,12 @@ def test_what_passes_wait_for_others_is_told_by_a_trace() -> None:
         time=0.0, rank=0, step_seconds=1.0, communication_seconds=0.7, exposed_seconds=0.6, computing_seconds=0.4
     )
     step = _step(forward=40, backward=50, communication=5, optimizer=5)
-    seen = weigh(made_view(step, view={"trace": trace}))
+    seen = breakdown_of(made_view(step, view={"trace": trace}))
     assert seen.step[COMMUNICATION] == pytest.approx(0.6 * seen.step_seconds)
     assert seen.step[FORWARD] / seen.step[BACKWARD] == pytest.approx(0.8)
-    assert seen.step_seconds == pytest.approx(weigh(made_view(step)).step_seconds)
+    assert seen.step_seconds == pytest.approx(breakdown_of(made_view(step)).step_seconds)
     hidden = dataclasses.replace(trace, exposed_seconds=0.01)
-    assert weigh(made_view(step, view={"trace": hidden})).step == weigh(made_view(step)).step
+    assert breakdown_of(made_view(step, view={"trace": hidden})).step == breakdown_of(made_view(step)).step
     views = [made_view(step, rank=rank, world_size=2, view={"trace": trace}) for rank in range(2)]
     assert verdict(views).kind == "communication"
 
@@ -582,11 +582,11 @@ def test_communication_that_is_overlapped_is_told_apart_where_a_trace_knows_it()
     step = _step(forward=40, backward=50, communication=5, optimizer=5)
     views = [made_view(step, rank=rank, world_size=2, view={"trace": trace}) for rank in range(2)]
     found, plain = verdict(views), verdict(_ranks([_step(forward=20, communication=20)] * 2))
-    assert found.evidence["overlapped_seconds"] == pytest.approx(0.1 * weigh(views[0]).step_seconds)
+    assert found.evidence["overlapped_seconds"] == pytest.approx(0.1 * breakdown_of(views[0]).step_seconds)
     assert "nothing left to compute, and 10 ms more are overlapped by computing; " in found.text
     assert plain.evidence["overlapped_seconds"] is None and "overlapped" not in plain.text
     broken = dataclasses.replace(trace, exposed_seconds=1.5)  # more than there was
-    assert weigh(made_view(step, view={"trace": broken})) == weigh(made_view(step))
+    assert breakdown_of(made_view(step, view={"trace": broken})) == breakdown_of(made_view(step))
 
 
 # ---- planted causes ----

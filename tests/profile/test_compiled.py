@@ -227,7 +227,7 @@ def assert_same_graphs(compiled: Compile) -> None:
             if number % 2 == 1:
                 probe.enter_micro_step()
             else:
-                probe.pass_micro_step()
+                probe.enter_unmeasured_micro_step()
             step(inputs, targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()

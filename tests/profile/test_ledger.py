@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from elastic_ext.profile.ledger import (
     ENTRIES,
-    Happened,
     Ledger,
-    Life,
+    ProcessProfile,
     Slice,
     TimeUse,
+    TrainingHistory,
     in_order,
     ledger_of_job,
     ledger_of_slices,
-    lives_of,
-    merged,
+    merge_neighbours,
     pieces_of,
+    processes_of,
+    processes_within,
     slices_of,
     trainings_of,
-    within,
 )
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import StepWindow
@@ -68,10 +68,10 @@ def windows(draw: st.DrawFn, rank: int = 0) -> list[StepWindow]:
 
 
 @st.composite
-def happenings(draw: st.DrawFn) -> Happened:
+def happenings(draw: st.DrawFn) -> TrainingHistory:
     moments = st.floats(START - 100, START + 5000)
     spans = draw(st.lists(st.tuples(moments, st.floats(0, 2000)), max_size=3))
-    return Happened(
+    return TrainingHistory(
         begun=tuple(draw(st.lists(st.tuples(moments, st.integers(0, 60)), max_size=4))),
         failures=tuple(draw(st.lists(moments, max_size=3))),
         stopped=tuple((begin, begin + length) for begin, length in spans),
@@ -88,9 +88,9 @@ def check(ledger: Ledger) -> None:
 
 @given(windows(), happenings(), st.floats(0, 5000))
 def test_entries_add_up_to_the_wall_time_of_a_rank_and_none_is_negative(
-    given_windows: list[StepWindow], happened: Happened, later: float
+    given_windows: list[StepWindow], history: TrainingHistory, later: float
 ) -> None:
-    slices = slices_of(in_order(lives_of(given_windows)), happened, until=START + later)
+    slices = slices_of(in_order(processes_of(given_windows)), history, until=START + later)
     ledger = ledger_of_slices(slices)
     check(ledger)
     if slices:
@@ -104,9 +104,9 @@ def test_entries_add_up_to_the_wall_time_of_a_rank_and_none_is_negative(
 
 @given(st.lists(st.tuples(windows(), st.floats(0, 5000)), min_size=1, max_size=4), happenings())
 def test_entries_add_up_to_the_wall_time_of_the_job(
-    ranks: list[tuple[list[StepWindow], float]], happened: Happened
+    ranks: list[tuple[list[StepWindow], float]], history: TrainingHistory
 ) -> None:
-    found = [slices_of(in_order(lives_of(each)), happened, until=START + later) for each, later in ranks]
+    found = [slices_of(in_order(processes_of(each)), history, until=START + later) for each, later in ranks]
     found = [each for each in found if each]
     spans = [(each[0].begin, each[-1].end) for each in found]
     ledger = ledger_of_job([ledger_of_slices(each) for each in found], spans)
@@ -116,19 +116,21 @@ def test_entries_add_up_to_the_wall_time_of_the_job(
 
 
 @given(windows())
-def test_no_window_is_in_two_lives_and_none_is_lost(given_windows: list[StepWindow]) -> None:
-    lives = lives_of(given_windows)
-    assert sorted(map(id, given_windows)) == sorted(id(each) for life in lives for each in life.windows)
-    pieces = pieces_of(in_order(lives))
+def test_no_window_is_in_two_processes_and_none_is_lost(given_windows: list[StepWindow]) -> None:
+    processes = processes_of(given_windows)
+    assert sorted(map(id, given_windows)) == sorted(id(each) for process in processes for each in process.windows)
+    pieces = pieces_of(in_order(processes))
     assert all(before.end <= after.begin for before, after in pairwise(pieces))
 
 
 # --- what each entry is ---------------------------------------------------------------------------------------------
 
 
-def ledger(found: Sequence[StepWindow], happened: Happened | None = None, until: float = 0.0) -> dict[TimeUse, float]:
+def ledger(
+    found: Sequence[StepWindow], history: TrainingHistory | None = None, until: float = 0.0
+) -> dict[TimeUse, float]:
     """The entries that there are, to the microsecond."""
-    slices = slices_of(in_order(lives_of(found)), happened or Happened(), until=until)
+    slices = slices_of(in_order(processes_of(found)), history or TrainingHistory(), until=until)
     result = ledger_of_slices(slices)
     check(result)
     return {entry: round(spent, 5) for entry, spent in result.seconds.items() if spent > 1e-5}
@@ -191,14 +193,14 @@ def test_time_between_a_process_and_the_first_step_of_the_next_is_a_restart() ->
 
 
 def test_what_a_killed_process_had_not_written_is_lost_up_to_its_failure() -> None:
-    happened = Happened(failures=(START + 13.0 + 1.5,), has_launcher=True)
-    found = ledger(killed_and_restarted(), happened)
+    history = TrainingHistory(failures=(START + 13.0 + 1.5,), has_launcher=True)
+    found = ledger(killed_and_restarted(), history)
     assert (found[TimeUse.UNSEEN], found[TimeUse.RESTART]) == (1.5, 24.5)
 
 
 def test_time_in_which_no_launcher_runs_is_no_restart() -> None:
-    happened = Happened(failures=(START + 15.0,), stopped=((START + 16.0, START + 30.0),), has_launcher=True)
-    found = ledger(killed_and_restarted(), happened)
+    history = TrainingHistory(failures=(START + 15.0,), stopped=((START + 16.0, START + 30.0),), has_launcher=True)
+    found = ledger(killed_and_restarted(), history)
     assert (found[TimeUse.UNSEEN], found[TimeUse.STOPPED], found[TimeUse.RESTART]) == (2.0, 14.0, 10.0)
 
 
@@ -212,9 +214,11 @@ def test_without_a_launcher_a_process_that_goes_on_by_hand_was_stopped_before() 
 
 def test_steps_count_as_lost_on_a_rank_that_did_not_come_back() -> None:
     found = killed_and_restarted()[:3]
-    happened = Happened(begun=((START + 40.0, 6),))
-    assert ledger(found, happened)[TimeUse.AGAIN] == 2.0
-    assert TimeUse.AGAIN not in ledger(found, Happened(begun=((START + 2.0, 6),)))  # began before, or at the same time
+    history = TrainingHistory(begun=((START + 40.0, 6),))
+    assert ledger(found, history)[TimeUse.AGAIN] == 2.0
+    assert TimeUse.AGAIN not in ledger(
+        found, TrainingHistory(begun=((START + 2.0, 6),))
+    )  # began before, or at the same time
 
 
 def test_steps_that_are_taken_again_within_a_process_count_as_lost() -> None:
@@ -232,7 +236,7 @@ def test_steps_that_do_not_commit_are_not_taken_for_lost_ones() -> None:
     parts = [window(0.0, {"forward": 4.0}, step=step, num_steps=4) for step in (1, 2, 2, 3)]
     found = chain(first_window(START, 1.0), *parts)
     assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.FORWARD: 16.0}
-    assert len(merged(found, 1e9)) == 2, "and many of them are read in little memory"
+    assert len(merge_neighbours(found, 1e9)) == 2, "and many of them are read in little memory"
 
 
 def test_what_came_before_training_went_back_within_a_process_counts_as_lost() -> None:
@@ -245,34 +249,34 @@ def test_what_came_before_training_went_back_within_a_process_counts_as_lost() -
     ]
     found = chain(first_window(START, 1.0), *parts)
     assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.CHECKPOINT: 2.0, TimeUse.AGAIN: 12.0, TimeUse.FORWARD: 3.0}
-    assert ledger(merged(found, 1e9)) == ledger(found)
+    assert ledger(merge_neighbours(found, 1e9)) == ledger(found)
 
 
 def test_lines_that_could_not_be_read_are_time_that_nothing_is_known_of() -> None:
     found = list(life(START, START + 60.0))
     del found[20:30]
     assert ledger(found)[TimeUse.UNSEEN] == pytest.approx(10.0)
-    assert len(lives_of(found)) == 2
+    assert len(processes_of(found)) == 2
 
 
 def test_two_processes_that_write_at_the_same_time_count_once() -> None:
     one, other = list(life(START, START + 50.0)), list(life(START + 10.0, START + 80.0))
     together = sorted(one + other, key=lambda each: each.end)
-    lives = in_order(lives_of(together))
-    assert len(lives) == 2 and not any(each.shift_seconds for each in lives)
+    processes = in_order(processes_of(together))
+    assert len(processes) == 2 and not any(each.shift_seconds for each in processes)
     assert sum(ledger(together).values()) == pytest.approx(80.0)
 
 
 def test_a_clock_that_is_put_back_loses_no_time() -> None:
     before, after = list(life(START, START + 50.0)), list(life(START - 3600.0, START - 3500.0, restart=1))
-    lives = lives_of(before + after)
-    assert [each.shift_seconds for each in lives] == [0.0, pytest.approx(3650.0)]
+    processes = processes_of(before + after)
+    assert [each.shift_seconds for each in processes] == [0.0, pytest.approx(3650.0)]
     assert sum(ledger(before + after).values()) == pytest.approx(150.0)
 
 
 def test_a_rank_of_the_job_that_came_late_has_its_own_wall_time() -> None:
-    first = slices_of(lives_of(life(START, START + 100.0)), Happened())
-    late = slices_of(lives_of(life(START + 60.0, START + 100.0, rank=1)), Happened())
+    first = slices_of(processes_of(life(START, START + 100.0)), TrainingHistory())
+    late = slices_of(processes_of(life(START + 60.0, START + 100.0, rank=1)), TrainingHistory())
     ledgers = [ledger_of_slices(each) for each in (first, late)]
     assert [round(each.wall_seconds) for each in ledgers] == [100, 40]
     job = ledger_of_job(ledgers, [(START, START + 100.0), (START + 60.0, START + 100.0)])
@@ -281,8 +285,8 @@ def test_a_rank_of_the_job_that_came_late_has_its_own_wall_time() -> None:
 
 
 def test_time_in_which_no_rank_is_known_is_in_the_jobs_ledger() -> None:
-    one = ledger_of_slices(slices_of(lives_of(life(START, START + 10.0)), Happened()))
-    other = ledger_of_slices(slices_of(lives_of(life(START + 30.0, START + 40.0, rank=1)), Happened()))
+    one = ledger_of_slices(slices_of(processes_of(life(START, START + 10.0)), TrainingHistory()))
+    other = ledger_of_slices(slices_of(processes_of(life(START + 30.0, START + 40.0, rank=1)), TrainingHistory()))
     job = ledger_of_job([one, other], [(START, START + 10.0), (START + 30.0, START + 40.0)])
     check(job)
     assert job.wall_seconds == pytest.approx(40.0) and job.seconds[TimeUse.STOPPED] == pytest.approx(20.0)
@@ -291,15 +295,15 @@ def test_time_in_which_no_rank_is_known_is_in_the_jobs_ledger() -> None:
 @given(st.floats(1.0, 40.0))
 def test_windows_made_one_have_the_same_ledger(longest: float) -> None:
     every = [*life(START, START + 100.0), *life(START + 110.0, START + 150.0, restart=1, first_step=900)]
-    lives = lives_of(every)
-    fewer = [replace(each, windows=tuple(merged(each.windows, longest))) for each in lives]
+    processes = processes_of(every)
+    fewer = [replace(each, windows=tuple(merge_neighbours(each.windows, longest))) for each in processes]
     assert [each.is_whole for each in fewer] == [True, True]
     assert sum(len(each.windows) for each in fewer) <= len(every)
-    before, after = (ledger_of_slices(slices_of(each, Happened())) for each in (lives, fewer))
+    before, after = (ledger_of_slices(slices_of(each, TrainingHistory())) for each in (processes, fewer))
     check(after)
     assert after.wall_seconds == pytest.approx(before.wall_seconds)
     assert after.goodput == pytest.approx(before.goodput, abs=0.01)
-    for one, other in zip(lives, fewer, strict=True):
+    for one, other in zip(processes, fewer, strict=True):
         assert sum(each.num_steps for each in one.windows) == sum(each.num_steps for each in other.windows)
         assert (one.begin, one.end, one.first_step) == (other.begin, other.end, other.first_step)
 
@@ -310,20 +314,20 @@ def test_a_job_that_restarts_all_the_time_is_read_in_little_memory() -> None:
             begin = START + restart * 2000.0
             yield from life(begin, begin + 1500.0, restart=restart, step_seconds=0.5)
 
-    lives = lives_of(every())
-    assert len(lives) == 50
-    assert sum(len(each.windows) for each in lives) <= 40_000
-    check(ledger_of_slices(slices_of(lives, Happened())))
+    processes = processes_of(every())
+    assert len(processes) == 50
+    assert sum(len(each.windows) for each in processes) <= 40_000
+    check(ledger_of_slices(slices_of(processes, TrainingHistory())))
 
 
 # --- trainings ------------------------------------------------------------------------------------------------------
 
 
-def _lives(*spans: tuple[float, float, int, int]) -> list[Life]:
+def _processes(*spans: tuple[float, float, int, int]) -> list[ProcessProfile]:
     return [
         each
         for begin, end, restart, step in spans
-        for each in lives_of(life(START + begin, START + end, restart=restart, first_step=step))
+        for each in processes_of(life(START + begin, START + end, restart=restart, first_step=step))
     ]
 
 
@@ -342,15 +346,17 @@ def _lives(*spans: tuple[float, float, int, int]) -> list[Life]:
 def test_a_process_that_begins_at_the_beginning_again_begins_another_training(
     spans: list[tuple[float, float, int, int]], launches: list[float] | None, num_trainings: int
 ) -> None:
-    lives = _lives(*spans)
-    begins = trainings_of(lives, None if launches is None else [START + each for each in launches])
+    processes = _processes(*spans)
+    begins = trainings_of(processes, None if launches is None else [START + each for each in launches])
     assert len(begins) == num_trainings
     ends = [*begins[1:], float("inf")]
-    parts = [within(lives, begin, end) for begin, end in zip(begins, ends, strict=True)]
-    assert [each for part in parts for each in part] == lives
+    parts = [processes_within(processes, begin, end) for begin, end in zip(begins, ends, strict=True)]
+    assert [each for part in parts for each in part] == processes
 
 
 def test_a_slice_without_a_process_has_no_piece() -> None:
-    slices: list[Slice] = slices_of(in_order(lives_of(killed_and_restarted())), Happened(), until=START + 500.0)
+    slices: list[Slice] = slices_of(
+        in_order(processes_of(killed_and_restarted())), TrainingHistory(), until=START + 500.0
+    )
     assert [each.piece is None for each in slices] == [False, False, False, True, False, False, True]
     assert set(slices[-1].seconds) == {TimeUse.STOPPED}

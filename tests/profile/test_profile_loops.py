@@ -184,9 +184,9 @@ def test_a_machine_that_cannot_be_measured_is_left_so() -> None:
         probe,
         name=PeerName(rank=0, host="node", pid=1),
         device=torch.device("meta"),  # which nobody waits for
-        found=SampleListeners(census=seen.append, trace=seen.append, calibration=seen.append),
+        listeners=SampleListeners(census=seen.append, trace=seen.append, calibration=seen.append),
         why_no_census=lambda: None,
-        is_traced=lambda: False,
+        needs_trace=lambda: False,
     )
     surveyor.enter(0)
     surveyor.reach_boundary()

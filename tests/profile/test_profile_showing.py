@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.output import Showing, Sinks, TensorBoardSink, TrainingFacts
+from elastic_ext.profile.output import ProfileOutput, Sinks, TensorBoardSink, TrainingFacts
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.reader import present_windows, profiled_ranks, rounds_of, tail_of, tails_of, view_of
 from elastic_ext.profile.summary import (
@@ -232,13 +232,13 @@ def training(**values: Any) -> TrainingFacts:
     return TrainingFacts(**usual | values)
 
 
-def shown(folder: Path, *, hosts: Sequence[str] = ("node",), seconds: float = 3.0, rank: int = 0) -> Showing:
-    return Showing(
+def shown(folder: Path, *, hosts: Sequence[str] = ("node",), seconds: float = 3.0, rank: int = 0) -> ProfileOutput:
+    return ProfileOutput(
         folder,
         rank=rank,
         hosts=hosts,
         every_seconds=seconds,
-        know=lambda: training(num_replicas=len(hosts)),
+        facts=lambda: training(num_replicas=len(hosts)),
         sinks=Sinks(),
     )
 
@@ -251,13 +251,13 @@ def test_a_line_is_logged_after_so_much_training_and_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    showing = shown(tmp_path)
-    showing.see(startup(0.5))
+    output = shown(tmp_path)
+    output.see(startup(0.5))
     for at in range(1, 8):
-        showing.see(window(float(at), step=100 * at))
+        output.see(window(float(at), step=100 * at))
     assert [line.split(",")[0] for line in told(caplog)] == ["profile: step 300", "profile: step 600"]
-    showing.close()
-    showing.close()
+    output.close()
+    output.close()
     assert [line.split(",")[0] for line in told(caplog)][2:] == ["profile: step 700"]
     assert told(caplog)[0].endswith(
         "data 40%, forward 20%, backward 30%, optimizer 10%; data-bound: 40% of the step waits for samples; 2 workers "
@@ -270,10 +270,10 @@ def test_no_line_is_logged_with_0_seconds_and_on_other_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, rank: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    showing = shown(tmp_path, seconds=seconds, hosts=("node", "node"), rank=rank)
+    output = shown(tmp_path, seconds=seconds, hosts=("node", "node"), rank=rank)
     for at in range(1, 8):
-        showing.see(window(float(at), world_size=2, rank=rank))
-    showing.close()
+        output.see(window(float(at), world_size=2, rank=rank))
+    output.close()
     assert told(caplog) == []
 
 
@@ -281,9 +281,9 @@ def test_the_verdict_is_on_all_ranks_of_the_node(tmp_path: Path, caplog: pytest.
     caplog.set_level(logging.INFO)
     for at in range(1, 4):
         write(tmp_path, [window(at + 0.1, SLOW, rank=1, world_size=2)])
-    showing = shown(tmp_path, hosts=("node", "node"))
+    output = shown(tmp_path, hosts=("node", "node"))
     for at in range(1, 4):
-        showing.see(window(float(at), WAITING, world_size=2))
+        output.see(window(float(at), WAITING, world_size=2))
     assert "straggler: rank 1 on node takes 22 ms for its own part of a step where 10 ms are usual" in told(caplog)[0]
 
 
@@ -295,17 +295,17 @@ def test_what_is_of_another_rank_in_a_ranks_file_is_passed_over(
     line = window(1.2, rank=7, world_size=2).to_json()
     with open(tmp_path / "profile-1.jsonl", "a") as file:
         file.write(line + "\n")
-    showing = shown(tmp_path, hosts=("node", "node"))
+    output = shown(tmp_path, hosts=("node", "node"))
     for at in range(1, 4):
-        showing.see(window(float(at), world_size=2))
+        output.see(window(float(at), world_size=2))
     assert len(told(caplog)) == 1
 
 
 def test_ranks_of_other_nodes_are_said_not_to_be_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    showing = shown(tmp_path, hosts=("node", "far", "far"))
+    output = shown(tmp_path, hosts=("node", "far", "far"))
     for at in range(1, 4):
-        showing.see(window(float(at), world_size=3))
+        output.see(window(float(at), world_size=3))
     assert "(2 ranks more not looked at)" in told(caplog)[0]
 
 
@@ -313,26 +313,26 @@ def test_ranks_on_this_machine_whose_files_are_elsewhere_are_said_so_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    showing = shown(tmp_path, hosts=("node", "node"))
+    output = shown(tmp_path, hosts=("node", "node"))
     for at in range(1, 4):
-        showing.see(window(float(at), world_size=2))
+        output.see(window(float(at), world_size=2))
     assert "(1 rank more not looked at)" in told(caplog)[0]
 
 
 def test_under_another_config_a_line_tells_of_that_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    showing = shown(tmp_path)
+    output = shown(tmp_path)
     for at in range(1, 4):
-        showing.see(window(float(at), SLOW if at < 3 else STEP, config_version=1 + at // 3))
+        output.see(window(float(at), SLOW if at < 3 else STEP, config_version=1 + at // 3))
     assert "10 ms a step" in told(caplog)[0]
 
 
 def test_metrics_say_where_the_time_went_of_late(tmp_path: Path) -> None:
-    showing = shown(tmp_path, rank=1, hosts=("node", "node"))
-    measures = showing.measured(Measures(memory_bytes=5))
+    output = shown(tmp_path, rank=1, hosts=("node", "node"))
+    measures = output.with_profile(Measures(memory_bytes=5))
     assert (measures.shares, measures.num_workers, measures.memory_bytes) == ({}, 2, 5)
-    showing.see(window(1.0, rank=1, num_tokens=100))
-    measures = showing.measured(Measures())
+    output.see(window(1.0, rank=1, num_tokens=100))
+    measures = output.with_profile(Measures())
     assert measures.shares == {"data": 0.4, "forward": 0.2, "backward": 0.3, "optimizer": 0.1}
     assert measures.step_seconds == pytest.approx(0.01) and measures.tokens_per_second == pytest.approx(200)
 
@@ -341,11 +341,11 @@ def test_a_minute_of_windows_costs_little(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     for at in range(1, 61):
         write(tmp_path, [window(at + 0.1, rank=rank, world_size=8) for rank in range(1, 8)])
-    showing = shown(tmp_path, hosts=("node",) * 8, seconds=1e9)
+    output = shown(tmp_path, hosts=("node",) * 8, seconds=1e9)
     took = time.process_time()
     for at in range(1, 61):
-        showing.see(window(float(at), world_size=8))
-    showing.close()
+        output.see(window(float(at), world_size=8))
+    output.close()
     assert time.process_time() - took < 0.1  # 5 ms, about
     assert len(told(caplog)) == 1
 
@@ -377,13 +377,13 @@ def test_a_sink_that_raises_is_told_of_once_and_dropped(tmp_path: Path, caplog: 
     sinks = Sinks()
     sinks.add(bad)
     sinks.add(good)
-    showing = Showing(tmp_path, rank=0, hosts=("n",), every_seconds=0, know=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, rank=0, hosts=("n",), every_seconds=0, facts=training, sinks=sinks)
     for at in range(1, 6):
-        showing.see(window(float(at)))
-    showing.close()
+        output.see(window(float(at)))
+    output.close()
     assert (len(good.profiles), good.num_closed, len(bad.profiles), bad.num_closed) == (5, 1, 2, 0)
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert warning.getMessage() == "Kept could not be written, and is dropped; training goes on"
+    assert warning.getMessage() == "the profile could not be written to Kept, which is dropped; training goes on"
     with pytest.raises(ElasticError, match="training has ended"):
         sinks.add(good)
 
@@ -401,9 +401,9 @@ def test_a_sink_that_cannot_be_closed_stands_in_nobodys_way(caplog: pytest.LogCa
 def test_sinks_are_written_on_rank_0_alone(tmp_path: Path) -> None:
     kept, sinks = Kept(), Sinks()
     sinks.add(kept)
-    showing = Showing(tmp_path, rank=1, hosts=("n", "n"), every_seconds=0, know=training, sinks=sinks)
-    showing.see(window(1.0))
-    showing.close()
+    output = ProfileOutput(tmp_path, rank=1, hosts=("n", "n"), every_seconds=0, facts=training, sinks=sinks)
+    output.see(window(1.0))
+    output.close()
     assert (kept.profiles, kept.num_closed) == ([], 1)
 
 

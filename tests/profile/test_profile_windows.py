@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_ext.profile import phases as timeline_room
 from elastic_ext.profile.phases import IN_STEPS, Phase, Timeline
 from elastic_ext.profile.probe import ProbePace, steps_between
-from elastic_ext.profile.windows import MemoryInUse, TrainingProgress, Windows, window_seconds
+from elastic_ext.profile.windows import MemoryInUse, TrainingProgress, WindowAccumulator, window_seconds
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 
@@ -46,12 +46,12 @@ class Profile:
 
     clock: Clock
     timeline: Timeline = field(init=False)
-    windows: Windows = field(init=False)
+    windows: WindowAccumulator = field(init=False)
     kept: list[StepWindow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(Phase.STARTUP)
-        self.windows = Windows(
+        self.windows = WindowAccumulator(
             self.timeline,
             rank=1,
             world_size=2,
@@ -236,7 +236,7 @@ def looked_at(pace: ProbePace, seconds: Iterable[float]) -> int:
             passed.append(each)
             to_pass -= 1
             if not to_pass:
-                pace.pass_steps(len(passed), sum(passed))
+                pace.end_unmeasured_steps(len(passed), sum(passed))
         else:
             found += 1
             to_pass, passed = pace.end_step(each), []

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from elastic_ext.profile.breakdown import RankView
-from elastic_ext.profile.reader import NodeProfiles, Windows, present_windows, rounds_of, view_of
+from elastic_ext.profile.reader import NodeProfiles, WindowsByRank, present_windows, rounds_of, view_of
 from elastic_ext.profile.stragglers import Straggler, Stragglers, local_times
 from elastic_ext.profile.summary import flops_share
 from elastic_ext.profile.verdict import Verdict, verdict
@@ -59,7 +59,7 @@ def profile_of(profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> Pr
     )
 
 
-def _views(rows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> list[RankView]:
+def _views(rows: WindowsByRank, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> list[RankView]:
     return [
         view_of(
             row,
@@ -73,7 +73,9 @@ def _views(rows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetr
     ]
 
 
-def _stragglers(windows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> tuple[Straggler, ...]:
+def _stragglers(
+    windows: WindowsByRank, profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]
+) -> tuple[Straggler, ...]:
     """The ranks of this node that were slow in each of the last rounds."""
     rounds, found = Stragglers(), list[Straggler]()
     for each in rounds_of(present_windows(windows, seconds=math.inf), _NUM_ROUNDS):

@@ -15,7 +15,7 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import recompute, why_not_recompute
 
 from .lines import Peaks, Tally
-from .prediction_request import dtype_of, like
+from .prediction_request import dtype_of, from_description
 from .questions import MemoryAnswer, OptimizerKind, ParameterKind, Question
 from .samples import BlockWatch, LiveBytes
 
@@ -175,10 +175,10 @@ def _passes(model: nn.Module, question: Question, size: int, blocks: Sequence[nn
     live = LiveBytes(tally)
     watch = BlockWatch(blocks, tally)
     with _keeping_gradients(model, live), live:
-        batch = None if question.batch is None else like(question.batch, size)
+        batch = None if question.batch is None else from_description(question.batch, size)
         at_hand = list(_tensors_in(batch, _MOST_DEPTH))
-        given = _from_batch(like(question.given, size), at_hand)
-        options = _from_batch(like(question.options, size), at_hand)
+        given = _from_batch(from_description(question.given, size), at_hand)
+        options = _from_batch(from_description(question.options, size), at_hand)
         del at_hand
         with _computing_in(question.autocast):
             with watch:

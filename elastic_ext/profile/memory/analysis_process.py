@@ -46,10 +46,13 @@ def main() -> None:
                 asked.question.main.take_up()
             analyse(asked.question, tell)
         except MemoryError:
-            tell(MemoryAnswer(problem=f"working it out took more than {_MEMORY_BYTES >> 30} GiB of memory"))
+            tell(
+                MemoryAnswer(problem=f"working out what steps take needs more than {_MEMORY_BYTES >> 30} GiB of memory")
+            )
         except BaseException as error:  # a script may do anything as it is imported: told to who has asked
             text = " ".join(str(error).split())
-            tell(MemoryAnswer(problem=f"importing it in another process failed: {type(error).__name__}: {text[:300]}"))
+            why = f"{type(error).__name__}: {text[:300]}"
+            tell(MemoryAnswer(problem=f"importing the code of model_factory in another process failed: {why}"))
     os._exit(0)  # whatever the user's code has begun
 
 
@@ -71,6 +74,7 @@ def _end_with_asker() -> None:
 
 
 def _be_modest() -> None:
+    """Take little: the lowest priority, limits, one thread, no accelerator, and no ranks to join."""
     os.nice(_LEAST_PRIORITY)
     _limit(resource.RLIMIT_CPU, _PROCESSOR_SECONDS)
     _limit(resource.RLIMIT_CORE, 0)

@@ -23,12 +23,12 @@ from .lines import Peaks, correction, lines_through, sizes_up_to
 from .prediction_request import (
     Factory,
     batch_dim,
+    describe,
     dtype_name,
     names_of,
     num_bytes_of,
     optimizer_kinds,
     parameter_kinds,
-    told,
 )
 from .process import MemoryAnalysis
 from .questions import Question
@@ -123,7 +123,7 @@ _ROWS = (
     "the model is given {} rows where a step takes {} samples at once, and of other sizes nobody knows how many it "
     "would be given"
 )
-_WORKING = "what other sizes take is still being worked out"
+_WORKING = "what micro-batches of other sizes take is still being worked out"
 
 
 class AnalyzedTraining(Protocol):
@@ -135,7 +135,7 @@ class AnalyzedTraining(Protocol):
 
     @property
     def share(self) -> int:
-        """The most samples that are a rank's part of a step; 0 where that is not known."""
+        """The most samples that one rank takes in a step, over all its micro-steps; 0 where that is not known."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -178,7 +178,7 @@ class _Shapes:
 
 
 class Analyzer:
-    """Measures and works out what memory one rank's steps take; told of micro-steps by Surveyor, of passes by Probe."""
+    """Measures and works out what memory one rank's steps take; Surveyor calls it in micro-steps, Probe in passes."""
 
     def __init__(
         self,
@@ -197,17 +197,18 @@ class Analyzer:
         self._sizes = ModelSizes(model, self._optimizers, blocks)
         self._blocks = tuple(blocks)
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._batch: Any = None  # until the model was given a part of it
+        self._batch: Any = None  # the last batch, until the shapes of a forward pass's inputs are kept
         self._shapes: _Shapes | None = None
         self._why_not = _NO_FACTORY if factory is None else ""
         self._outputs: list[weakref.ref[Any]] = []
         self._asking: MemoryAnalysis | None = None
         self._readiness = Readiness(self._device)
         self._sample: MemorySample | None = None
-        self._sampled: tuple[int, float] = (0, 0.0)
-        self._is_first = False  # of its step, the micro-step that is sampled
+        self._sampled: tuple[int, float] = (0, 0.0)  # samples of the micro-step that is sampled, its recomputed share
+        self._is_first = False  # whether the micro-step that is sampled is the first of its step
         self._measured: dict[tuple[int, float], Peaks] = {}
-        self._tried: set[tuple[int, float]] = set()  # by the largest micro-batch: a step's first may be a smaller one
+        # By the largest micro-batch and the share of blocks computed again: a step's first micro-batch may be smaller.
+        self._tried: set[tuple[int, float]] = set()
         self._update_bytes: int | None = None
         self._besides_bytes = 0
         self._num_samples = 0
@@ -222,7 +223,7 @@ class Analyzer:
         if self.wants_batch:
             self._batch = batch
 
-    def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def see_inputs(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """Take in the inputs of a forward pass that begins."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # where sizes are no numbers
             return
@@ -262,12 +263,12 @@ class Analyzer:
         if self._is_first:
             key = training.micro_batch, training.ratio
             is_wanted = key not in self._tried
-        else:  # the last one of a step has the optimizer's
+        else:  # the last micro-step has the optimizer's step, whose memory is measured once
             is_wanted = self._update_bytes is None and micro_step + 1 == training.num_micro_steps
             key = self._sampled
         if not is_wanted or self._num_samples >= _MOST_SAMPLES:
             return
-        if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.is_given()):
+        if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.can_sample()):
             return
         self._num_samples += 1
         self._tried.add(key)
@@ -289,13 +290,13 @@ class Analyzer:
         self._probe.tell_phases(None)
         self._probe.watcher = None
         shapes, (num_samples, ratio) = self._shapes, self._sampled
-        num_samples = num_samples or self._training.micro_batch  # of what tells no size it is taken to be a full one
+        num_samples = num_samples or self._training.micro_batch  # inputs without a size count as a full micro-batch
         try:
             peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
         except (RuntimeError, ValueError) as error:  # somebody else has ended the profile
             _logger.debug("what a step takes was not measured: %s", error)
             return
-        if peaks is None or not peaks.backward_bytes:  # which failed, or none was seen
+        if peaks is None or not peaks.backward_bytes:  # the micro-step failed, or its passes were not seen
             return
         if peaks.update_bytes is not None:
             self._update_bytes = max(peaks.update_bytes, self._update_bytes or 0)
@@ -357,7 +358,7 @@ class Analyzer:
 
     @property
     def asking(self) -> MemoryAnalysis | None:
-        """The process that works the memory out; None where none was asked."""
+        """The process that works out what steps take; None where none was started."""
         return self._asking
 
     # ---- what follows ----
@@ -422,7 +423,7 @@ class Analyzer:
             self._asking = MemoryAnalysis(question)
             self._asking.start()
         except (OSError, RuntimeError) as error:  # this process has no files or threads left
-            self._refuse(f"the process that works it out could not be started: {error}")
+            self._refuse(f"the process that works out what steps take could not be started: {error}")
 
 
 def _shapes_of(
@@ -433,9 +434,9 @@ def _shapes_of(
     return _Shapes(
         num_samples=num_samples,
         num_rows=num_rows,
-        given=told(arguments, num_rows, dim),
-        options=told(options, num_rows, dim),
-        batch=None if batch is None else told(batch, num_rows, dim),
+        given=describe(arguments, num_rows, dim),
+        options=describe(options, num_rows, dim),
+        batch=None if batch is None else describe(batch, num_rows, dim),
         autocast=dtype_name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
     )
 

@@ -12,9 +12,9 @@ __all__ = ["Peaks", "Stage", "Tally", "correction", "lines_through", "sizes_up_t
 
 
 # --- what passes take at sizes that no step has had, from those that were measured -----------------------------------
-# Either it was worked out, and what was measured corrects it; or it lies on straight lines through that. Each phase has
-# its own line, since the highest one changes with the size: a line through what is highest in all would be wrong by a
-# quarter where that happens.
+# What was worked out for a size is corrected by what was measured; where nothing was worked out, straight lines go
+# through the measured sizes. Each stage of a step has its own line, since the stage with the peak changes by the size:
+# a line through the peaks of whole steps would be wrong by a quarter where that happens.
 
 _MOST_TIMES = 4  # the largest that was measured: beyond, a line is a guess
 _LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # beyond, what was worked out is of another model
@@ -25,8 +25,9 @@ def correction(
 ) -> tuple[float, str]:
     """The factor from worked out to measured bytes, and why there is none; by measured steps with new gradients.
 
-    The larger of two sizes' ratios, of the largest that were measured. One size alone corrects upwards only: what is
-    too much at one size may be a part that does not grow, and at another one it would be too little.
+    The factor is the larger ratio of the two largest sizes that were both measured and worked out. One size alone
+    corrects upwards only: what was worked out too large there may be a part that does not grow with the size, and a
+    smaller factor would make other sizes too small.
     """
     known = {(each.micro_batch, each.activation_checkpoint): each for each in worked_out}
     ratios: list[tuple[int, float]] = []
@@ -61,14 +62,14 @@ def lines_through(measured: Sequence[PassesMemory], sizes: Iterable[int]) -> tup
     return tuple(found)
 
 
-def sizes_up_to(share: int, *more: int) -> list[int]:
-    """Micro-batches to work out: powers of two up to ``share``, and ``share``; the sizes ``more`` come first."""
-    sizes = [size for size in more if 0 < size <= share]
+def sizes_up_to(largest: int, *more: int) -> list[int]:
+    """Micro-batches to work out: powers of two up to ``largest``, and ``largest``; the sizes ``more`` come first."""
+    sizes = [size for size in more if 0 < size <= largest]
     power = 1
-    while power < share:
+    while power < largest:
         sizes.append(power)
         power *= 2
-    return list(dict.fromkeys([*sizes, share]))
+    return list(dict.fromkeys([*sizes, largest]))
 
 
 def _at(points: Sequence[PassesMemory], size: int) -> PassesMemory:
@@ -160,7 +161,7 @@ class Tally:
         self._note()
 
     def peak(self, num_bytes: int) -> None:
-        """Count memory that came for a moment beside what is held, and is gone."""
+        """Count memory that was taken for a moment beside what is held, and was given back."""
         self.change(num_bytes)
         self._held -= num_bytes
 

@@ -20,15 +20,15 @@ from .questions import MainModule, OptimizerKind, Origin, ParameterKind, origin_
 __all__ = [
     "Factory",
     "batch_dim",
+    "describe",
     "dtype_name",
     "dtype_of",
     "factory_of",
-    "like",
+    "from_description",
     "names_of",
     "num_bytes_of",
     "optimizer_kinds",
     "parameter_kinds",
-    "told",
 ]
 
 
@@ -39,10 +39,10 @@ __all__ = [
 _MOST_DEPTH = 6
 
 
-def told(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> dict[str, Any]:
-    """``value`` as JSON has it, tensors by shape and type; ValueError for what JSON cannot tell.
+def describe(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> dict[str, Any]:
+    """The description of a model's inputs in JSON, tensors by shape and dtype; ValueError for what JSON cannot hold.
 
-    In tensors with ``micro_batch`` in dimension ``dim``, that is the number of samples.
+    A tensor whose dimension ``dim`` has size ``micro_batch`` counts its samples there.
     """
     if isinstance(value, torch.Tensor):
         shape = _shape(value)
@@ -55,14 +55,14 @@ def told(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> di
     if depth == 0:
         raise ValueError("containers within containers, more than six deep")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: told(part, micro_batch, dim, depth - 1) for key, part in value.items()}}
+        return {"dict": {key: describe(part, micro_batch, dim, depth - 1) for key, part in value.items()}}
     if type(value) in (tuple, list):
-        return {type(value).__name__: [told(part, micro_batch, dim, depth - 1) for part in value]}
+        return {type(value).__name__: [describe(part, micro_batch, dim, depth - 1) for part in value]}
     raise ValueError(f"a {type(value).__name__}")
 
 
-def like(tree: Mapping[str, Any], num_samples: int) -> Any:
-    """What ``told`` gave, with ``num_samples`` samples: tensors are made as torch makes them now, without contents."""
+def from_description(tree: Mapping[str, Any], num_samples: int) -> Any:
+    """Inputs of ``num_samples`` samples, made by a description that ``describe`` gave; tensors are ``torch.empty``."""
     if "shape" in tree:
         shape = list(tree["shape"])
         if tree["dim"] is not None:
@@ -71,10 +71,10 @@ def like(tree: Mapping[str, Any], num_samples: int) -> Any:
     if "value" in tree:
         return tree["value"]
     if "dict" in tree:
-        return {key: like(part, num_samples) for key, part in tree["dict"].items()}
+        return {key: from_description(part, num_samples) for key, part in tree["dict"].items()}
     if "tuple" in tree:
-        return tuple(like(part, num_samples) for part in tree["tuple"])
-    return [like(part, num_samples) for part in tree["list"]]
+        return tuple(from_description(part, num_samples) for part in tree["tuple"])
+    return [from_description(part, num_samples) for part in tree["list"]]
 
 
 def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
@@ -93,7 +93,7 @@ def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
 
 
 def num_bytes_of(tree: Mapping[str, Any], num_samples: int) -> int:
-    """Bytes of the tensors that ``told`` told of, with ``num_samples`` samples."""
+    """Bytes of the tensors in a description that ``describe`` gave, for ``num_samples`` samples."""
     if "shape" in tree:
         shape = [num_samples if dim == tree["dim"] else size for dim, size in enumerate(tree["shape"])]
         return math.prod(shape) * dtype_of(tree["dtype"]).itemsize

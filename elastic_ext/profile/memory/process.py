@@ -74,7 +74,7 @@ class MemoryAnalysis:
         return self._is_over.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End the process that works it out, whatever it does. Closing twice is allowed."""
+        """End the process that works out what steps take, whatever it does. Closing twice is allowed."""
         if not self._thread.stopping.is_set() and self._thread.close(_END_SECONDS):
             os.close(self._closing)
 
@@ -82,7 +82,7 @@ class MemoryAnalysis:
         try:
             problem = self._ask()
         except (OSError, ValueError) as error:  # no process could be started, or what it says is no answer
-            problem = f"the process that works it out failed: {error}"
+            problem = f"the process that works out what steps take failed: {error}"
         if problem is not None:
             self._answers.append(MemoryAnswer(problem=problem))
         self._is_over.set()
@@ -98,7 +98,7 @@ class MemoryAnalysis:
             start_new_session=True,  # Ctrl-C is for training, which ends it
         )
         assert process.stdin is not None and process.stdout is not None
-        problem: str | None = "it failed"
+        problem: str | None = "reading its answers failed"
         try:
             problem = self._converse(process.stdin.fileno(), process.stdout.fileno(), until)
         finally:
@@ -108,7 +108,9 @@ class MemoryAnalysis:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             process.stdout.close()
-        return problem if problem is not None or status == 0 else f"the process that works it out {_ending(status)}"
+        if problem is not None or status == 0:
+            return problem
+        return f"the process that works out what steps take {_ending(status)}"
 
     def _asked(self) -> bytes:
         argv = tuple(map(str, sys.argv))
@@ -134,7 +136,7 @@ class MemoryAnalysis:
             if self._closing in ready:
                 return "training has ended"
             if not ready:
-                return f"it was not worked out within {self._most_seconds:.0f} seconds"
+                return f"what steps take was not worked out within {self._most_seconds:.0f} seconds"
             if asked in ready:
                 question = question[_written(asked, question) :]
                 if not question:

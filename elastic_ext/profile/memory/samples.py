@@ -56,10 +56,7 @@ class Account(Protocol):
 
 
 class MemorySample:
-    """Measures the memory of one micro-step: ``begin`` it, tell it of phases, ``end`` it.
-
-    On the thread that trains.
-    """
+    """Measures the memory of one micro-step: ``begin``, ``see`` each phase, ``end``; all on the training thread."""
 
     def __init__(self, account: Account, parameters: Iterable[torch.Tensor]) -> None:
         self._account = account
@@ -75,6 +72,7 @@ class MemorySample:
         return self._account.base_bytes
 
     def begin(self) -> None:
+        """Begin to measure, just before the micro-step; RuntimeError where somebody else uses torch's profiler."""
         gc.collect()  # what earlier steps have left would be given back in these passes, which would seem to take less
         with ExitStack() as undo:
             undo.callback(self._let_go)
@@ -138,8 +136,8 @@ class Readiness:
         """Whether no sample can be taken for a while, or at all."""
         return self.is_hopeless or time.monotonic() < self._try_at
 
-    def is_given(self) -> bool:
-        """Whether a sample can be taken now, and nobody else uses the profiler, which there is one of."""
+    def can_sample(self) -> bool:
+        """Whether a sample can be taken now: on a CPU, nobody else uses the profiler, of which a process has one."""
         if self._device.type == "cuda":
             return True
         if self.is_refused:
@@ -232,7 +230,7 @@ class _Allocator:
         self._device = device
         self._tally = Tally()
         self._held = 0
-        self._num_given = 0
+        self._num_given = 0  # bytes that had come before the first forward pass: inputs that were copied there
 
     def begin(self) -> None:
         self.base_bytes = torch.cuda.memory_allocated(self._device)
@@ -271,8 +269,8 @@ class _Allocator:
 
 
 # --- what tensors hold while a step runs, told from the operations that make them and from their end -----------------
-# It stands between autograd and the operations, as the census does; on tensors without memory it costs no memory. What
-# an operation takes while it runs, and keeps from torch, is not seen; of some it is known how much that is.
+# A dispatch mode stands between autograd and the operations, as the census does; on tensors without memory it costs no
+# memory. What an operation takes while it runs and does not show to torch is not seen; of some it is known how much.
 
 _MOST_DEPTH = 4  # of containers among an operation's arguments
 _PAGES_OF_RNN = 7 * 4096  # parts of a workspace that begin on a page
@@ -379,8 +377,9 @@ _MKLDNN_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 # --- what each of a model's blocks keeps from its forward pass for the backward pass ---------------------------------
-# Hooks tell an account of tensors which block computes. What that block makes is its own: activations that autograd has
-# saved, and its output, where anybody still holds that. What is left of it as the forward pass ends is what it keeps.
+# Hooks tell the tally of memory which block computes. The tensors that a block makes count for it: activations that
+# autograd has saved, and its output, where anybody still holds that. What is left of them as the forward pass ends is
+# what the block keeps.
 
 
 class BlockWatch:

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 def test_a_sample_has_the_peak_of_the_allocator() -> None:
     model, batch = memory_models.attention().to(DEVICE), tuple(each.to(DEVICE) for each in words(64))
-    assert Readiness(DEVICE).is_given()
+    assert Readiness(DEVICE).can_sample()
     for _ in range(2):
         memory_models.cross_entropy(model(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()

@@ -19,13 +19,13 @@ from elastic_ext.profile.memory.analysis import why_not_fake, without_memory
 from elastic_ext.profile.memory.lines import Stage, Tally, correction, lines_through, sizes_up_to
 from elastic_ext.profile.memory.prediction_request import (
     batch_dim,
+    describe,
     factory_of,
-    like,
+    from_description,
     names_of,
     num_bytes_of,
     optimizer_kinds,
     parameter_kinds,
-    told,
 )
 from elastic_ext.profile.memory.questions import MainModule, Origin, origin_of
 from elastic_ext.profile.memory.samples import LiveBytes, MemorySample, Readiness, sample_on
@@ -262,9 +262,9 @@ def test_what_lies_there_before_is_none_of_the_steps() -> None:
 
 def test_this_torch_tells_of_tensors_without_memory_and_of_its_allocator() -> None:
     assert why_not_fake() is None
-    assert Readiness(CPU).is_given()
+    assert Readiness(CPU).can_sample()
     elsewhere = Readiness(torch.device("meta"))
-    assert not elsewhere.is_given() and elsewhere.is_hopeless
+    assert not elsewhere.can_sample() and elsewhere.is_hopeless
 
 
 def test_another_torch_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +290,9 @@ def test_another_torch_whose_tensors_tell_other_sizes_is_told_apart(monkeypatch:
 def test_somebody_elses_profile_is_left_alone() -> None:
     readiness = Readiness(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert not readiness.is_given()
+        assert not readiness.can_sample()
         assert readiness.is_refused and not readiness.is_hopeless
-    assert not readiness.is_given()  # it is asked again after a while
+    assert not readiness.can_sample()  # it is asked again after a while
 
 
 def test_garbage_of_an_earlier_step_is_not_given_back_in_a_sample() -> None:
@@ -351,9 +351,9 @@ def test_what_a_model_is_given_is_made_again_with_other_sizes() -> None:
         "mask": torch.ones(7, 7, dtype=torch.bool),
         "deep": [(1, None)],
     }
-    tree = told(given, 4, 0)
+    tree = describe(given, 4, 0)
     with without_memory():
-        made = like(tree, 32)
+        made = from_description(tree, 32)
     assert made["words"].shape == (32, 7) and made["words"].dtype == torch.int64
     assert made["mask"].shape == (7, 7) and made["mask"].dtype == torch.bool
     assert made["deep"] == [(1, None)]
@@ -365,7 +365,7 @@ def test_samples_may_be_counted_by_a_later_dimension() -> None:
     assert batch_dim(((sequence,), {}), 4) == (1, 4)
     assert batch_dim(((torch.zeros(3, 9),), {}), 4) == (0, 3)  # a smaller one than the largest
     assert batch_dim(((5, "text"), {}), 4) is None
-    assert like(told(sequence, 4, 1), 16).shape == (9, 16, 3)
+    assert from_description(describe(sequence, 4, 1), 16).shape == (9, 16, 3)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_samples_may_be_counted_by_a_later_dimension() -> None:
 )
 def test_what_cannot_be_told_is_said(value: object, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        told(value, 4, 0)
+        describe(value, 4, 0)
 
 
 def nothing() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.memory.prediction_request import optimizer_kinds, parameter_kinds, told
+from elastic_ext.profile.memory.prediction_request import describe, optimizer_kinds, parameter_kinds
 from elastic_ext.profile.memory.process import MemoryAnalysis
 from elastic_ext.profile.memory.questions import IS_ANALYSIS, MemoryAnswer, Origin, Question, refuse_in_analysis
 from tests.profile.memory.test_model_memory import accounted, rows, words
@@ -44,9 +44,9 @@ def question_of(
         "parameters": parameter_kinds(model),
         "is_training": True,
         "autocast": None,
-        "given": told((batch[0],), size, 0),
-        "options": told({}, size, 0),
-        "batch": told(batch, size, 0),
+        "given": describe((batch[0],), size, 0),
+        "options": describe({}, size, 0),
+        "batch": describe(batch, size, 0),
         "keeps_outputs": False,
         "blocks": (),
         "micro_batches": (size,),
@@ -134,7 +134,7 @@ def test_outputs_that_the_loop_holds_are_counted() -> None:
 @pytest.mark.slow
 def test_a_model_that_gives_its_loss_needs_no_function() -> None:
     model, batch = memory_models.with_loss(), rows(4)
-    given = told(batch, 4, 0)
+    given = describe(batch, 4, 0)
     answers = answers_to(question_of("with_loss", model, batch, loss=None, given=given, batch=None))
     assert any(each.passes is not None for each in answers)
     problem = problem_of(question_of("layers", memory_models.layers(), batch, loss=None, batch=None))
@@ -159,8 +159,8 @@ def test_what_is_printed_is_no_answer() -> None:
         ("other_names", memory_models.layers, "the model that is trained has no 1.bias"),
         ("no_module", memory_models.layers, "model_factory gives a str; allowed: a torch.nn.Module"),
         ("picks", memory_models.picks, "a step on tensors without memory failed: DynamicOutputShapeException"),
-        ("exits", memory_models.layers, "importing it in another process failed: SystemExit: 3"),
-        ("kills_itself", memory_models.layers, "the process that works it out was killed by SIGABRT"),
+        ("exits", memory_models.layers, "importing the code of model_factory in another process failed: SystemExit: 3"),
+        ("kills_itself", memory_models.layers, "the process that works out what steps take was killed by SIGABRT"),
         (
             "takes_memory",
             memory_models.layers,
@@ -183,7 +183,7 @@ def test_a_loss_that_is_none_is_told() -> None:
 def test_it_takes_no_longer_than_it_may_and_no_process_stays() -> None:
     with asked(question_of("is_slow", memory_models.layers(), rows(4)), most_seconds=2.0) as asking:
         assert asking.wait(WAIT_SECONDS)
-        assert [each.problem for each in asking.answers] == ["it was not worked out within 2 seconds"]
+        assert [each.problem for each in asking.answers] == ["what steps take was not worked out within 2 seconds"]
     assert children() == []
 
 
@@ -199,9 +199,11 @@ def test_closing_ends_it_whatever_it_is_at() -> None:
 
 
 def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> None:
-    question = question_of("layers", memory_models.layers(), rows(4), options=told({"text": "x" * (1 << 20)}, 4, 0))
+    question = question_of("layers", memory_models.layers(), rows(4), options=describe({"text": "x" * (1 << 20)}, 4, 0))
     sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
-    assert problem_of(question, most_seconds=1.0, command=sleeps) == "it was not worked out within 1 seconds"
+    assert problem_of(question, most_seconds=1.0, command=sleeps) == (
+        "what steps take was not worked out within 1 seconds"
+    )
     with asked(question, command=sleeps) as asking:
         until = time.monotonic() + WAIT_SECONDS
         while not children("sleep(600)"):
@@ -212,7 +214,7 @@ def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> 
 
 
 def test_a_question_longer_than_a_pipe_is_answered() -> None:
-    batch = told((*rows(4), "x" * (1 << 20)), 4, 0)
+    batch = describe((*rows(4), "x" * (1 << 20)), 4, 0)
     answers = answers_to(question_of("layers", memory_models.layers(), rows(4), batch=batch))
     assert [each.problem for each in answers if each.problem is not None] == []
     assert any(each.passes is not None for each in answers)
@@ -228,7 +230,7 @@ def test_what_is_no_text_in_the_path_of_modules_is_passed_over(monkeypatch: pyte
 
 def test_a_process_that_cannot_be_started_is_told() -> None:
     problem = problem_of(question_of("layers", memory_models.layers(), rows(4)), command=("/nowhere/python",))
-    assert "the process that works it out failed" in problem and "/nowhere/python" in problem
+    assert "the process that works out what steps take failed" in problem and "/nowhere/python" in problem
 
 
 def test_what_is_no_answer_is_told() -> None:
@@ -236,7 +238,7 @@ def test_what_is_no_answer_is_told() -> None:
     assert "not worked out" not in (
         told := problem_of(question_of("layers", memory_models.layers(), rows(4)), command=says)
     )
-    assert "the process that works it out failed" in told
+    assert "the process that works out what steps take failed" in told
 
 
 def children(words: str = "analysis_process") -> list[int]:
