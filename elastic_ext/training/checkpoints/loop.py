@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from elastic_ext.config.agreement import Boundary
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
-from elastic_ext.ranks.board import OwnStore
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
 from elastic_ext.training.steps.steps import Steps
 
@@ -177,13 +176,9 @@ class Saving:
         self._take_down_fence()
 
     def _listening(self) -> Leaving | None:
-        """The listener for signals; None where ranks have no store to tell each other by."""
-        follower = self._follower
-        store: Any = follower.ranks.store if follower.ranks.world_size > 1 else OwnStore()
-        if store is None:
-            return None
-        ranks, seconds = follower.ranks, follower.settings.shutdown_seconds
-        return Leaving(store, self, seconds=seconds, rank=ranks.rank, world_size=ranks.world_size)
+        """The listener for signals; None where ranks have no board to tell each other on."""
+        board = self._follower.ranks.board
+        return None if board is None else Leaving(board, self, seconds=self._follower.settings.shutdown_seconds)
 
     # ---- what the thread asks that listens for signals ----
 

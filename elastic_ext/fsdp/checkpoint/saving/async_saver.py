@@ -21,11 +21,12 @@ from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart
 from elastic_ext.fsdp.checkpoint.storage import Storage
-from elastic_ext.ranks.board import Letters, OwnStore, ToldOfFailure
+from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.group import Ranks
 
 from .background import PATIENCE_SECONDS, BackgroundSave
 from .collect import SaveRequest, ToSave
+from .letters import Letters, ToldOfFailure
 from .rank_files import Shard, make_folder
 from .saver import Met, Saver, beginning
 from .staging import Copying, Staging, free_bytes, why_no_room
@@ -74,12 +75,11 @@ class LiveSaver:
         self._written_late: BackgroundSave | None = None  # a held save that is written, since somebody has asked for it
         self._last: BackgroundSave | None = None  # the newest save that is known to be made
         self._lock = threading.Lock()
-        self._store = ranks.store or OwnStore()
 
     @property
     def can_save(self) -> bool:
-        """Whether async saves are possible: there is staging memory, and the ranks, if several, share a store."""
-        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
+        """Whether async saves are possible: there is staging memory, and the ranks share a board."""
+        return self._staging is not None and self._ranks.board is not None
 
     @property
     def is_free(self) -> bool:
@@ -102,8 +102,8 @@ class LiveSaver:
         save before it. None, and no save begins, where another one is under way and ``manner`` does not wait.
         ``on_end`` is called when it is known that this checkpoint exists.
         """
-        staging = self._staging
-        assert staging is not None
+        staging, board = self._staging, self._ranks.board
+        assert staging is not None and board is not None
         after = self._under_way or self._last
         met = self._meet_after_the_last(request, manner)
         if met is None:
@@ -111,7 +111,7 @@ class LiveSaver:
         name, generation, replaces = request.name, met.generation, request.replaces  # a thread keeps no tensors alive
         writing = self._saver.writing(folder, name, met)
         seconds = self._storage.seconds
-        letters = Letters(self._store, name=generation, rank=self._ranks.rank, seconds=seconds)
+        letters = Letters(board, name=generation, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
         later: list[tuple[WrittenPart, memoryview]] = []
 
@@ -209,7 +209,7 @@ class LiveSaver:
             if save is None:
                 return None
             self._write_late(save)
-        with contextlib.suppress(RuntimeError):  # of a store that is gone, with the process that had it
+        with contextlib.suppress(BoardGone):
             save.ask_for()
         return save.path
 

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import CheckpointError, in_words
-from elastic_ext.ranks.board import Letters, ToldOfFailure
+from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.deadlines import OwnedThread
+
+from .letters import Letters, ToldOfFailure
 
 __all__ = ["PATIENCE_SECONDS", "THREAD_NAME", "BackgroundSave"]
 
@@ -185,5 +187,5 @@ class BackgroundSave:
     def _tell_of(self, error: Exception) -> None:
         try:
             self._letters.fail(in_words(error))
-        except RuntimeError as another:  # the store is gone, with the process that had it
+        except BoardGone as another:
             _logger.warning("the other ranks could not be told: %s", another)
