@@ -21,7 +21,7 @@ from elastic_ext.errors import ElasticError
 
 from .deadlines import NoAnswer, within
 
-__all__ = ["Board", "BoardGone", "OwnStore", "Store"]
+__all__ = ["Board", "BoardGone", "Store"]
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LEAST_SECONDS_INSIDE = 0.01
@@ -49,45 +49,6 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
     def delete_key(self, key: str, /) -> bool: ...
-
-
-class OwnStore:
-    """A store in the memory of one process, for a job of one rank."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str, /) -> None:
-        with self._changed:
-            self._values[key] = value.encode()
-            self._changed.notify_all()
-
-    def get(self, key: str, /) -> bytes:
-        return self._values[key]
-
-    def add(self, key: str, value: int, /) -> int:
-        with self._changed:
-            total = int(self._values.get(key, b"0")) + value
-            self.set(key, str(total))
-        return total
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self._values for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
-                raise RuntimeError(f"no value of {', '.join(keys)} within {timeout}")
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        with self._changed:
-            if self._values.get(key, b"").decode() == expected:
-                self.set(key, desired)
-            return self._values[key]
-
-    def delete_key(self, key: str, /) -> bool:
-        return self._values.pop(key, None) is not None
 
 
 def _never() -> bool:

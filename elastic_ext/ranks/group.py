@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from elastic_ext.errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
 
-from .board import Board, BoardGone, OwnStore
+from .board import Board, BoardGone
 from .notices import Notices, PeerName, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
@@ -74,7 +74,8 @@ class Ranks:
     @classmethod
     def alone(cls) -> Ranks:
         """Rank 0 of 1, whose collectives exchange nothing."""
-        return cls(rank=0, names=[_my_name(0)], group=None, board=Board(OwnStore(), _PREFIX))
+        board = Board(dist.HashStore(), _PREFIX) if dist.is_available() else None  # type: ignore[attr-defined]
+        return cls(rank=0, names=[_my_name(0)], group=None, board=board)
 
     @classmethod
     def join(cls, *, timeout_seconds: float, agents_folder: Path | None = None) -> Ranks:

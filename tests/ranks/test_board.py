@@ -17,11 +17,12 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.ranks.board import Board, BoardGone, OwnStore, Store
+from elastic_ext.ranks.board import Board, BoardGone, Store
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.notices import Notices, PeerName, Trouble, ended_file
+from tests.support.stores import PlainStore
 
-KINDS = ["own", "hash", "tcp", "file", "prefix"]
+KINDS = ["plain", "hash", "tcp", "file", "prefix"]
 SECONDS = 30.0
 
 
@@ -29,7 +30,7 @@ SECONDS = 30.0
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A store of each kind that boards are used over."""
     makers: dict[str, Callable[[], Any]] = {
-        "own": OwnStore,
+        "plain": PlainStore,
         "hash": HashStore,
         "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "file": lambda: FileStore(str(tmp_path / "store"), 1),
@@ -89,7 +90,7 @@ def test_the_first_to_decide_decides_for_all(store: Any) -> None:
 
 
 def test_of_many_who_decide_at_once_all_hear_the_same() -> None:
-    for each in (OwnStore(), HashStore()):
+    for each in (PlainStore(), HashStore()):
         boards = boards_of(each, 8)
         with ThreadPoolExecutor(8) as threads:
             heard = list(threads.map(lambda board: board.decide("who", board.place), boards))
@@ -151,7 +152,7 @@ def test_nobody_waits_beyond_a_deadline_or_once_told_to_stop(store: Any, waits_i
 
 
 def test_a_wait_inside_hears_at_once_of_a_value() -> None:
-    for each in (OwnStore(), HashStore()):
+    for each in (PlainStore(), HashStore()):
         first, second = boards_of(each, waits_inside=True, pause_seconds=SECONDS)
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(first.take, "a", seconds=SECONDS)
@@ -215,7 +216,7 @@ def test_where_the_process_that_holds_the_store_has_died_errors_are_our_own(
         cloned.clear()
 
 
-class Failing(OwnStore):
+class Failing(PlainStore):
     """A store that fails for as long as it is told to, or does not answer."""
 
     def __init__(self) -> None:
@@ -276,7 +277,7 @@ def test_each_connection_waits_for_itself_alone(held: tuple[Any, subprocess.Pope
 
 
 def test_an_exchange_ends_when_a_node_is_lost() -> None:
-    for each in (OwnStore(), HashStore()):
+    for each in (PlainStore(), HashStore()):
         board = RoundBoard(each, place=0, num_nodes=2, is_lost=lambda: True)
         with pytest.raises(BoardGone, match=r"^no things of every node: one was lost$"):
             board.exchange("things", 1, timeout_seconds=SECONDS)
@@ -335,8 +336,8 @@ def test_who_cannot_reach_the_store_says_so_and_goes_on(held: tuple[Any, subproc
     assert "the store cannot be reached either" in notices.account(None, silent="silent")
 
 
-def test_the_plain_store_of_one_process_waits_as_torchs_do() -> None:
-    for store in (OwnStore(), HashStore()):
+def test_the_plain_store_of_these_tests_does_as_torchs_do() -> None:
+    for store in (PlainStore(), HashStore()):
         with pytest.raises(RuntimeError):
             store.wait(["a"], timedelta(seconds=0.05))
         store.set("a", "1")

@@ -15,11 +15,12 @@ import pytest
 from elastic_ext.agent.workers.stragglers import NodeRound, SlowNews, SlowWorkers, StragglerRounds
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.stragglers import LocalTime
-from elastic_ext.ranks.board import Board, OwnStore
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.run_dir import RunDirectory
 from tests.support.nodes import Node, nodes, until
 from tests.support.ports import free_port
 from tests.support.profiles import made_window
+from tests.support.stores import PlainStore
 
 STEP = {Phase.FORWARD: 0.004, Phase.BACKWARD: 0.005, Phase.OPTIMIZER: 0.001}
 SLOW = {**STEP, Phase.FORWARD: 0.02}
@@ -32,7 +33,7 @@ class Agents:
         self.now = 0.0
         self.ranks = ranks
         self.world_size = sum(map(len, ranks))
-        store = OwnStore()
+        store = PlainStore()
         self._boards = [Board(store, "round", place=place, num_peers=len(ranks)) for place in range(len(ranks))]
         self._folders = [folder / str(number) for number in range(len(ranks))]
         for each in self._folders:

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from elastic_ext import CheckpointInterval, ElasticTrainer
-from elastic_ext.ranks.board import Board, OwnStore
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.metrics import CAN_GO_ON
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS, Leaving
 from tests.support.leaving import Job, started
+from tests.support.stores import PlainStore
 from tests.support.thinning import the_first
 from tests.support.told_to_end import ToldToEnd
 from tests.support.training import ResumableSlices, grouped, make_data
@@ -199,7 +200,7 @@ def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is
 
 def leaving_of(board: Board | None = None) -> tuple[Leaving, threading.Event]:
     training = ToldToEnd(can_write=True)
-    return Leaving(board or Board(OwnStore(), "job"), training, seconds=60.0), training.asked
+    return Leaving(board or Board(PlainStore(), "job"), training, seconds=60.0), training.asked
 
 
 @pytest.mark.parametrize(
@@ -208,14 +209,14 @@ def leaving_of(board: Board | None = None) -> tuple[Leaving, threading.Event]:
 def test_it_is_waited_longer_for_a_step_where_nothing_newer_was_copied(
     can_write: bool, has_some: bool, at: float | None
 ) -> None:
-    leaving = Leaving(Board(OwnStore(), "job"), ToldToEnd(can_write=can_write, has_some=has_some), seconds=100.0)
+    leaving = Leaving(Board(PlainStore(), "job"), ToldToEnd(can_write=can_write, has_some=has_some), seconds=100.0)
     waited = [part for part in (0.4, 0.5, 0.6, 0.75, 0.8) if leaving._has_waited(part * leaving._seconds + 0.01)]
     leaving.stop()
     assert (waited[0] if waited else None) == at
 
 
 def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back() -> None:
-    board = Board(OwnStore(), "job")
+    board = Board(PlainStore(), "job")
     (mine, asked), (other, heard) = leaving_of(board), leaving_of(board)
     before = signal.getsignal(signal.SIGUSR1)
     mine.start()
