@@ -71,6 +71,7 @@ WITHOUT_TORCH = frozenset(
         "fsdp.checkpoint.loading.description",
         "fsdp.checkpoint.loading.verify",
         "fsdp.checkpoint.saving.background",
+        "fsdp.checkpoint.saving.letters",
         "fsdp.checkpoint.saving.rank_files",
         "fsdp.checkpoint.saving.rescue",
         "fsdp.checkpoint.saving.shared_memory",
@@ -116,7 +117,6 @@ WITH_TORCH = frozenset(
         "doctor.meeting",
         "doctor.pairs",
         "ranks.group",
-        "ranks.node_board",
         "run",
         "tuner.model",
         "tuner.search",
@@ -284,6 +284,17 @@ OWN_THREADS: Mapping[str, str] = {
     "profile.memory.analysis_process:main": "waits for the end of the parent, and ends its process",
     "training.checkpoints.signals:spare_loader_workers.in_worker": "waits for a signal, and ends its process",
 }
+CALLS_A_STORE = "ranks.board"
+"""The file that alone calls the methods of a store; others have a Board."""
+NAMES_A_STORE: Mapping[str, str] = {
+    # "module": why it names one of torch's stores
+    "agent.rendezvous": "starts the store of a round's workers, and that of a rendezvous on a loopback address",
+    "doctor.meeting": "gives torch's process group of two nodes a part of the store where they have met",
+    "doctor.pairs": "resets torch's count of process groups by making one, which needs a store",
+    "ranks.group": "the board of a job of one rank is in the memory of its process",
+}
+STORE_METHODS = frozenset({"add", "check", "clone", "compare_set", "delete_key", "get", "set", "wait"})
+STORES = frozenset({"FileStore", "HashStore", "PrefixStore", "TCPStore"})
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 
 
@@ -608,6 +619,27 @@ def class_name_faults(sources: Mapping[str, str]) -> list[str]:
     ]
 
 
+def store_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
+    """Where a module but that of boards calls a store, which its name tells; and which modules name torch's stores.
+
+    ``allowed`` are the modules that may name them, with their reasons; a stale one is a fault too.
+    """
+    faults, naming = [], set()
+    for module, source in sources.items():
+        for node in ast.walk(parsed(source)):
+            named = node.attr if isinstance(node, ast.Attribute) else getattr(node, "name", "")
+            if named in STORES and isinstance(node, ast.Attribute | ast.alias):
+                naming.add(module)
+            if module == CALLS_A_STORE or not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            receiver = node.func.value
+            name = receiver.attr if isinstance(receiver, ast.Attribute) else getattr(receiver, "id", "")
+            if node.func.attr in STORE_METHODS and name.lower().endswith("store"):
+                faults.append(f"{module}, line {node.lineno}: calls {ast.unparse(node.func)}; use a Board")
+    faults += [f"{module} names a store of torch's; use a Board" for module in sorted(naming - set(allowed))]
+    return [*faults, *(f"{module} names no store any more" for module in sorted(set(allowed) - naming))]
+
+
 def stale_broad_excepts(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
     """The places on the list of broad excepts that no longer have one."""
     seen: set[str] = set()
@@ -707,6 +739,10 @@ def test_list_of_broad_excepts_is_not_stale() -> None:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     _no_faults(class_name_faults(SOURCES))
+
+
+def test_only_boards_call_a_store() -> None:
+    _no_faults(store_faults(SOURCES, NAMES_A_STORE))
 
 
 def test_a_constructor_takes_few_arguments_and_fewer_functions() -> None:
@@ -905,6 +941,16 @@ def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:
 def test_class_name_that_stands_for_two_things_is_found() -> None:
     sources = {"data.order": "class Place: ...", "config.rounds": "if True:\n    class Place: ...\nclass Other: ..."}
     assert class_name_faults(sources) == ["Place is a class of config.rounds and of data.order: give each its own name"]
+
+
+def test_call_of_a_store_is_found_and_a_stale_reason_too() -> None:
+    calls = "store.set('a', '1')\nself._store.wait(['a'])\nboard.store.clone()"
+    assert len(store_faults({"m": calls}, {})) == 3
+    assert store_faults({CALLS_A_STORE: calls, "m": "event.set()\nstore.port\nresult.get()"}, {}) == []
+    for source in ("from torch.distributed import TCPStore", "import torch.distributed as dist\ndist.HashStore()"):
+        assert store_faults({"m": source}, {}) == ["m names a store of torch's; use a Board"]
+        assert store_faults({"m": source}, {"m": "why"}) == []
+    assert store_faults({}, {"m": "why"}) == ["m names no store any more"]
 
 
 def test_constructor_with_many_arguments_or_functions_is_found_and_a_stale_reason_too() -> None:

@@ -25,7 +25,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.ranks.board import BoardGone
+from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.text import counted
@@ -155,7 +156,7 @@ class ElasticAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         board = self._board
         if board.place == 0 and earlier is not None:
-            earlier.announce_quietly("met-again", True)
+            earlier.post_quietly("met-again", True)
         is_finished = self._have_succeeded()
         if self._is_planned:
             self._is_planned = False
@@ -166,7 +167,7 @@ class ElasticAgent(LocalElasticAgent):
         self._begin_round(board, worker_group.spec, is_finished=is_finished)
         if earlier is not None and earlier.who_told("leaving"):
             board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
-            earlier.announce_quietly("begun", True)
+            earlier.post_quietly("begun", True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.hold()
@@ -204,7 +205,7 @@ class ElasticAgent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
-            if (over := self._board.announced_quietly("over")) is not None:
+            if (over := self._board.read_quietly("over")) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
                 self._remaining_restarts, self.is_over = 0, True
                 return RunResult(state=WorkerState.FAILED)
@@ -307,7 +308,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = True
         if self._remaining_restarts == 0:
             self.is_over, self.final_failures = True, everyone
-            self._board.announce_quietly("over", f"on {self._launch.host} {told(first_of(everyone))}")
+            self._board.post_quietly("over", f"on {self._launch.host} {told(first_of(everyone))}")
         return result
 
     def _note_failures(self) -> None:
@@ -338,7 +339,7 @@ class ElasticAgent(LocalElasticAgent):
         self._stop_by = time.monotonic() + min(_HURT_SECONDS, self._launch.shutdown_seconds)
         if self._remaining_restarts == 0:
             self.is_over, self.final_failures = True, everyone
-            self._board.announce_quietly("over", f"training hangs: {hang.reason}")
+            self._board.post_quietly("over", f"training hangs: {hang.reason}")
         return RunResult(state=WorkerState.FAILED)
 
     def _everyone(self, own: list[Failure]) -> list[Failure]:
@@ -346,7 +347,7 @@ class ElasticAgent(LocalElasticAgent):
         try:
             if own:
                 self._board.tell("failed", [failure.to_row() for failure in own])
-                self._board.announce("any-failed", True)  # of many nodes all look at this one key
+                self._board.post("any-failed", True)  # of many nodes all look at this one key
             return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
         except BoardGone:
             return own
@@ -360,15 +361,15 @@ class ElasticAgent(LocalElasticAgent):
 
     def _tell_of_others(self) -> None:
         """Tell the workers of this node of workers that have failed on other nodes."""
-        if self._board.announced_quietly("any-failed"):
+        if self._board.read_quietly("any-failed"):
             self._tasks.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
 
     def _wait_until(self, board: RoundBoard, name: str, *, seconds: float) -> bool:
         """Whether the other nodes announce ``name`` on a round's board within ``seconds``; False if all are leaving."""
         end = time.monotonic() + seconds
         with contextlib.suppress(BoardGone):
-            while time.monotonic() < end and len(board.who_told("leaving")) < board.num_nodes:
-                if board.announced(name) is not None:
+            while time.monotonic() < end and len(board.who_told("leaving")) < board.num_peers:
+                if board.read(name) is not None:
                     return True
                 time.sleep(_POLL_SECONDS)
         return False
@@ -386,7 +387,7 @@ class ElasticAgent(LocalElasticAgent):
         try:
             if not self._is_waiting:
                 board.tell("finished", True)
-            is_over = board.have_all_told("finished")
+            is_over = board.has(*board.of_peers("finished"))
         except BoardGone:
             return True  # there is nobody left to meet
         if not is_over and not self._is_waiting:
@@ -412,9 +413,9 @@ class ElasticAgent(LocalElasticAgent):
         how = "with a checkpoint" if is_term else "and its workers are sent the same"
         self._journal.tell("leaving", f"{number.name}: this node leaves the job, {how}")
         board = self._board
-        if board.num_nodes > 1:
+        if board.num_peers > 1:
             board.tell_quietly("leaving", self._launch.node_id)
-            if self._meeting.leave() and is_term and board.num_nodes > self._launch.min_nodes:
+            if self._meeting.leave() and is_term and board.num_peers > self._launch.min_nodes:
                 has_met = self._wait_until(board, "met-again", seconds=self._launch.shutdown_seconds / 3)
                 self._left = board if has_met else None
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)

@@ -31,7 +31,8 @@ from elastic_ext.doctor.hardware import version_of
 from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.errors import in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
-from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.ranks.board import BoardGone
+from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from elastic_ext.records.files import write_whole

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.ranks.board import ended_file
+from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
-from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.ranks.node_board import RoundBoard
+from elastic_ext.ranks.notices import ended_file
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkersRecord
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, JobEvent
@@ -220,7 +221,7 @@ class NodeTasks:
         if captured.look_at:
             words += f"; look at this first: {captured.look_at}"
         self._journal.tell("stacks", f"{words}; all of it: {captured.path}", path=str(captured.path or ""))
-        if self._board is not None and self._board.num_nodes > 1:
+        if self._board is not None and self._board.num_peers > 1:
             try:
                 self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS)
             except BoardGone:
@@ -258,16 +259,16 @@ class NodeTasks:
     def _hand_config(self, *, offers: bool) -> None:
         """Announce this node's config to the other nodes if it is the newest, or take a newer one that is announced."""
         board = self._board
-        if board is None or board.num_nodes == 1:
+        if board is None or board.num_peers == 1:
             return
         try:
-            theirs = board.announced("config-version") or 0
+            theirs = board.read("config-version") or 0
             newest = self._tuner.newest()
             if theirs > (newest[0] if newest else 0):
-                self._tuner.take(board.announced("config"))
+                self._tuner.take(board.read("config"))
             elif offers and newest and newest[0] > theirs:
-                board.announce("config", newest[1])
-                board.announce("config-version", newest[0])
+                board.post("config", newest[1])
+                board.post("config-version", newest[0])
         except BoardGone:
             return
 
@@ -285,16 +286,16 @@ class NodeTasks:
     def _judge(self, seen: WorkersLook) -> Hang | None:
         """The hang that the workers of all nodes show; None if there is none."""
         board, hang, said = self._board, seen.hang, seen.said
-        if board is not None and board.num_nodes > 1:
+        if board is not None and board.num_peers > 1:
             try:
                 if any(each.is_over for each in seen.standings):
-                    board.announce("standings-wanted", True)
-                if board.announced("standings-wanted"):
+                    board.post("standings-wanted", True)
+                if board.read("standings-wanted"):
                     board.tell("standings", standings_to_json(seen.standings))
                     told = board.told("standings").values()
                     everyone = [each for text in told for each in standings_from_json(text)]
                     verdict = find_hang(everyone, world_size=self._world_size)
-                    is_heard = len(told) == board.num_nodes  # else one that has still to tell may be waited for
+                    is_heard = len(told) == board.num_peers  # else one that has still to tell may be waited for
                     hang, said = verdict.hang if is_heard else None, verdict.said
             except (BoardGone, ValueError):
                 hang = None

@@ -31,8 +31,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import Completion, Outcome, RescuePlan, choose, clear, complete, rows_in
 from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy
+from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.deadlines import NoAnswer, within
-from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.records.agent import MembershipPlan, NodeShare
 from elastic_ext.records.text import counted
 from elastic_ext.torch_private.agent import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
@@ -208,7 +209,7 @@ class NodeRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.board is not None and not self._is_dynamic:
-            self.board.announce(_AGAIN, True)  # a static rendezvous tells nobody
+            self.board.post(_AGAIN, True)  # a static rendezvous tells nobody
         info = self._inner.next_rendezvous()
         self._num_rounds += 1
         number = 0 if self._is_dynamic else self._num_rounds  # torch gives a dynamic one's rounds names of their own
@@ -278,7 +279,7 @@ class NodeRendezvous(RendezvousHandler):
             return False
         self._look_at = time.monotonic() + _LOOK_SECONDS
         try:
-            return self.board.announced(_AGAIN) is not None
+            return self.board.read(_AGAIN) is not None
         except BoardGone:
             return False
 
@@ -303,8 +304,8 @@ class NodeRendezvous(RendezvousHandler):
             else:
                 address = self._loopback.address
                 self._server = loopback_store(address)
-            self.board.announce(_STORE, [address, self._server.port])
-        address, port = self.board.wait(_STORE, timeout_seconds=_STORE_SECONDS)
+            self.board.post(_STORE, [address, self._server.port])
+        address, port = self.board.take(_STORE, seconds=_STORE_SECONDS)
         return RendezvousStoreInfo(master_addr=address, master_port=port)
 
 
@@ -528,7 +529,7 @@ def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_second
         assert board is not None
         return board.exchange(f"{name}/{what}", row, timeout_seconds=timeout_seconds)
 
-    is_alone = board is None or board.num_nodes == 1
+    is_alone = board is None or board.num_peers == 1
     outcomes = complete(folder) if is_alone else _persist_together(folder, exchange)
     clear(folder)
     return outcomes

@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
-from elastic_ext.ranks.board import Trouble
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Pulse, begin_pulse
+from elastic_ext.ranks.notices import Trouble
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import (
@@ -507,9 +507,9 @@ class ConfigFollower:
 
     def tell_peers(self, error: BaseException) -> None:
         """Leave word for the other ranks of the error that ends this one, and log what is known of the others."""
-        board = self.ranks.board
-        if board is not None and not isinstance(error, RanksError):
-            board.tell_of(error, progress=self.ranks.progress())
+        notices = self.ranks.notices
+        if notices is not None and not isinstance(error, RanksError):
+            notices.tell_of(error, progress=self.ranks.progress())
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
@@ -547,9 +547,9 @@ class ConfigFollower:
         if self._closed_by:
             return
         self._closed_by = by
-        board = self.ranks.board
-        if board is not None and not self._finished:
-            board.post(Trouble(kind="failed", progress=self.ranks.progress(), text="it closed its follower"))
+        notices = self.ranks.notices
+        if notices is not None and not self._finished:
+            notices.post(Trouble(kind="failed", progress=self.ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
             if self._finished:

@@ -8,14 +8,15 @@ node that is merely late keeps writing them.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -29,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from elastic_ext.ranks.board import Store
+from elastic_ext.ranks.board import Board, BoardGone, Store
 from elastic_ext.ranks.deadlines import NoAnswer, OwnedThread, within
 
 __all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
@@ -37,16 +38,15 @@ __all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
 _logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 0.5
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
+_LONGEST_PAUSE_SECONDS = 0.25
 _DEFAULT_JOIN_SECONDS = 600
 _LONGEST_CONNECT_SECONDS = 60
 _DEFAULT_PORT = 29400
 _LISTENS = "0A"  # in /proc/net/tcp
-_Answer = TypeVar("_Answer")
 
 
 class MeetingFailed(Exception):
-    """The nodes did not meet, or the store where they met is gone; the text is for people."""
+    """The nodes did not meet, or have gone on without this one; the text is for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +117,12 @@ def _target(link: Path) -> str:
 class Meeting:
     """One node's place among nodes that have met: its number, the messages it sends and reads, and who is silent.
 
-    A message is a text under a key of the node that sends it. Heartbeats are written while it is used as a context.
+    A message lies under a key of the node that sends it. Heartbeats are written while it is used as a context.
     """
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         index: int,
         num_nodes: int,
         *,
@@ -134,12 +134,19 @@ class Meeting:
         self.num_nodes = num_nodes
         self.silent: set[int] = set()
         """Numbers of the nodes that have fallen silent."""
-        self._store = _prefixed("doctor", store)
+        self._board = Board(
+            store,
+            "doctor",
+            what=f"{where}, where the nodes met,",
+            pause_seconds=_LONGEST_PAUSE_SECONDS,
+            answer_seconds=2 * silence_seconds,
+        )
         self._where = where
         self._silence_seconds = silence_seconds
         self._handler = handler
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        self._beats = OwnedThread(partial(self._beat, self._store.clone()), name="elastic_ext-beats")
+        self._seen: dict[int, tuple[int | None, float]] = {}
+        own = self._board.below(str(index), connects=True)
+        self._beats = OwnedThread(partial(self._beat, own), name="elastic_ext-beats")
 
     def __enter__(self) -> Meeting:
         self._beats.start()
@@ -153,13 +160,13 @@ class Meeting:
     def leave(self, holders: Collection[int]) -> None:
         """Close the rendezvous once all nodes have called this; ``holders``, which host the store, leave last."""
         try:
-            self.tell("leaves", "1")
+            self.tell("leaves", 1)
             self.hear_from_all("leaves")
             self._close()
-            self.tell("left", "1")
+            self.tell("left", 1)
             if self.index in holders:
                 self.hear_from_all("left")
-        except MeetingFailed as error:  # it has gone first, and nothing is needed of it any more
+        except (BoardGone, MeetingFailed) as error:  # it has gone first, and nothing is needed of it any more
             _logger.info("%s", error)
 
     def _close(self) -> None:
@@ -171,70 +178,60 @@ class Meeting:
 
     def store_of_pair(self, name: str) -> Any:
         """A store for two nodes alone, with keys and a connection of its own."""
-        return _prefixed(name, self._store.clone())
+        pair = self._board.below(name, connects=True)
+        store: Any = pair.store  # which torch's types want to be one of torch's
+        return dist.PrefixStore(pair.prefix, store)  # type: ignore[attr-defined]
 
-    def tell(self, key: str, text: str) -> None:
-        """Send a message that all nodes can read; MeetingFailed where the store is gone."""
-        self._ask(lambda: self._store.set(f"{self.index}/{key}", text))
+    def tell(self, key: str, message: object) -> None:
+        """Send a message that all nodes can read; BoardGone where the store is gone."""
+        self._board.post(f"{self.index}/{key}", message)
 
-    def hear(self, index: int, key: str) -> str | None:
+    def hear(self, index: int, key: str) -> Any:
         """The message of a node under ``key``; None if it has sent none yet."""
-        name = f"{index}/{key}"
-        if not self._ask(lambda: self._store.check([name])):
-            return None
-        told: bytes = self._ask(lambda: self._store.get(name))
-        return told.decode()
+        return self._board.read(f"{index}/{key}")
 
-    def wait_for(self, index: int, key: str) -> str | None:
+    def wait_for(self, index: int, key: str) -> Any:
         """Wait for the message of a node under ``key``; None if the node falls silent before."""
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            text = self.hear(index, key)
-            if text is not None or index in self.silent or self._falls_silent(index):
-                return text
-            if pause == _LONGEST_PAUSE_SECONDS and self.hear(self.index, "silent") is not None:
-                silence = f"{self._silence_seconds:g} s"
-                raise MeetingFailed(f"the others have gone on without this node, which had said nothing for {silence}")
-            self._beats.stopping.wait(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+        self._board.wait([f"{index}/{key}"], seconds=math.inf, stop=lambda: self._goes_on_without(index))
+        return self.hear(index, key)
 
-    def hear_from_all(self, key: str) -> dict[int, str]:
+    def hear_from_all(self, key: str) -> dict[int, Any]:
         """Wait for the messages of all nodes under ``key``, by node, without those that fall silent before."""
         heard = {index: self.wait_for(index, key) for index in range(self.num_nodes)}
-        return {index: text for index, text in heard.items() if text is not None}
+        return {index: message for index, message in heard.items() if message is not None}
+
+    def _goes_on_without(self, index: int) -> bool:
+        """Whether a node is silent, and not waited for; MeetingFailed where this one is, for the others."""
+        if index in self.silent or self._falls_silent(index):
+            return True
+        if self.hear(self.index, "silent") is not None:
+            silence = f"{self._silence_seconds:g} s"
+            raise MeetingFailed(f"the others have gone on without this node, which had said nothing for {silence}")
+        return False
 
     def _falls_silent(self, index: int) -> bool:
         """Whether a node's heartbeats have stopped, to this node or to another; the node is then silent."""
         if self.hear(index, "silent") is None:
-            beat = (self.hear(index, "beat") or "").encode()
-            before, since = self._seen.get(index, (None, 0.0))
-            if before != beat:
+            beat: int | None = self.hear(index, "beat")
+            if index not in self._seen or self._seen[index][0] != beat:
                 self._seen[index] = beat, time.monotonic()
                 return False
-            if time.monotonic() - since < self._silence_seconds:
+            if time.monotonic() - self._seen[index][1] < self._silence_seconds:
                 return False
-            self._ask(lambda: self._store.set(f"{index}/silent", "1"))
+            self._board.post(f"{index}/silent", 1)
         self.silent.add(index)
         return True
 
-    def _beat(self, store: Store) -> None:
+    def _beat(self, own: Board) -> None:
         number = 0
         while not self._beats.stopping.is_set():
             try:
-                store.set(f"{self.index}/beat", str(number))
-            except RuntimeError as error:  # the store is gone, which whoever asks it hears too
+                own.post("beat", number)
+            except BoardGone as error:  # which whoever asks the store hears too
                 _logger.info("no more beats to %s: %s", self._where, error)
                 return
             number += 1
             self._beats.stopping.wait(min(_BEAT_SECONDS, self._silence_seconds / 8))
-
-    def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
-        try:
-            return within(2 * self._silence_seconds, ask)
-        except (NoAnswer, RuntimeError) as error:  # torch's errors of stores are RuntimeErrors
-            raise MeetingFailed(
-                f"{self._where}, where the nodes met, does not answer any more ({str(error).splitlines()[0]})"
-            ) from None
 
 
 def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
@@ -262,11 +259,6 @@ def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
     return Meeting(
         info.store, info.rank, info.world_size, where=where, silence_seconds=silence_seconds, handler=handler
     )
-
-
-def _prefixed(name: str, store: Any) -> Any:
-    """One of torch's stores whose keys all begin with ``name``; the type of these is private."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def _cause(error: BaseException) -> str:

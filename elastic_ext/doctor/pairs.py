@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elastic_ext.records.json import JsonRecord
+from elastic_ext.ranks.board import BoardGone
+from elastic_ext.records.json import record_of, records_of
 
 from .meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from .records import NodeHardware
@@ -221,11 +221,11 @@ def check_pairs(
             notes.introduce()
             notes.measure()
             _run_rounds(meeting, notes, say, silence_seconds)
-            meeting.tell("finished", "1")
+            meeting.tell("finished", 1)
             meeting.hear_from_all("finished")
             notes.read_all()
             meeting.leave(notes.holders)
-        except MeetingFailed as error:
+        except (BoardGone, MeetingFailed) as error:
             trouble = str(error)
             meeting.silent |= notes.holders  # it does not answer, and has not left either
         return notes.report(trouble), meeting.index
@@ -239,7 +239,7 @@ def _run_rounds(meeting: Meeting, notes: Notes, say: Callable[[str], None], pati
                 continue
             other = second if meeting.index == first else first
             say(f"round {number + 1} of {len(rounds)}: with {notes.label(other)}")
-            meeting.tell(f"ready/{number}", "1")
+            meeting.tell(f"ready/{number}", 1)
             if meeting.wait_for(other, f"ready/{number}") is None:
                 say(f"{notes.label(other)} has stopped answering")
                 continue
@@ -271,7 +271,7 @@ def _pair(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hello(JsonRecord):
+class Hello:
     """The first message of a node as nodes meet: its pid, its hardware, and whether it hosts the store."""
 
     pid: int
@@ -302,10 +302,10 @@ class Notes:
         hardware = self._hardware[own]
         is_holder = holds_store(self._rendezvous)
         hello = Hello(pid=os.getpid(), holds_store=is_holder, hardware=hardware.to_json())
-        self._meeting.tell("hello", hello.to_json())
-        for index, text in self._meeting.hear_from_all("hello").items():
+        self._meeting.tell("hello", asdict(hello))
+        for index, row in self._meeting.hear_from_all("hello").items():
             try:
-                hello = Hello.from_json(text)
+                (hello,) = records_of(Hello, [row])
                 self._pids[index] = hello.pid
                 if hello.holds_store:
                     self.holders.add(index)
@@ -316,9 +316,8 @@ class Notes:
     def measure(self) -> None:
         """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""
         speeds = {device: matmul(device) for device in devices()}
-        self._meeting.tell("measured", json.dumps({"matmul": speeds, "gpu": _own_gpu() if self._with_nccl else None}))
-        for index, text in self._meeting.hear_from_all("measured").items():
-            measured = json.loads(text)
+        self._meeting.tell("measured", {"matmul": speeds, "gpu": _own_gpu() if self._with_nccl else None})
+        for index, measured in self._meeting.hear_from_all("measured").items():
             self._matmul[index] = {device: tuple(windows) for device, windows in measured["matmul"].items()}
             self._gpus[index] = measured["gpu"]
 
@@ -330,16 +329,16 @@ class Notes:
     def tell_pair(self, pair: CheckedPair) -> None:
         """Note what this node has measured with another one, and tell all nodes."""
         self._take(pair)
-        self._meeting.tell(f"pair/{pair.round}", pair.to_json())
+        self._meeting.tell(f"pair/{pair.round}", asdict(pair))
 
     def read_all(self) -> None:
         """Read what the other nodes have measured in pairs, silent ones too."""
         for number, pairs in enumerate(matching(self._meeting.num_nodes)):
             for pair in pairs:
                 for index in pair:
-                    text = self._meeting.hear(index, f"pair/{number}") if index != self._meeting.index else None
-                    if text is not None:
-                        self._take(CheckedPair.from_json(text))
+                    row = self._meeting.hear(index, f"pair/{number}") if index != self._meeting.index else None
+                    if row is not None:
+                        self._take(record_of(CheckedPair, row))
 
     def label(self, index: int) -> str:
         """The name of a node for people: its number, host and pid."""

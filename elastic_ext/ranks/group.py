@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from elastic_ext.errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
 
-from .board import NoticeBoard, PeerName, Store, Trouble
+from .board import Board, BoardGone
+from .notices import Notices, PeerName, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
 
@@ -34,6 +35,7 @@ _logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
 _MOST_TRACEBACK = 20_000
+_PREFIX = "elastic_ext"
 
 
 class PendingSum:
@@ -49,19 +51,20 @@ class PendingSum:
 
 
 class Ranks:
-    """This rank's connection to the other ranks: collectives of numbers and bytes, and the board of notices."""
+    """This rank's connection to the other ranks: collectives of numbers and bytes, and a board."""
 
     def __init__(
-        self, *, rank: int, names: Sequence[PeerName], group: dist.ProcessGroup | None, board: NoticeBoard | None
+        self, *, rank: int, names: Sequence[PeerName], group: dist.ProcessGroup | None, board: Board | None
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
         self.names = tuple(names)
         self.board = board
+        """What ranks tell each other without collectives; None where they have no store for it."""
+        self.notices: Notices | None = None
+        """Why the other ranks stop, in their words; None where there is no board, or no other rank."""
         self.progress: Callable[[], str] = lambda: "the start"
         """Called for how far this rank has come, in words, for the messages of errors; the owner sets it."""
-        self.store: Store | None = None
-        """A store of key and value that ranks share without collectives; None where there is none, as on one rank."""
         self.slice_seconds = 0.5
         """How long a collective is waited for between two looks at the peers' notices."""
         self._group = group
@@ -71,7 +74,8 @@ class Ranks:
     @classmethod
     def alone(cls) -> Ranks:
         """Rank 0 of 1, whose collectives exchange nothing."""
-        return cls(rank=0, names=[_my_name(0)], group=None, board=None)
+        board = Board(dist.HashStore(), _PREFIX) if dist.is_available() else None  # type: ignore[attr-defined]
+        return cls(rank=0, names=[_my_name(0)], group=None, board=board)
 
     @classmethod
     def join(cls, *, timeout_seconds: float, agents_folder: Path | None = None) -> Ranks:
@@ -91,16 +95,14 @@ class Ranks:
         unnamed = [PeerName(rank=peer, host="?", pid=0) for peer in range(dist.get_world_size())]
         ranks = cls(rank=rank, names=unnamed, group=group, board=None)
         store = _default_store()
-        number = store.add("elastic_ext/groups", 1) if rank == 0 and store is not None else 0
+        board = None if store is None else Board(store, _PREFIX, place=rank, num_peers=ranks.world_size)
+        number = board.count("groups") if rank == 0 and board is not None else 0
         hello = json.dumps({"name": asdict(_my_name(rank)), "number": number}).encode()
         greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining")]
         ranks.names = tuple(PeerName(**greeting["name"]) for greeting in greetings)
-        if store is not None:
-            prefix = f"elastic_ext/{greetings[0]['number']}"
-            # A connection of its own: the user's threads may be waiting in theirs.
-            own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-            ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names, agents_folder=agents_folder)
-            ranks.store = own_store
+        if board is not None:  # on a connection of its own: the user's threads may be waiting in theirs
+            ranks.board = board.below(str(greetings[0]["number"]), connects=True)
+            ranks.notices = Notices(ranks.board, ranks.names, agents_folder=agents_folder)
         return ranks
 
     @property
@@ -161,7 +163,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group and the store; collectives under way are given up, and nothing may be called afterwards."""
-        self.board = self.store = None
+        self.board = None if self.world_size > 1 else self.board
+        self.notices = None
         self.progress = lambda: "the end"
         if self._group is not None and dist.is_initialized():
             group, self._group = self._group, None
@@ -209,8 +212,8 @@ class Ranks:
                     break
             if time.monotonic() > deadline:
                 raise self._peer_lost(doing, None)
-            with contextlib.suppress(RuntimeError):  # a lost store is no reason to give up a collective
-                if self.board is not None and self.board.troubles():
+            with contextlib.suppress(BoardGone):  # a lost store is no reason to give up a collective
+                if self.notices is not None and self.notices.troubles():
                     raise self._peer_lost(doing, None)
         try:
             work.wait()  # it may have completed well after all, just after its slice of time had passed
@@ -219,16 +222,16 @@ class Ranks:
 
     def _peer_lost(self, doing: str, error: RuntimeError | None) -> RanksError:
         """The error of a collective that lost a peer, with what the other ranks say of themselves."""
-        if self.board is None:
+        if self.notices is None:
             return PeerLostError(f"a peer was lost while {doing}: {error}")
         progress, me = self.progress(), self.names[self.rank]
         if self._doubt and error is None and self._are_well():
-            self.board.post(Trouble(kind="failed", progress=progress, text=f"it {self._doubt}"))
-            others = self.board.account({}, silent="did not, and waits for it there, unless it has died or hangs")
+            self.notices.post(Trouble(kind="failed", progress=progress, text=f"it {self._doubt}"))
+            others = self.notices.account({}, silent="did not, and waits for it there, unless it has died or hangs")
             return RanksDisagreeError(f"{me} {self._doubt}, after {progress}: {others}; do the same on all ranks")
-        self.board.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
-        known = self.board.account(
-            self.board.gather(_GRACE_SECONDS), silent="gave no sign: it died, hangs or is elsewhere, see its output"
+        self.notices.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
+        known = self.notices.account(
+            self.notices.gather(_GRACE_SECONDS), silent="gave no sign: it died, hangs or is elsewhere, see its output"
         )
         cause = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         return PeerLostError(f"{me} lost a peer while {doing}, after {progress}: {known}{cause}")
@@ -236,8 +239,8 @@ class Ranks:
     def _are_well(self) -> bool:
         """Whether no peer has said that it failed, or was seen to have ended."""
         try:
-            return self.board is not None and not self.board.troubles()
-        except RuntimeError:
+            return self.notices is not None and not self.notices.troubles()
+        except BoardGone:
             return False
 
 

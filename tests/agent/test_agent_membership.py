@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.rendezvous import NodeWords, settle
-from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.ranks.board import BoardGone
+from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.records.agent import MembershipPlan
 
 NEW = NodeWords(
@@ -100,15 +101,15 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
     with pytest.raises(BoardGone, match="no things of every node within 0 seconds"):
         first.exchange("things", 1, timeout_seconds=0.1)
     with pytest.raises(BoardGone, match="nothing was said of that"):
-        first.wait("that", timeout_seconds=0.1)
+        first.take("that", seconds=0.1)
     first.part(timeout_seconds=0.1)
 
 
 def test_what_is_told_is_heard_by_those_who_look() -> None:
     first, second, third = boards(3)
-    assert first.told("failed") == {} and first.announced("over") is None
+    assert first.told("failed") == {} and first.read("over") is None
     second.tell("failed", ["a"])
     third.tell_quietly("leaving", "c")
-    second.announce_quietly("over", "why")
-    assert first.told("failed") == {1: ["a"]} and first.announced("over") == "why"
+    second.post_quietly("over", "why")
+    assert first.told("failed") == {1: ["a"]} and first.read("over") == "why"
     assert first.who_told("failed", "leaving") == {1, 2}

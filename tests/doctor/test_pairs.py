@@ -153,7 +153,7 @@ def test_a_node_whose_first_words_cannot_be_read_is_told_of_and_the_others_are_k
     own, *others = (Meeting(store, index, 4, where="here", silence_seconds=60) for index in range(4))
     rendezvous = Rendezvous(endpoint="/a/file", run_id="none", min_nodes=4, max_nodes=4)
     hello = Hello(pid=7, holds_store=True, hardware=GOOD.to_json())
-    for other, words in zip(others, (hello.to_json(), '{"pid": "7"}', "{"), strict=True):
+    for other, words in zip(others, (dataclasses.asdict(hello), {"pid": "7"}, "{"), strict=True):
         other.tell("hello", words)
     notes = Notes(own, GOOD, rendezvous, with_nccl=False)
     notes.introduce()

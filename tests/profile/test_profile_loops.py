@@ -28,7 +28,7 @@ from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
 from elastic_ext.profile.windows import memory_held
-from elastic_ext.ranks.board import PeerName
+from elastic_ext.ranks.notices import PeerName
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.training.prepare import _started_at
 from tests.profile.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of

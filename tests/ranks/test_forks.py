@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from elastic_ext.fsdp.checkpoint.folder.claim import Claim
-from elastic_ext.ranks.board import OwnStore
+from elastic_ext.ranks.board import Board
 from elastic_ext.ranks.heartbeat import begin_pulse
 from elastic_ext.ranks.processes import do_in_forked_processes
 from elastic_ext.training.checkpoints.signals import Leaving
+from tests.support.stores import PlainStore
 from tests.support.told_to_end import ToldToEnd
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,8 @@ SECONDS = 120
 
 LEAVING = """
 import os, signal, sys, threading
-from elastic_ext.ranks.board import OwnStore
+from elastic_ext.ranks.board import Board
+from tests.support.stores import PlainStore
 from elastic_ext.training.checkpoints.signals import SIGNALS, Leaving
 from tests.support.told_to_end import ToldToEnd
 
@@ -33,7 +35,7 @@ sys.unraisablehook = lambda found: unraisable.append(f"{found.object}: {found.ex
 
 
 def leaving():
-    return Leaving(OwnStore(), ToldToEnd(), seconds=60.0)
+    return Leaving(Board(PlainStore(), "job"), ToldToEnd(), seconds=60.0)
 
 
 def fork(faults):
@@ -110,7 +112,7 @@ def test_a_second_trainer_adds_no_hook(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "register_at_fork", noted)
     for number in range(3):
         hooks.clear()
-        leaving = Leaving(OwnStore(), ToldToEnd(), seconds=1.0)
+        leaving = Leaving(Board(PlainStore(), "job"), ToldToEnd(), seconds=1.0)
         leaving.start()
         pulse = begin_pulse(tmp_path, rank=0, restart=0, run_dir=tmp_path)
         claim = Claim(tmp_path, f"run-{number}", patience_seconds=0)

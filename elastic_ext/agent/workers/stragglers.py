@@ -12,34 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ext.profile.breakdown import RankView
 from elastic_ext.profile.reader import present_windows, read_trace, tails_of, view_of
 from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, local_times
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.json import records_of
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
 
-__all__ = ["Board", "SlowNews", "SlowWorker", "SlowWorkers", "StragglerRounds"]
+__all__ = ["SlowNews", "SlowWorker", "SlowWorkers", "StragglerRounds"]
 
 _EVERY_SECONDS = 10.0
 _NUM_WINDOWS = 16  # more than end in so long
 _CALM_ROUNDS = 6  # in which it is not named, before a worker is slow no more
 _ROUND, _SLOW = "local-times", "slow-workers"
-
-
-class Board(Protocol):
-    """The board of a round, on which nodes exchange messages (``RoundBoard`` in ranks/node_board.py)."""
-
-    @property
-    def place(self) -> int: ...
-    @property
-    def num_nodes(self) -> int: ...
-    def tell(self, name: str, row: Any) -> None: ...
-    def told(self, name: str) -> dict[int, Any]: ...
-    def announce(self, name: str, row: Any) -> None: ...
-    def announced(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +142,7 @@ class SlowWorkers:
             return []
         self._due_at = now + self._every_seconds
         own = self._own_round(ranks)
-        if board is None or board.num_nodes == 1:
+        if board is None or board.num_peers == 1:
             if own is not None:
                 self._rounds.see({0: own})
             return self._news(self._rounds.slow)
@@ -163,9 +151,9 @@ class SlowWorkers:
         if board.place > 0:
             return self._news(_announced(board))
         told = board.told(_ROUND)
-        if len(told) == board.num_nodes:
+        if len(told) == board.num_peers:
             self._rounds.see({place: NodeRound.from_row(row) for place, row in told.items()})
-            board.announce(_SLOW, [asdict(each) for each in self._rounds.slow])
+            board.post(_SLOW, [asdict(each) for each in self._rounds.slow])
         return self._news(self._rounds.slow)
 
     def _own_round(self, ranks: Sequence[int]) -> NodeRound | None:
@@ -204,5 +192,5 @@ class SlowWorkers:
 
 def _announced(board: Board) -> tuple[SlowWorker, ...]:
     """The stragglers that the first node has announced."""
-    rows = board.announced(_SLOW)
+    rows = board.read(_SLOW)
     return () if rows is None else records_of(SlowWorker, rows)

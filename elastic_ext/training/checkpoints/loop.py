@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from elastic_ext.config.agreement import Boundary
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
 from elastic_ext.fsdp.checkpoint.coordination import first_says
 from elastic_ext.fsdp.checkpoint.saving.saver import Manner
-from elastic_ext.ranks.board import OwnStore
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
 
 from .checkpoints import Checkpoints
@@ -182,13 +181,9 @@ class Saving:
         self._take_down_fence()
 
     def _listening(self) -> Leaving | None:
-        """The listener for signals; None where ranks have no store to tell each other by."""
-        follower = self._follower
-        store: Any = follower.ranks.store if follower.ranks.world_size > 1 else OwnStore()
-        if store is None:
-            return None
-        ranks, seconds = follower.ranks, follower.settings.shutdown_seconds
-        return Leaving(store, self, seconds=seconds, rank=ranks.rank, world_size=ranks.world_size)
+        """The listener for signals; None where ranks have no board to tell each other on."""
+        board = self._follower.ranks.board
+        return None if board is None else Leaving(board, self, seconds=self._follower.settings.shutdown_seconds)
 
     # ---- copies of the training state, written if training is told to end and no step ends in time ----
 

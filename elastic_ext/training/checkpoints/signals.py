@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, Protocol
 
-from elastic_ext.ranks.board import DecidingStore
+from elastic_ext.ranks.board import Board
 from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.ranks.processes import do_in_forked_processes
 
@@ -79,6 +79,7 @@ _SILENT_SECONDS = 6.0  # of a rank that ought to have given a sign within one
 _MARGIN = 0.1  # of the time there is, to end in
 
 _How = Literal["in steps", "from memory"]
+_ASKED, _HOW, _SIGN = "leaving/asked", "leaving/how", "leaving"  # on the board of the ranks
 
 
 class ToldToEnd(Protocol):
@@ -106,17 +107,8 @@ class ToldToEnd(Protocol):
 class Leaving:
     """Ends a training with a checkpoint at SIGTERM or SIGUSR1 to any rank; ``start`` it, and ``stop`` it."""
 
-    def __init__(
-        self,
-        store: DecidingStore,
-        training: ToldToEnd,
-        *,
-        seconds: float,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._store = store
-        self._own_sign, self._signs = f"leaving/{rank}", [f"leaving/{each}" for each in range(world_size)]
+    def __init__(self, board: Board, training: ToldToEnd, *, seconds: float) -> None:
+        self._board = board
         self._seconds = seconds * (1 - _MARGIN)
         self._margin = seconds * _MARGIN
         self._training = training
@@ -252,14 +244,14 @@ class Leaving:
 
     def _look(self) -> None:
         self._training.write_with_others()
-        if self._asked_at is None and self._store.check(["leaving/asked"]):
+        if self._asked_at is None and self._board.has(_ASKED):
             self._note("a signal to another rank")
         if self._asked_at is None:
             return
         if not self._has_told:
             self._has_told = True
-            self._store.set("leaving/asked", "1")
-            self._store.set(self._own_sign, "1")
+            self._board.post(_ASKED, 1)
+            self._board.tell(_SIGN, 1)
             _logger.info("%s: the step is finished and saved, and training ends", self._signal)
         late = time.monotonic() - self._asked_at
         how = self._decided()
@@ -267,7 +259,7 @@ class Leaving:
             how = self._decide("from memory")
         if how == "from memory":
             self._leave(self._seconds - late)
-        elif how is None and late > _SILENT_SECONDS and not self._store.check(self._signs):
+        elif how is None and late > _SILENT_SECONDS and not self._board.has(*self._board.of_peers(_SIGN)):
             if self._decide("from memory") == "from memory":
                 _logger.error("%.0f seconds after %s a rank gives no sign: nothing newer is saved", late, self._signal)
                 self._exit()  # a launcher that restarts the job waits for it
@@ -304,15 +296,16 @@ class Leaving:
             _exit_at_once()
 
     def _decided(self) -> _How | None:
-        return self._learn(self._store.get("leaving/how")) if self._store.check(["leaving/how"]) else None
+        how: _How | None = self._board.read(_HOW)
+        return None if how is None else self._learn(how)
 
     def _decide(self, how: _How) -> _How:
         """How all ranks end training, by the store: ``how``, unless another way was decided before."""
-        return self._learn(self._store.compare_set("leaving/how", "", how))
+        return self._learn(self._board.decide(_HOW, how))
 
-    def _learn(self, said: bytes) -> _How:
-        self._is_in_steps = said == b"in steps"
-        return "in steps" if self._is_in_steps else "from memory"
+    def _learn(self, how: _How) -> _How:
+        self._is_in_steps = how == "in steps"
+        return how
 
 
 def _is_a_trainers(handler: Any) -> bool:

@@ -15,34 +15,15 @@ import pytest
 from elastic_ext.agent.workers.stragglers import NodeRound, SlowNews, SlowWorkers, StragglerRounds
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.stragglers import LocalTime
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.run_dir import RunDirectory
 from tests.support.nodes import Node, nodes, until
 from tests.support.ports import free_port
 from tests.support.profiles import made_window
+from tests.support.stores import PlainStore
 
 STEP = {Phase.FORWARD: 0.004, Phase.BACKWARD: 0.005, Phase.OPTIMIZER: 0.001}
 SLOW = {**STEP, Phase.FORWARD: 0.02}
-
-
-class FakeBoard:
-    """What nodes of one test tell one another on."""
-
-    def __init__(self, shared: dict[str, Any], place: int, num_nodes: int) -> None:
-        self.place, self.num_nodes = place, num_nodes
-        self._shared = shared
-
-    def tell(self, name: str, row: Any) -> None:
-        self.announce(f"{name}/{self.place}", row)
-
-    def told(self, name: str) -> dict[int, Any]:
-        found = {place: self.announced(f"{name}/{place}") for place in range(self.num_nodes)}
-        return {place: row for place, row in found.items() if row is not None}
-
-    def announce(self, name: str, row: Any) -> None:
-        self._shared[name] = json.dumps(row)
-
-    def announced(self, name: str) -> Any:
-        return json.loads(self._shared.get(name, "null"))
 
 
 class Agents:
@@ -52,7 +33,8 @@ class Agents:
         self.now = 0.0
         self.ranks = ranks
         self.world_size = sum(map(len, ranks))
-        self._shared: dict[str, Any] = {}
+        store = PlainStore()
+        self._boards = [Board(store, "round", place=place, num_peers=len(ranks)) for place in range(len(ranks))]
         self._folders = [folder / str(number) for number in range(len(ranks))]
         for each in self._folders:
             each.mkdir()
@@ -67,8 +49,9 @@ class Agents:
             for rank in set(ranks) - set(silent):
                 window = made_window(SLOW if rank in slow else STEP, rank=rank, world_size=self.world_size)
                 RunDirectory(folder, rank=rank).add_window(replace(window, begin=self.now - 1, end=self.now))
-        boards = [FakeBoard(self._shared, place, len(self.ranks)) for place in range(len(self.ranks))]
-        return [each.look(ranks, board) for each, ranks, board in zip(self._each, self.ranks, boards, strict=True)]
+        return [
+            each.look(ranks, board) for each, ranks, board in zip(self._each, self.ranks, self._boards, strict=True)
+        ]
 
 
 def told(news: list[list[SlowNews]]) -> list[list[tuple[int, bool]]]:

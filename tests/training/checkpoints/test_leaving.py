@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from elastic_ext import CheckpointInterval, ElasticTrainer
-from elastic_ext.ranks.board import OwnStore
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.metrics import CAN_GO_ON
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS, Leaving
 from tests.support.leaving import Job, started
+from tests.support.stores import PlainStore
 from tests.support.thinning import the_first
 from tests.support.told_to_end import ToldToEnd
 from tests.support.training import ResumableSlices, grouped, make_data
@@ -182,7 +183,7 @@ def test_a_handler_of_the_users_own_stays_and_so_does_everything_if_they_say_so(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is(number: signal.Signals) -> None:
-    leaving, asked = leaving_of(OwnStore())
+    leaving, asked = leaving_of()
     leaving.start()
     try:
         child = os.fork()
@@ -197,9 +198,9 @@ def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is
         leaving.stop()
 
 
-def leaving_of(store: OwnStore, *, seconds: float = 60.0, can_write: bool = True) -> tuple[Leaving, threading.Event]:
-    training = ToldToEnd(can_write=can_write)
-    return Leaving(store, training, seconds=seconds), training.asked
+def leaving_of(board: Board | None = None) -> tuple[Leaving, threading.Event]:
+    training = ToldToEnd(can_write=True)
+    return Leaving(board or Board(PlainStore(), "job"), training, seconds=60.0), training.asked
 
 
 @pytest.mark.parametrize(
@@ -208,15 +209,15 @@ def leaving_of(store: OwnStore, *, seconds: float = 60.0, can_write: bool = True
 def test_it_is_waited_longer_for_a_step_where_nothing_newer_was_copied(
     can_write: bool, has_some: bool, at: float | None
 ) -> None:
-    leaving = Leaving(OwnStore(), ToldToEnd(can_write=can_write, has_some=has_some), seconds=100.0)
+    leaving = Leaving(Board(PlainStore(), "job"), ToldToEnd(can_write=can_write, has_some=has_some), seconds=100.0)
     waited = [part for part in (0.4, 0.5, 0.6, 0.75, 0.8) if leaving._has_waited(part * leaving._seconds + 0.01)]
     leaving.stop()
     assert (waited[0] if waited else None) == at
 
 
 def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back() -> None:
-    store = OwnStore()
-    (mine, asked), (other, heard) = leaving_of(store), leaving_of(store)
+    board = Board(PlainStore(), "job")
+    (mine, asked), (other, heard) = leaving_of(board), leaving_of(board)
     before = signal.getsignal(signal.SIGUSR1)
     mine.start()
     other.start()  # the signals are taken by then
@@ -231,7 +232,7 @@ def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back
 
 
 def test_a_handler_that_the_script_installs_later_is_the_only_one() -> None:
-    leaving, asked = leaving_of(OwnStore())
+    leaving, asked = leaving_of()
     before = signal.getsignal(signal.SIGUSR1)
     leaving.start()
     own = threading.Event()
@@ -247,7 +248,7 @@ def test_a_handler_that_the_script_installs_later_is_the_only_one() -> None:
 def test_a_signal_that_somebody_takes_in_c_stays_theirs(tmp_path: Path) -> None:
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
-        leaving, asked = leaving_of(OwnStore())
+        leaving, asked = leaving_of()
         try:
             leaving.start()
             signal.raise_signal(signal.SIGUSR1)
@@ -261,7 +262,7 @@ def test_a_signal_that_somebody_takes_in_c_stays_theirs(tmp_path: Path) -> None:
 
 
 def test_the_trainer_that_was_prepared_last_takes_the_signals_and_gives_them_back() -> None:
-    (first, is_first), (second, is_second) = leaving_of(OwnStore()), leaving_of(OwnStore())
+    (first, is_first), (second, is_second) = leaving_of(), leaving_of()
     before = signal.getsignal(signal.SIGUSR1)
     first.start()
     second.start()

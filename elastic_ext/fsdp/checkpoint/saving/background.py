@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from elastic_ext.errors import CheckpointError, in_words
 from elastic_ext.fsdp.checkpoint.contents import FileKind
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
-from elastic_ext.ranks.board import Letters, ToldOfFailure
+from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.deadlines import OwnedThread
 
+from .letters import Letters, ToldOfFailure
 from .rank_files import Shard, Writing
 
 if TYPE_CHECKING:
@@ -191,5 +192,5 @@ class BackgroundSave:
     def _tell_of(self, error: Exception) -> None:
         try:
             self._letters.fail(in_words(error))
-        except RuntimeError as another:  # the store is gone, with the process that had it
+        except BoardGone as another:
             _logger.warning("the other ranks could not be told: %s", another)

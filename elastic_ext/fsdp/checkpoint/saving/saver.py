@@ -36,11 +36,12 @@ from elastic_ext.fsdp.checkpoint.format.tensor_bytes import WrittenPart, part_of
 from elastic_ext.fsdp.checkpoint.format.writer import TensorToWrite
 from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.fsdp.state import LocalShard, local_of
-from elastic_ext.ranks.board import Letters, OwnStore, ToldOfFailure
+from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.group import Ranks
 
 from .background import PATIENCE_SECONDS, BackgroundSave
 from .collect import Comparable, SaveRequest, ToSave, differing_names
+from .letters import Letters, ToldOfFailure
 from .rank_files import Shard, Writing, give_up, make_folder
 from .staging import Copying, Staging, free_bytes, why_no_room
 
@@ -223,7 +224,6 @@ class Saver:
         self._last: BackgroundSave | None = None  # the newest save that is known to be made
         self._late: BackgroundSave | None = None  # given up, and its thread may still read the staging memory
         self._lock = threading.Lock()
-        self._store = ranks.store or OwnStore()
 
     def save(self, folder: JobFolder, draft: Commit, request: SaveRequest) -> Path:
         """Save a checkpoint while training waits; on return it exists, for every rank. All call this between two steps.
@@ -310,8 +310,8 @@ class Saver:
 
     @property
     def can_save(self) -> bool:
-        """Whether async saves are possible: there is staging memory, and the ranks, if several, share a store."""
-        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
+        """Whether async saves are possible: there is staging memory, and the ranks share a board."""
+        return self._staging is not None and self._ranks.board is not None
 
     @property
     def is_free(self) -> bool:
@@ -325,8 +325,8 @@ class Saver:
         A failure is raised by ``settle``, or goes to ``manner.on_failed`` in the next call of this, which waits for the
         save before it. None, and no save begins, where another one is under way and ``manner`` does not wait.
         """
-        staging = self._staging
-        assert staging is not None
+        staging, board = self._staging, self._ranks.board
+        assert staging is not None and board is not None
         after = self._under_way or self._last
         met = self._meet_after_the_last(request, manner)
         if met is None:
@@ -334,7 +334,7 @@ class Saver:
         writing, seconds = self._writing(folder, request.name, met, draft), self._storage.seconds
         save = BackgroundSave(
             writing,
-            Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds),
+            Letters(board, name=met.generation, seconds=seconds),
             staging,
             replaces=request.replaces,
             retention=self._retention,
@@ -403,7 +403,7 @@ class Saver:
             if save is None:
                 return None
             self._write_late(save)
-        with contextlib.suppress(RuntimeError):  # of a store that is gone, with the process that had it
+        with contextlib.suppress(BoardGone):
             save.ask_for()
         return save.path
 

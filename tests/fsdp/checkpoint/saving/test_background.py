@@ -19,7 +19,8 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.saving.background import THREAD_NAME
-from elastic_ext.ranks.board import Letters, OwnStore
+from elastic_ext.fsdp.checkpoint.saving.letters import Letters
+from elastic_ext.ranks.board import Board
 from tests.support.file_operations import Gate
 from tests.support.ranks import RankPool
 from tests.support.saving import (
@@ -36,6 +37,7 @@ from tests.support.saving import (
     newest_of,
     train,
 )
+from tests.support.stores import PlainStore
 from tests.support.trials import Trial, run_one
 
 # --- what is saved --------------------------------------------------------------------------------------------------
@@ -199,7 +201,8 @@ def save_often(rank: int, storage: Path, num_saves: int) -> dict[str, tuple[int,
     process = psutil.Process()
     seen: dict[str, list[int]] = {"threads": [], "files": [], "memory": [], "keys": []}
     with checkpointer_of(storage, in_background=True) as checkpointer:
-        store: Any = checkpointer._ranks.store
+        ranks: Any = checkpointer._ranks
+        store = ranks.board.store
         for step in range(1, num_saves + 1):
             checkpointer.save(step, model, optimizer, extra_of(3))
             if step in (20, num_saves):
@@ -256,9 +259,10 @@ def test_memory_is_made_once_and_is_as_large_as_what_the_rank_writes(tmp_path: P
 
 
 def test_letters_are_read_by_all_and_burnt() -> None:
-    store = OwnStore()
-    mine, other = (Letters(store, name="a", rank=rank, seconds=0.3) for rank in (0, 1))
-    Letters(store, name="b", rank=1, seconds=0.3).fail("another save")
+    store = PlainStore()
+    boards = [Board(store, "job", place=rank, num_peers=2) for rank in (0, 1)]
+    mine, other = (Letters(board, name="a", seconds=0.3) for board in boards)
+    Letters(boards[1], name="b", seconds=0.3).fail("another save")
     mine.post("written", {"a": 1})
     other.post("written", [2])
     assert mine.wait("written", [0, 1]) == other.wait("written", [0, 1]) == [{"a": 1}, [2]]
@@ -270,11 +274,11 @@ def test_letters_are_read_by_all_and_burnt() -> None:
     other.burn()
     mine.raise_if_failed()
     mine.burn()
-    assert not store.check(["save/a/written/0"])
+    assert not store.check(["job/save/a/written/0"])
 
 
 def test_who_gives_up_waits_no_longer() -> None:
-    letters = Letters(OwnStore(), name="a", rank=0, seconds=60.0)
+    letters = Letters(Board(PlainStore(), "job", num_peers=2), name="a", seconds=60.0)
     threading.Timer(0.05, letters.cancel, ["no longer"]).start()
     with pytest.raises(CheckpointError, match="no longer"):
         letters.wait("made", [1])

@@ -74,7 +74,7 @@ def save_often(rank: int, storage: Path, num_saves: int, overlaps: bool) -> list
     """What there is of it after some saves, and after all."""
     model, inner = make_state(width=64)
     trainer, optimizer = prepared(rank, storage, model, inner, overlap_saving=overlaps, keep_last=2)
-    store: Any = trainer._training.checkpoints.job.ranks.store
+    store: Any = trainer._training.checkpoints.job.ranks.board.store
     hooks: Any = inner._optimizer_step_pre_hooks
     process, counted = psutil.Process(), []
     data = make_data(4, torch.float32)

@@ -1,0 +1,129 @@
+"""Notices: why ranks stop, which they tell each other on the board of their process group when collectives cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from elastic_ext.records.json import record_of
+
+from .board import Board, BoardGone
+
+__all__ = ["Notices", "PeerName", "Trouble", "ended_file"]
+
+_logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 2.0  # for others to say that they failed as well
+_MOST_TEXT = 4000
+_TROUBLE = "trouble"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerName:
+    """A rank with the host and the process that it runs in, to be named in messages."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """Why a rank stopped taking part: it failed itself, or it lost a peer; or an agent has found its process ended."""
+
+    kind: Literal["failed", "lost", "ended"]
+    progress: str
+    """How far the rank had come, in words."""
+    text: str = ""
+
+
+def ended_file(folder: Path, rank: int) -> Path:
+    """The file in which an agent says how a rank has ended."""
+    return folder / f"ended-{rank}"
+
+
+class Notices:
+    """Notices by which ranks say on a board why they stop; written for one rank, and read for all."""
+
+    def __init__(self, board: Board, names: Sequence[PeerName], *, agents_folder: Path | None = None) -> None:
+        """An agent, where there is one, says in ``agents_folder`` which ranks have ended without a notice."""
+        self._board = board
+        self._agents_folder = agents_folder
+        self._others = [peer for peer in names if peer.rank != board.place]
+        self._has_posted = False
+
+    def post(self, trouble: Trouble) -> None:
+        """Say why this rank stops taking part; only the first trouble of a rank is kept. Never raises."""
+        if self._has_posted:
+            return
+        self._has_posted = True
+        try:
+            self._board.tell(_TROUBLE, {**asdict(trouble), "text": trouble.text[-_MOST_TEXT:]})
+            self._board.post(_TROUBLE, 1)  # of many ranks all look at this one key
+        except BoardGone as error:
+            _logger.debug("peers could not be told of trouble: %s", error)
+
+    def tell_of(self, error: BaseException, *, progress: str) -> None:
+        """Post that ``error`` ends this rank, and log what is known of the others; ``progress`` is how far it came."""
+        self.post(Trouble(kind="failed", progress=progress, text=f"{type(error).__name__}: {error}"))
+        if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
+            _logger.error(
+                "of the other ranks: %s", self.account(self.gather(_GRACE_SECONDS), silent="has given no sign so far")
+            )
+
+    def troubles(self) -> dict[int, Trouble]:
+        """The troubles of the other ranks, by rank."""
+        found = self._told_by_agent()
+        if self._board.has(_TROUBLE):
+            told = self._board.told(_TROUBLE)
+            found |= {peer.rank: record_of(Trouble, told[peer.rank]) for peer in self._others if peer.rank in told}
+        return found
+
+    def _told_by_agent(self) -> dict[int, Trouble]:
+        if self._agents_folder is None:
+            return {}
+        found = {}
+        for peer in self._others:
+            try:
+                text = ended_file(self._agents_folder, peer.rank).read_text(errors="replace")[:_MOST_TEXT]
+            except OSError:
+                continue
+            found[peer.rank] = Trouble(kind="ended", progress="", text=text)
+        return found
+
+    def gather(self, grace_seconds: float) -> dict[int, Trouble] | None:
+        """The troubles of the others once all have some or the time is up; None when the store cannot be reached."""
+        names = self._board.of_peers(_TROUBLE, [peer.rank for peer in self._others])
+        try:
+            self._board.wait(names, seconds=grace_seconds, stop=lambda: len(self.troubles()) == len(self._others))
+            return self.troubles()
+        except BoardGone:
+            return None
+
+    def account(self, troubles: Mapping[int, Trouble] | None, *, silent: str) -> str:
+        """What is known of the other ranks, in words; ``silent`` is what to say of those that left no notice."""
+        if troubles is None:
+            return "the store cannot be reached either: the process that holds it (rank 0, or the launcher) is gone"
+        failed_first = sorted(self._others, key=lambda peer: _order(troubles.get(peer.rank)))
+        return "; ".join(f"{peer} {_in_words(troubles.get(peer.rank), silent)}" for peer in failed_first)
+
+
+def _order(trouble: Trouble | None) -> int:
+    """A sort key that puts what explains most first: failures, then silence, then ranks that lost a peer."""
+    return 1 if trouble is None else 2 if trouble.kind == "lost" else 0
+
+
+def _in_words(trouble: Trouble | None, silent: str) -> str:
+    if trouble is None:
+        return silent
+    if trouble.kind == "ended":
+        return f"has ended: {trouble.text}"
+    if trouble.kind == "failed":
+        return f"failed after {trouble.progress}: {trouble.text}"
+    return f"lost a peer too, after {trouble.progress}"
