@@ -259,7 +259,7 @@ class FiniteGradients:
 
     def _report(self, text: str) -> None:
         details = {name: self._counts.measured[name] for name in ("num_not_finite", "num_skipped")}
-        self._reports.tell("not-finite", step=self._after, text=text, details=details)
+        self._reports.write_event("not-finite", step=self._after, text=text, details=details)
 
     def _note_left_out(self) -> None:
         """Count steps in a row that a scaler leaves out; where they do not end, the scale is not the reason."""

@@ -95,7 +95,6 @@ class Loop:
         self.steps = self.trainer._prepared.steps
         self.batches = iter(self.source)
 
-    @property
     def phase(self) -> StepPhase:
         phase: StepPhase = self.trainer._training.state.phase
         return phase
@@ -110,7 +109,8 @@ class Loop:
     def micro_step(self, *, fails: str = "") -> None:
         inputs, classes = self.next_batch()
         with self.trainer.step():
-            torch.nn.functional.cross_entropy(self.model(inputs), classes).backward()
+            loss = torch.nn.functional.cross_entropy(self.model(inputs), classes)
+            loss.backward()  # type: ignore[no-untyped-call]
             if fails == "by hand":
                 self.trainer.rollback()
                 return
@@ -147,48 +147,48 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> set[tuple[StepEvent, StepPhase]]:
 
 def test_steps_come_to_all_phases_in_turn(tmp_path: Path) -> None:
     loop = Loop(tmp_path, 2)
-    assert loop.phase is StepPhase.UNBEGUN and loop.steps.has_not_begun
+    assert loop.phase() is StepPhase.UNBEGUN and loop.steps.has_not_begun
     assert not loop.trainer.sync_gradients
     loop.trainer.save_checkpoint()
     with loop.trainer.step():
-        assert loop.phase is StepPhase.GATHERING and loop.steps.is_inside
+        assert loop.phase() is StepPhase.GATHERING and loop.steps.is_inside
         assert not loop.trainer.sync_gradients
         loop.next_batch()
-    assert loop.phase is StepPhase.PARTIAL and loop.steps.is_partial
+    assert loop.phase() is StepPhase.PARTIAL and loop.steps.is_partial
     loop.micro_step()
-    assert loop.phase is StepPhase.IDLE and not loop.steps.is_partial
+    assert loop.phase() is StepPhase.IDLE and not loop.steps.is_partial
     assert loop.trainer.sync_gradients
     loop.micro_step()
     loop.trainer.rollback()
-    assert loop.phase is StepPhase.TAKEN_BACK
+    assert loop.phase() is StepPhase.TAKEN_BACK
     with loop.trainer.step():
         loop.next_batch()
         loop.trainer.rollback()
-        assert loop.phase is StepPhase.UNDONE and loop.steps.is_inside
+        assert loop.phase() is StepPhase.UNDONE and loop.steps.is_inside
         loop.trainer.rollback()  # nothing is left to be taken back
-        assert loop.phase is StepPhase.UNDONE
-    assert loop.phase is StepPhase.TAKEN_BACK
+        assert loop.phase() is StepPhase.UNDONE
+    assert loop.phase() is StepPhase.TAKEN_BACK
     loop.micro_step()
     with suppress(PlantedFault):
         loop.micro_step(fails="after")
-    assert loop.phase is StepPhase.OWING and loop.trainer.global_step == 2
+    assert loop.phase() is StepPhase.OWING and loop.trainer.global_step == 2
     loop.micro_steps(2)
-    assert loop.phase is StepPhase.IDLE and loop.trainer.global_step == 3
+    assert loop.phase() is StepPhase.IDLE and loop.trainer.global_step == 3
     loop.micro_step()
     with pytest.raises(TornStepError):
         loop.micro_step(fails="within")
-    assert loop.phase is StepPhase.TORN and loop.steps.can_mend
+    assert loop.phase() is StepPhase.TORN and loop.steps.can_mend
     for _ in range(2):
         with pytest.raises(TornStepError), loop.trainer.step():
             raise AssertionError("a micro-step began")
-    assert loop.phase is StepPhase.TORN
+    assert loop.phase() is StepPhase.TORN
     loop.trainer.rewind(0)
-    assert loop.phase is StepPhase.TAKEN_BACK and loop.trainer.global_step == 0
+    assert loop.phase() is StepPhase.TAKEN_BACK and loop.trainer.global_step == 0
     loop.steps.give_up("no more")
-    assert loop.phase is StepPhase.LOST and not loop.steps.can_mend
+    assert loop.phase() is StepPhase.LOST and not loop.steps.can_mend
     with pytest.raises(TornStepError, match="no more"):
         loop.trainer.rewind(0)
-    assert loop.phase is StepPhase.LOST
+    assert loop.phase() is StepPhase.LOST
     loop.trainer.close()
 
 

@@ -342,7 +342,8 @@ def test_a_value_of_a_group_whose_pieces_are_not_all_of_it_is_refused_by_its_key
     folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "optim": {"state": {}, "param_groups": [group]}})
     read = FileSystemReader(folder).read_metadata()
     key = "optim.param_groups.0.lr"
-    read.state_dict_metadata[key].chunks = chunks
+    entry: Any = read.state_dict_metadata[key]
+    entry.chunks = chunks
     place = read.storage_data[MetadataIndex(key, torch.Size([0]))]
     read.storage_data |= {MetadataIndex(key, chunk.offsets): place for chunk in chunks}
     (folder / ".metadata").write_bytes(pickle.dumps(read))
