@@ -180,8 +180,8 @@ class ElasticAgent(LocalElasticAgent):
         self._pcontext = workers
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
-        workers.start()
-        self._signals.take()
+        with self._signals.in_torchs_place():
+            workers.start()
         self._warden.watch(workers.processes.values())
         ranks = ", ".join(
             f"{worker.global_rank} (pid {workers.pids()[worker.local_rank]})" for worker in worker_group.workers

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
+from types import FrameType
 from typing import Any
 
 import torch.numa.binding
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 
 __all__ = [
     "bound_command",
     "bound_function",
+    "handling_signals_by",
     "judge_silence_here",
     "leave",
     "participants",
@@ -85,6 +89,24 @@ def leave(handler: RendezvousHandler) -> bool:
     stop()
     executor.run(operation(), time.monotonic() + _LEAVE_SECONDS)
     return True
+
+
+@contextmanager
+def handling_signals_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A context in which torch, which sets a handler for stop signals as it starts a worker, sets this one.
+
+    torch's own raises at once: of a worker that was started just then nobody would know. It stays where torch has it
+    under another name.
+    """
+    its_own = getattr(api, "_terminate_process_handler", None)
+    if its_own is None:
+        yield
+        return
+    api._terminate_process_handler = handler
+    try:
+        yield
+    finally:
+        api._terminate_process_handler = its_own
 
 
 def bound_command(command: Sequence[str], local_rank: int, options: Any) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from string import Template
 from types import FrameType, TracebackType
@@ -30,7 +30,7 @@ from elastic_ext.agent.arguments import WorkerPlace, devices_of, environment_of,
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.ranks.processes import ProcessIdentity, end_groups, process_of
 from elastic_ext.records.agent import WorkerState
-from elastic_ext.torch_private.agent import bound_command, bound_function
+from elastic_ext.torch_private.agent import bound_command, bound_function, handling_signals_by
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .monitor import Watched
@@ -296,8 +296,8 @@ class _ByRound(LogsSpecs):
 
 
 # --- the signals that tell an agent to end: the first one counts, and later ones change nothing ----------------------
-# Torch has handlers of its own, set as workers are started, which raise at every signal: a second one would break off
-# the ending of workers, and leave these behind.
+# Torch has handlers of its own, set as workers are started, which raise at every signal: one that comes meanwhile would
+# break off the starting of workers, a second one their ending, and either would leave workers behind.
 
 _AGAIN_SECONDS = 1.0
 
@@ -343,6 +343,15 @@ class StopSignals:
         self._is_raised = False
         if self._alarm_before is not None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    @contextmanager
+    def in_torchs_place(self) -> Iterator[None]:
+        """A context in which torch starts workers: it sets these handlers and not its own."""
+        try:
+            with handling_signals_by(self._note):
+                yield
+        finally:
+            self.take()
 
     def let_through(self) -> None:
         """Raise a signal that comes from now on, or has come, as SignalException.

@@ -7,9 +7,16 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    SignalException,
+    start_processes,
+)
 
 from elastic_ext.agent.workers.workers import StopSignals
 
@@ -47,6 +54,38 @@ def test_they_are_taken_back_from_whoever_took_them(signals: StopSignals) -> Non
     signals.take()
     signal.raise_signal(signal.SIGUSR1)
     assert signals.told == signal.SIGUSR1
+
+
+def sleeps() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("moment", ["before it runs", "when it runs"])
+def test_one_that_comes_while_torch_starts_a_worker_leaves_none_that_nobody_knows(
+    signals: StopSignals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1,SIGUSR2")
+    start = MultiprocessContext._start
+
+    def start_at_that_moment(context: MultiprocessContext) -> None:
+        if moment == "before it runs":
+            signal.raise_signal(signal.SIGUSR1)
+        start(context)
+        if moment == "when it runs":
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(MultiprocessContext, "_start", start_at_that_moment)
+    with signals.in_torchs_place():
+        context = start_processes(
+            name="sleeper", entrypoint=sleeps, args={0: ()}, envs={0: {}}, logs_specs=DefaultLogsSpecs(str(tmp_path))
+        )
+    try:
+        assert signals.told == signal.SIGUSR1
+        assert psutil.pid_exists(context.pids()[0])
+    finally:
+        context.close()
+    with pytest.raises(SignalException):
+        signals.let_through()
 
 
 @pytest.mark.parametrize("is_nohup", [True, False])
