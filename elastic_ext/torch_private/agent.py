@@ -98,15 +98,16 @@ def handling_signals_by(handler: Callable[[int, FrameType | None], None]) -> Ite
     torch's own raises at once: of a worker that was started just then nobody would know. It stays where torch has it
     under another name.
     """
-    its_own = getattr(api, "_terminate_process_handler", None)
+    module: Any = api
+    its_own = getattr(module, "_terminate_process_handler", None)
     if its_own is None:
         yield
         return
-    api._terminate_process_handler = handler
+    module._terminate_process_handler = handler
     try:
         yield
     finally:
-        api._terminate_process_handler = its_own
+        module._terminate_process_handler = its_own
 
 
 def bound_command(command: Sequence[str], local_rank: int, options: Any) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def test_one_that_comes_while_torch_starts_a_worker_leaves_none_that_nobody_know
     def start_at_that_moment(context: MultiprocessContext) -> None:
         if moment == "before it runs":
             signal.raise_signal(signal.SIGUSR1)
-        start(context)
+        start(context)  # type: ignore[no-untyped-call]
         if moment == "when it runs":
             signal.raise_signal(signal.SIGUSR1)
 
