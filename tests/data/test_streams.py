@@ -498,7 +498,7 @@ def test_a_worker_that_cannot_be_replaced_is_told_of_once_and_the_others_go_on(
             taken = []
         except StopIteration:
             is_over = True
-    assert len(errors) == 1 and "this one is over" in str(errors[0])
+    assert len(errors) == 1 and "the rest of that stream is left out" in str(errors[0])
     assert len(set(found)) == len(found) and set(range(0, 60, 2)) <= {*found, 54, 56, 58}
     assert max(sample for sample in found if sample % 2) < 31
 

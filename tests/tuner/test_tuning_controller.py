@@ -212,7 +212,7 @@ def test_who_stops_it_while_something_is_tried_does_not_train_on_with_that(mode:
 def test_a_person_who_sets_what_is_being_tried_keeps_it() -> None:
     job = _in_a_probe()
     (closed, paused) = job.edit({"dataloader.num_workers": job.point.num_workers})
-    assert closed.kind == "probe" and paused.kind == "pause" and "as it was" in paused.reason
+    assert closed.kind == "probe" and paused.kind == "pause" and "which changes nothing" in paused.reason
     wanted = job.point
     job.tell_facts()
     assert job.run(50) == [] and job.point == wanted
