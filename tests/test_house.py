@@ -265,7 +265,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
     "training.parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
-    "training.steps.steps:Steps._share_at_end": "takes the step back, and raises again",
+    "training.steps.steps:Steps.__exit__": "takes the step back, or owes its boundary, and raises again",
     "profile.memory.analysis:analyse": "a factory is the user's code: what it raises is told to who has asked",
     "profile.memory.analysis:_tell_passes": "a model and a loss are the user's code: told in the same way",
     "profile.memory.analysis_process:main": "a script is imported, which is the user's code: told in the same way",

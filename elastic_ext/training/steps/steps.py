@@ -242,27 +242,32 @@ class Steps:
             state.move(StepEvent.LEAVE_UNDONE)
             return
         is_last = state.phase.is_last
-        if state.check_batch is not None:
-            self._check_at_end(state.check_batch)
-        if state.is_guarded and is_last and not state.is_shared:
-            self._share_at_end()
-        if state.num_begun > state.num_stepped:
-            self._raise_if_torn(None)
-        bare = self._bare_steps() if is_last and self._schedules else None
-        if bare is not None and state.num_begun == 0:
-            self._take_back()
-            raise bare
-        if not is_last:
-            self._check()
-            if state.has_backward:
-                self._keep_left_gradients()
-            state.move(StepEvent.LEAVE)
-        self._num_own_backwards += state.has_backward
-        if self._gradients.awaited:
-            self._gradients.answer()
-            self.doubt = _NO_BACKWARD
-        elif is_last:
-            self.doubt = "" if state.num_stepped == state.num_optimizers else _NO_STEP
+        try:
+            if state.check_batch is not None:
+                self._check_at_end(state.check_batch)
+            if state.is_guarded and is_last and not state.is_shared:
+                self._share_guarded()  # of a rank that has made no pass in its last micro-step, where others have
+            if state.num_begun > state.num_stepped:
+                self._raise_if_torn(None)
+            bare = self._bare_steps() if is_last and self._schedules else None
+            if bare is not None and state.num_begun == 0:
+                self._take_back()
+                raise bare
+            if not is_last:
+                self._check()
+                if state.has_backward:
+                    self._keep_left_gradients()
+                state.move(StepEvent.LEAVE)
+            self._num_own_backwards += state.has_backward
+            if self._gradients.awaited:
+                self._gradients.answer()
+                self.doubt = _NO_BACKWARD
+            elif is_last:
+                self.doubt = "" if state.num_stepped == state.num_optimizers else _NO_STEP
+        except BaseException as error:
+            if state.phase.is_inside:
+                self._fail(error)
+            raise
         if is_last:
             self._end(StepEvent.END)
             self._pass_boundary()
@@ -308,8 +313,11 @@ class Steps:
                 )
                 if not (self.by_function or is_too_small):
                     advise(error, _USE_A_FUNCTION)
-            self.rollback()
-            state.move(StepEvent.LEAVE_UNDONE)
+            try:
+                self.rollback()
+            finally:
+                if state.phase is StepPhase.UNDONE:
+                    state.move(StepEvent.LEAVE_UNDONE)
             if why is not None:
                 raise StepError(why) from error
 
@@ -592,14 +600,6 @@ class Steps:
         held = self._guarding.hear()
         self._state.is_shared = True
         self._guarding.average(held)
-
-    def _share_at_end(self) -> None:
-        """Share a guarded step's gradients where this rank has made no pass in the last micro-step: others have."""
-        try:
-            self._share_guarded()
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def _check(self) -> None:
         try:

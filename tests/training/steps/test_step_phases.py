@@ -192,6 +192,28 @@ def test_steps_come_to_all_phases_in_turn(tmp_path: Path) -> None:
     loop.trainer.close()
 
 
+@pytest.mark.parametrize(("position", "doing"), [("first", "_check"), ("last", "_bare_steps"), ("last", "roll_back")])
+def test_a_loop_goes_on_after_an_interrupt_while_a_micro_step_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str, doing: str
+) -> None:
+    loop = Loop(tmp_path, 2)
+    if position == "last":
+        loop.micro_step()
+    monkeypatch.setattr(loop.steps._undoing if doing == "roll_back" else loop.steps, doing, _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.micro_step(fails="before" if doing == "roll_back" else "")
+    monkeypatch.undo()
+    has_committed = doing == "_bare_steps"  # after optimizer.step()
+    assert loop.phase() is (StepPhase.OWING if has_committed else StepPhase.TAKEN_BACK)
+    loop.micro_steps(2)
+    assert loop.phase() is StepPhase.IDLE and loop.trainer.global_step == 1 + has_committed
+    loop.trainer.close()
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_loops_make_every_move_of_the_table(tmp_path: Path, moves: set[tuple[StepEvent, StepPhase]]) -> None:
     for number in (1, 3):  # micro-steps in a step
         loop = Loop(tmp_path / f"{number}", number)
