@@ -316,7 +316,7 @@ class Steps:
             try:
                 self.rollback()
             finally:
-                if state.phase is StepPhase.UNDONE:
+                if state.phase in TRANSITIONS[StepEvent.LEAVE_UNDONE]:
                     state.move(StepEvent.LEAVE_UNDONE)
             if why is not None:
                 raise StepError(why) from error

@@ -199,7 +199,14 @@ def test_a_loop_goes_on_after_an_interrupt_while_a_micro_step_is_left(
     loop = Loop(tmp_path, 2)
     if position == "last":
         loop.micro_step()
-    monkeypatch.setattr(loop.steps._undoing if doing == "roll_back" else loop.steps, doing, _interrupt)
+    of = loop.steps._undoing if doing == "roll_back" else loop.steps
+    act = getattr(of, doing)
+
+    def act_and_be_interrupted(*arguments: Any, **options: Any) -> None:
+        act(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of, doing, act_and_be_interrupted)
     with pytest.raises(KeyboardInterrupt):
         loop.micro_step(fails="before" if doing == "roll_back" else "")
     monkeypatch.undo()
@@ -208,10 +215,6 @@ def test_a_loop_goes_on_after_an_interrupt_while_a_micro_step_is_left(
     loop.micro_steps(2)
     assert loop.phase() is StepPhase.IDLE and loop.trainer.global_step == 1 + has_committed
     loop.trainer.close()
-
-
-def _interrupt(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_loops_make_every_move_of_the_table(tmp_path: Path, moves: set[tuple[StepEvent, StepPhase]]) -> None:
