@@ -264,9 +264,9 @@ class Steps:
                 self.doubt = _NO_BACKWARD
             elif is_last:
                 self.doubt = "" if state.num_stepped == state.num_optimizers else _NO_STEP
-        except BaseException as error:
+        except BaseException as failure:
             if state.phase.is_inside:
-                self._fail(error)
+                self._fail(failure)
             raise
         if is_last:
             self._end(StepEvent.END)
