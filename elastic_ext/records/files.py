@@ -301,14 +301,17 @@ def append_line(path: Path, line: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         data = line.encode() + b"\n"
-        num_written = os.write(descriptor, data)
+        num_written = num_first = os.write(descriptor, data)
+        if num_first == len(data):
+            return
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        begin = os.lseek(descriptor, 0, os.SEEK_CUR) - num_first if is_regular else 0
         try:
             while num_written < len(data):  # a disk that is nearly full takes a part of it, and then says so
                 num_written += os.write(descriptor, data[num_written:])
         except OSError:
-            file = os.fstat(descriptor)
-            if stat.S_ISREG(file.st_mode) and file.st_size == os.lseek(descriptor, 0, os.SEEK_CUR):
-                os.ftruncate(descriptor, file.st_size - num_written)
+            if is_regular and os.fstat(descriptor).st_size == begin + num_written:
+                os.ftruncate(descriptor, begin)
             raise
     finally:
         os.close(descriptor)

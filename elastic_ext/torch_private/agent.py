@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,15 +96,21 @@ def leave(handler: RendezvousHandler) -> bool:
 def handling_signals_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """A context in which torch, which sets a handler for stop signals as it starts a worker, sets this one.
 
-    torch's own raises at once: of a worker that was started just then nobody would know. It stays where torch has it
-    under another name.
+    torch's own raises at once: of a worker that was started just then nobody would know. It stays in workers that are
+    forked, and where torch has it under another name.
     """
     module: Any = api
     its_own = getattr(module, "_terminate_process_handler", None)
     if its_own is None:
         yield
         return
-    module._terminate_process_handler = handler
+    pid = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        act = handler if os.getpid() == pid else its_own
+        act(number, frame)
+
+    module._terminate_process_handler = handle
     try:
         yield
     finally:

@@ -410,7 +410,7 @@ class Session:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was ever begun."""
+        """Whether a step was ever begun, or a checkpoint gone back to."""
         return not self.steps.has_not_begun
 
     def wait_for_staging(self) -> None:

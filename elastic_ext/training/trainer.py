@@ -482,7 +482,7 @@ class ElasticTrainer:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-step under way, or the one that ended last, ends a step."""
+        """Whether the micro-step under way ends a step; between steps, whether the last one has ended."""
         return self._prepared.steps.is_committing
 
     @property

@@ -103,7 +103,7 @@ TRANSITIONS: Mapping[StepEvent, Mapping[StepPhase, StepPhase]] = {
     StepEvent.TAKE_BACK: _to(StepPhase.TAKEN_BACK, StepPhase.PARTIAL) | _to(StepPhase.UNDONE, *_WITHIN),
     StepEvent.LEAVE_UNDONE: _to(StepPhase.TAKEN_BACK, StepPhase.UNDONE),
     StepEvent.TEAR: _to(StepPhase.TORN, *_BETWEEN, StepPhase.ENDING, StepPhase.TORN),
-    StepEvent.GIVE_UP: _to(StepPhase.LOST, *_BETWEEN, *_WITHIN),
+    StepEvent.GIVE_UP: _to(StepPhase.LOST, *_BETWEEN, *_WITHIN, StepPhase.PARTIAL, StepPhase.OWING),
     StepEvent.LOAD: _to(StepPhase.IDLE, StepPhase.TORN),
     StepEvent.LOAD_TO_REPLAY: _to(StepPhase.TAKEN_BACK, StepPhase.TORN),
 }

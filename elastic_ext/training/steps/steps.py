@@ -162,13 +162,17 @@ class Steps:
 
     @property
     def is_committing(self) -> bool:
-        """Whether the micro-step under way, or the one that ended last, ends a step."""
+        """Whether the micro-step under way ends a step; between steps, whether the last one has ended.
+
+        A step that was taken back has not, nor has any before the first.
+        """
         return self._state.phase in (StepPhase.ENDING, StepPhase.IDLE, StepPhase.OWING)
 
     @property
     def is_partial(self) -> bool:
-        """Whether the loop is between two micro-steps of a step."""
-        return self._state.phase is StepPhase.PARTIAL
+        """Whether some micro-steps of a step were taken, and not all."""
+        phase = self._state.phase
+        return self._state.index > 0 and (phase.is_inside or phase is StepPhase.PARTIAL)
 
     @property
     def can_mend(self) -> bool:
@@ -241,6 +245,8 @@ class Steps:
         if state.phase is StepPhase.UNDONE:
             state.move(StepEvent.LEAVE_UNDONE)
             return
+        if self.torn is not None:  # and the loop has gone on after it was told so
+            raise self.torn
         is_last = state.phase.is_last
         try:
             if state.check_batch is not None:

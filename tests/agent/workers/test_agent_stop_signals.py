@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from elastic_ext.agent.workers.workers import StopSignals
+from tests.support.nodes import until
 
 NAMES = "SIGUSR1, SIGUSR2,SIGNONE"
 
@@ -56,7 +58,8 @@ def test_they_are_taken_back_from_whoever_took_them(signals: StopSignals) -> Non
     assert signals.told == signal.SIGUSR1
 
 
-def sleeps() -> None:
+def sleeps(begun: Path) -> None:
+    begun.touch()
     time.sleep(60)
 
 
@@ -77,7 +80,11 @@ def test_one_that_comes_while_torch_starts_a_worker_leaves_none_that_nobody_know
     monkeypatch.setattr(MultiprocessContext, "_start", start_at_that_moment)
     with signals.in_torchs_place():
         context = start_processes(
-            name="sleeper", entrypoint=sleeps, args={0: ()}, envs={0: {}}, logs_specs=DefaultLogsSpecs(str(tmp_path))
+            name="sleeper",
+            entrypoint=sleeps,
+            args={0: (tmp_path / "begun",)},
+            envs={0: {}},
+            logs_specs=DefaultLogsSpecs(str(tmp_path)),
         )
     try:
         assert signals.told == signal.SIGUSR1
@@ -86,6 +93,30 @@ def test_one_that_comes_while_torch_starts_a_worker_leaves_none_that_nobody_know
         context.close()
     with pytest.raises(SignalException):
         signals.let_through()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_one_that_is_sent_to_a_worker_ends_it_however_it_was_started(
+    signals: StopSignals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_method: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1,SIGUSR2")
+    with signals.in_torchs_place():
+        context = start_processes(
+            name="sleeper",
+            entrypoint=sleeps,
+            args={0: (tmp_path / "begun",)},
+            envs={0: {}},
+            logs_specs=DefaultLogsSpecs(str(tmp_path)),
+            start_method=start_method,
+        )
+    try:
+        until((tmp_path / "begun").exists)
+        os.kill(context.pids()[0], signal.SIGUSR1)
+        result = context.wait(30)
+        assert result is not None and list(result.failures) == [0]
+    finally:
+        context.close()
+    assert signals.told is None
 
 
 @pytest.mark.parametrize("is_nohup", [True, False])

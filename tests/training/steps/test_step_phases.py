@@ -12,7 +12,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from elastic_ext import StepError, TornStepError
+from elastic_ext import ElasticError, StepError, TornStepError
 from elastic_ext.training.steps.state import TRANSITIONS, StepEvent, StepPhase, StepState
 from tests.support.faults import PlantedFault
 from tests.support.training import ResumableSlices, make_data, make_model, trainer_of
@@ -192,6 +192,39 @@ def test_steps_come_to_all_phases_in_turn(tmp_path: Path) -> None:
     loop.trainer.close()
 
 
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_step_that_is_left_open_as_training_ends_within_a_micro_step_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    loop = Loop(tmp_path, 3)
+    loop.micro_steps(number - 1)
+    before = [part.detach().clone() for part in loop.model.parameters()]
+    with suppress(ElasticError), loop.trainer.step():
+        loop.next_batch()
+        loop.trainer.close()
+        loop.optimizer.step()
+    assert f"{number - 1} of 3 micro-steps of a step were dropped" in caplog.text
+    assert loop.trainer.global_step == 0
+    assert all(torch.equal(*each) for each in zip(before, loop.model.parameters(), strict=True))
+
+
+def test_a_loop_that_goes_on_after_it_was_told_that_training_is_lost_is_told_again(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 2)
+    loop.trainer._gradients.sharing.why_not_forget = lambda: "what it has begun cannot be taken back"
+    inputs, classes = loop.next_batch()
+
+    def go_on() -> None:
+        with loop.trainer.step():
+            torch.nn.functional.cross_entropy(loop.model(inputs), classes)
+            with suppress(TornStepError):
+                loop.trainer.rollback()
+
+    for _ in range(2):
+        with pytest.raises(TornStepError, match="cannot be taken back"):
+            go_on()
+    loop.trainer.close()
+
+
 @pytest.mark.parametrize(("position", "doing"), [("first", "_check"), ("last", "_bare_steps"), ("last", "roll_back")])
 def test_a_loop_goes_on_after_an_interrupt_while_a_micro_step_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str, doing: str
@@ -255,10 +288,14 @@ def test_loops_make_every_move_of_the_table(tmp_path: Path, moves: set[tuple[Ste
         with pytest.raises(TornStepError, match="cannot be taken back"):
             loop.micro_step(fails="before")
         loop.trainer.close()
-    for taken in (0, 1, 2):  # as a change of plan does that has failed halfway
-        loop = Loop(tmp_path / f"given up {taken}", 2)
+    for taken, how in ((0, ""), (1, ""), (1, "taken back"), (2, ""), (1, "after")):
+        loop = Loop(tmp_path / f"given up {taken} {how}", 2)  # as a change of plan does that has failed halfway
         loop.micro_steps(taken)
-        loop.trainer.rollback()
+        if how == "taken back":
+            loop.trainer.rollback()
+        if how == "after":
+            with suppress(PlantedFault):
+                loop.micro_step(fails=how)
         loop.steps.give_up("the plan was changed by half")
         with pytest.raises(TornStepError, match="by half"):
             loop.micro_step()
