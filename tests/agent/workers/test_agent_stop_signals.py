@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     MultiprocessContext,
+    PContext,
     SignalException,
     start_processes,
 )
@@ -63,6 +64,19 @@ def sleeps(begun: Path) -> None:
     time.sleep(60)
 
 
+def worker_started(signals: StopSignals, folder: Path, start_method: str) -> PContext:
+    """A worker that torch has started for an agent; it touches ``begun`` in ``folder``, and sleeps."""
+    with signals.in_torchs_place():
+        return start_processes(
+            name="sleeper",
+            entrypoint=sleeps,
+            args={0: (folder / "begun",)},
+            envs={0: {}},
+            logs_specs=DefaultLogsSpecs(str(folder)),
+            start_method=start_method,
+        )
+
+
 @pytest.mark.parametrize("moment", ["before it runs", "when it runs"])
 def test_one_that_comes_while_torch_starts_a_worker_leaves_none_that_nobody_knows(
     signals: StopSignals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -78,14 +92,7 @@ def test_one_that_comes_while_torch_starts_a_worker_leaves_none_that_nobody_know
             signal.raise_signal(signal.SIGUSR1)
 
     monkeypatch.setattr(MultiprocessContext, "_start", start_at_that_moment)
-    with signals.in_torchs_place():
-        context = start_processes(
-            name="sleeper",
-            entrypoint=sleeps,
-            args={0: (tmp_path / "begun",)},
-            envs={0: {}},
-            logs_specs=DefaultLogsSpecs(str(tmp_path)),
-        )
+    context = worker_started(signals, tmp_path, "spawn")
     try:
         assert signals.told == signal.SIGUSR1
         assert psutil.pid_exists(context.pids()[0])
@@ -100,15 +107,7 @@ def test_one_that_is_sent_to_a_worker_ends_it_however_it_was_started(
     signals: StopSignals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_method: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1,SIGUSR2")
-    with signals.in_torchs_place():
-        context = start_processes(
-            name="sleeper",
-            entrypoint=sleeps,
-            args={0: (tmp_path / "begun",)},
-            envs={0: {}},
-            logs_specs=DefaultLogsSpecs(str(tmp_path)),
-            start_method=start_method,
-        )
+    context = worker_started(signals, tmp_path, start_method)
     try:
         until((tmp_path / "begun").exists)
         os.kill(context.pids()[0], signal.SIGUSR1)
