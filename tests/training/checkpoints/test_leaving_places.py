@@ -285,7 +285,7 @@ def test_ranks_that_are_all_sent_it_end_with_one_checkpoint_of_one_step(tmp_path
         job.send(signal.SIGTERM, to=1)
         assert job.end() == [EXIT_STATUS] * 2, job.text
         (step,) = job.saved.values()
-        assert [len([line for line in lines if " had " in line]) for lines in job.lines] == [step] * 2
+        assert [len([line for line in lines if line.startswith("epoch 0 had")]) for lines in job.lines] == [step] * 2
 
 
 @pytest.mark.parametrize(
