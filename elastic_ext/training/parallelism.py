@@ -14,7 +14,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TORCH, CommunicationSection, ParallelismSection, keys_of
 from elastic_ext.errors import ElasticError, RanksFailedError
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.reshard.change import Change, Moved
+from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.reshard.companions import Tensors
 from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.fsdp.reshard.transition import Transition
@@ -148,7 +148,7 @@ class Parallelism:
             if "spread" in made.steps:
                 known = training.let_go_of_parameters()
                 change = self._spread.prepare(plan, self._optimizers, training.registered(), known)
-                made = replace(made, items=tuple(change.freight.items))  # with what is registered
+                made = replace(made, items=tuple(change.bucket_plan.items))  # with what is registered
         except (ValueError, ElasticError) as error:
             return str(error)
         self._prepared = plan, made, change
@@ -231,15 +231,15 @@ def plan_of(config: ElasticConfig) -> ParallelPlan:
 
 
 def _report(
-    old: ParallelPlan, new: ParallelPlan, made: Transition, moved: Moved | None, seconds: float
+    old: ParallelPlan, new: ParallelPlan, made: Transition, moved: ChangeCost | None, seconds: float
 ) -> ReshardReport:
     return ReshardReport(
         old=old,
         new=new,
         steps=made.steps,
         seconds=seconds,
-        moved_bytes=0 if moved is None else moved.num_sent,
-        extra_bytes=0 if moved is None else moved.load,
+        moved_bytes=0 if moved is None else moved.sent_bytes,
+        extra_bytes=0 if moved is None else moved.extra_bytes,
         replaced=0 if moved is None else moved.num_replaced,
     )
 

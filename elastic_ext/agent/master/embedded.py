@@ -46,7 +46,7 @@ _END_SECONDS = 3.0
 _BEAT_SECONDS = 2  # of one node, which costs nothing
 _REFUSED = 2  # as a master ends that cannot be started so
 _MOST_PORT_BYTES = 16
-_MOST_WORDS = 300
+_MOST_CHARACTERS = 300
 
 
 class OwnMaster:
@@ -188,7 +188,7 @@ class OwnMaster:
         except OSError:
             return ""
         last = next((line for line in reversed(lines) if line.strip()), "")
-        return f": {on_one_line(last)[:_MOST_WORDS]}" if last else ""
+        return f": {on_one_line(last)[:_MOST_CHARACTERS]}" if last else ""
 
     def _let_go(self) -> None:
         if self._lifeline is not None:

@@ -124,7 +124,9 @@ class Workers(PContext):
             entrypoint=entrypoint,
             args={0: tuple(args)},
             envs={0: self.envs[local_rank]},
-            logs_specs=_Settled(self.stdouts[local_rank], self.stderrs[local_rank], self.error_files[local_rank]),
+            logs_specs=_LogsOfOneWorker(
+                self.stdouts[local_rank], self.stderrs[local_rank], self.error_files[local_rank]
+            ),
             start_method=self._start_method,
         )
 
@@ -163,7 +165,7 @@ class Workers(PContext):
         self._poll()
 
 
-class _Settled(LogsSpecs):
+class _LogsOfOneWorker(LogsSpecs):
     """The log files of one worker, as they were chosen for all workers together."""
 
     def __init__(self, stdout: str, stderr: str, error_file: str) -> None:

@@ -35,7 +35,7 @@ from .job import JobCheckpoints, Launched, as_count
 from .loading.loader import Loader
 from .loading.source import Opened
 from .saving.collect import Collect, SaveRequest, ToSave, contents_of
-from .saving.saver import Manner
+from .saving.saver import AsyncSaveMode
 from .saving.staging import num_copies
 
 __all__ = ["Loaded", "ShardCheckpointer"]
@@ -154,7 +154,7 @@ class ShardCheckpointer:
         request = SaveRequest(name=f"step_{place[0]}", what=what, ask=ask, step=place[0], epoch=place[1])
         if not self._job.saver.can_save:
             return self._job.save(request)
-        path = self._job.save_async(request, Manner())
+        path = self._job.save_async(request, AsyncSaveMode())
         assert path is not None  # it waits
         return path
 

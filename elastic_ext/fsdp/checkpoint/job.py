@@ -32,7 +32,7 @@ from .loading.loader import first_change
 from .loading.restorer import Destination, Restorer
 from .loading.source import Opened
 from .saving.collect import Collect, SaveRequest, with_own
-from .saving.saver import Manner, Saver
+from .saving.saver import AsyncSaveMode, Saver
 from .saving.shared_memory import Shelf
 from .saving.staging import Staging
 from .storage import Storage
@@ -161,9 +161,9 @@ class JobCheckpoints:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def save_async(self, request: SaveRequest, manner: Manner) -> Path | None:
+    def save_async(self, request: SaveRequest, mode: AsyncSaveMode) -> Path | None:
         """Begin an async save; gives the checkpoint's folder, or None as ``Saver.save_async`` does."""
-        return self.saver.save_async(*self._begin(request), request, manner)
+        return self.saver.save_async(*self._begin(request), request, mode)
 
     def close(self, *, hurries: bool = False) -> None:
         """Release the job's folder to other runs, once the saves under way on this rank are over.

@@ -28,7 +28,7 @@ from .companions import Tensors, companions_in
 from .refusals import why_not_parted
 from .units import Place, Survey
 
-__all__ = ["Carried", "PlacedParameter", "carried_with", "parameters_of"]
+__all__ = ["MovedTensor", "PlacedParameter", "moved_tensors", "parameters_of"]
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class PlacedParameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
+class MovedTensor:
     """A tensor that a change of plan moves, and the places that refer to it."""
 
     tensor: torch.Tensor
@@ -101,13 +101,13 @@ def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[PlacedPar
         yield PlacedParameter(parameter, tuple(places[key]), 0)
 
 
-def carried_with(
+def moved_tensors(
     model: nn.Module,
     parameters: Sequence[PlacedParameter],
     optimizers: Sequence[Optimizer],
     registered: Sequence[Tensors],
     degrees: Degrees | None,
-) -> list[Carried]:
+) -> list[MovedTensor]:
     """All tensors that a change to these degrees moves; ValueError where one cannot move.
 
     Without degrees all become whole on each rank. Ranks that were given the same have the same in the same order.
@@ -134,13 +134,13 @@ def carried_with(
     return _gradients_aside(carrying.found)
 
 
-def _gradients_aside(found: Sequence[Carried]) -> list[Carried]:
+def _gradients_aside(found: Sequence[MovedTensor]) -> list[MovedTensor]:
     """Tensors to move in the order in which the least memory is taken: gradients first, or last.
 
     Gradients of a unit lie in one memory, which goes when the last of them has moved: so they are the first to go where
     there will be more of everything, and the last where there will be less.
     """
-    grows = sum(sum(each.item.taken) - sum(each.item.given_back) for each in found) > 0
+    grows = sum(sum(each.item.taken_bytes) - sum(each.item.freed_bytes) for each in found) > 0
     return sorted(found, key=lambda each: each.is_gradient is not grows)
 
 
@@ -164,11 +164,11 @@ class _Carrying:
         self._after = None if degrees is None else Layouts(degrees)
         self._before: dict[tuple[DeviceMesh, tuple[int, ...], int], Layout] = {}
         self._parts: dict[DeviceMesh, tuple[int, ...]] = {}
-        self._found: dict[int, Carried] = {}
+        self._found: dict[int, MovedTensor] = {}
         self._own_memory: dict[int, list[tuple[str, int, int]]] = {}  # by the address of what it is a part of
 
     @property
-    def found(self) -> list[Carried]:
+    def found(self) -> list[MovedTensor]:
         """The gathered tensors in the order in which they were added."""
         return list(self._found.values())
 
@@ -208,7 +208,7 @@ class _Carrying:
                 raise ValueError(UNEVEN.format(name, dim, shape[dim], self._degrees.shard))
             new = self._after.of(shape, dim)
         item = self._router.item(name, old, new, tensor.element_size())
-        self._found[id(tensor)] = Carried(tensor, dim, parameter, puts, item, is_gradient)
+        self._found[id(tensor)] = MovedTensor(tensor, dim, parameter, puts, item, is_gradient)
         if not is_gradient:  # those of a unit lie in one memory
             self._refuse_memory_of_another(name, tensor)
 

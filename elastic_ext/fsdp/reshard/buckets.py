@@ -16,7 +16,7 @@ from operator import add, sub
 from elastic_ext.fsdp.layout import Layout, turn_of
 from elastic_ext.fsdp.moves import Move, moves
 
-__all__ = ["Bucket", "BucketItem", "Freight", "Router"]
+__all__ = ["Bucket", "BucketItem", "BucketPlan", "Router"]
 
 _EXCHANGED = 3  # quarters of what a bucket may take; the rest is for what is there twice
 
@@ -26,7 +26,7 @@ class _Route:
     """The moves from one layout to another, for all tensors alike, with amounts by rank, counted in elements."""
 
     moves: tuple[Move, ...]
-    num_sent: int
+    sent_bytes: int
     exchanged: tuple[int, ...]
     taken: tuple[int, ...]
     given_back: tuple[int, ...]
@@ -48,22 +48,22 @@ class BucketItem:
         return self._route.moves
 
     @property
-    def num_sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes of this tensor that go from one rank to another."""
-        return self._route.num_sent * self.item_bytes
+        return self._route.sent_bytes * self.item_bytes
 
     @property
-    def exchanged(self) -> list[int]:
+    def exchanged_bytes(self) -> list[int]:
         """Bytes of this tensor that each rank sends and receives, by rank."""
         return [number * self.item_bytes for number in self._route.exchanged]
 
     @property
-    def taken(self) -> list[int]:
+    def taken_bytes(self) -> list[int]:
         """Bytes of new memory that this tensor takes, by rank: none where a rank's part stays the same."""
         return [number * self.item_bytes for number in self._route.taken]
 
     @property
-    def given_back(self) -> list[int]:
+    def freed_bytes(self) -> list[int]:
         """Bytes of old memory that this tensor gives back, by rank."""
         return [number * self.item_bytes for number in self._route.given_back]
 
@@ -109,17 +109,17 @@ class Bucket:
     items: Sequence[BucketItem]
 
     @cached_property
-    def num_sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes that go from one rank to another; where it is 0, no rank has to talk to another."""
-        return sum(item.num_sent for item in self.items)
+        return sum(item.sent_bytes for item in self.items)
 
     @cached_property
-    def exchanged(self) -> list[int]:
+    def exchanged_bytes(self) -> list[int]:
         """Bytes of this bucket that each rank sends and receives, by rank."""
-        return _summed([item.exchanged for item in self.items])
+        return _summed([item.exchanged_bytes for item in self.items])
 
 
-class Freight:
+class BucketPlan:
     """All items of a change in order, in buckets of at most ``most_bytes`` where they have more than one item."""
 
     def __init__(self, items: Sequence[BucketItem], most_bytes: int) -> None:
@@ -127,26 +127,26 @@ class Freight:
         self.buckets = list(_buckets_of(items, most_bytes))
 
     @cached_property
-    def staged(self) -> list[int]:
+    def staged_bytes(self) -> list[int]:
         """Bytes of the memory for what is sent and received, by rank: enough for each bucket."""
-        return [max(sizes) for sizes in zip(*(bucket.exchanged for bucket in self.buckets), strict=True)]
+        return [max(sizes) for sizes in zip(*(bucket.exchanged_bytes for bucket in self.buckets), strict=True)]
 
     @cached_property
-    def num_sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes that go from one rank to another: no element twice to a rank, and none that it has."""
-        return sum(bucket.num_sent for bucket in self.buckets)
+        return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @cached_property
-    def load(self) -> int:
+    def extra_bytes(self) -> int:
         """Bytes that a rank holds for a while beyond the larger of before and after, on the rank with the most."""
-        before = now = [0] * len(self.staged)  # beside what stays, and what there is to be given back
+        before = now = [0] * len(self.staged_bytes)  # beside what stays, and what there is to be given back
         peak = now
         for bucket in self.buckets:
-            now = list(map(add, now, _summed([item.taken for item in bucket.items])))
+            now = list(map(add, now, _summed([item.taken_bytes for item in bucket.items])))
             peak = list(map(max, peak, now))
-            now = list(map(sub, now, _summed([item.given_back for item in bucket.items])))
+            now = list(map(sub, now, _summed([item.freed_bytes for item in bucket.items])))
         over = (most - max(begins, ends) for most, begins, ends in zip(peak, before, now, strict=True))
-        return max(map(add, over, self.staged), default=0)
+        return max(map(add, over, self.staged_bytes), default=0)
 
 
 def _buckets_of(items: Sequence[BucketItem], most_bytes: int) -> Iterator[Bucket]:
@@ -154,7 +154,7 @@ def _buckets_of(items: Sequence[BucketItem], most_bytes: int) -> Iterator[Bucket
     exchanged: list[int] = []
     doubled: list[int] = []
     for at, item in enumerate(items):
-        own = item.exchanged, list(map(min, item.taken, item.given_back))
+        own = item.exchanged_bytes, list(map(min, item.taken_bytes, item.freed_bytes))
         grown = [list(map(add, before, more)) for before, more in zip((exchanged, doubled), own, strict=True)]
         if first < at and (
             max(grown[0], default=0) > most_bytes * _EXCHANGED // 4

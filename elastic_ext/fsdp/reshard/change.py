@@ -31,14 +31,14 @@ from elastic_ext.fsdp.plan import Degrees
 from elastic_ext.fsdp.state import local_of
 
 from . import rewire
-from .affected_tensors import Carried, PlacedParameter, carried_with, parameters_of
-from .buckets import Bucket, Freight
+from .affected_tensors import MovedTensor, PlacedParameter, moved_tensors, parameters_of
+from .buckets import Bucket, BucketPlan
 from .companions import Tensors, replace_parameter
-from .exchange import Carrier
+from .exchange import BucketExchange
 from .references import replace_in
 from .units import ParameterSlot, Survey, Unit
 
-__all__ = ["Agree", "Change", "Moved", "Sharded", "Whole"]
+__all__ = ["Agree", "Change", "ChangeCost", "Sharded", "Whole"]
 
 Agree = Callable[[BaseException | None], None]
 """Called by all ranks with their errors: returns where none brings one, and raises on all where one does."""
@@ -62,14 +62,14 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class ChangeCost:
     """What a change of plan has cost: bytes, memory and seconds."""
 
-    num_sent: int
+    sent_bytes: int
     """Bytes that went from one rank to another."""
     num_replaced: int
     """How many parameters are other objects now."""
-    load: int
+    extra_bytes: int
     """The most bytes that a bucket took on a rank beside what the state took before and after."""
     wiring_seconds: float
     moving_seconds: float
@@ -113,9 +113,9 @@ class Change:
         self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
         """Parameters that the user has left out of fully_shard."""
         degrees = self._after.degrees if isinstance(self._after, Sharded) else None
-        carried = carried_with(model, self._parameters, optimizers, registered, degrees)
-        self._carried: list[Carried | None] = [*carried]  # None: where it shall be
-        self.freight = Freight([each.item for each in carried], 2 * bucket_bytes)
+        tensors_that_move = moved_tensors(model, self._parameters, optimizers, registered, degrees)
+        self._tensors: list[MovedTensor | None] = [*tensors_that_move]  # None: where it shall be
+        self.bucket_plan = BucketPlan([each.item for each in tensors_that_move], 2 * bucket_bytes)
         """The tensors that have to be moved, in buckets."""
         self.is_as_before = True
         """Whether nothing of the change has been done, or all of it was taken back."""
@@ -134,13 +134,13 @@ class Change:
     @property
     def holders(self) -> list[object]:
         """The objects of this change that refer to parameters."""
-        own: list[object] = [self.left_out, *self._parameters, *self._carried]
+        own: list[object] = [self.left_out, *self._parameters, *self._tensors]
         own += [module._flat_weights for module in self._model.modules() if isinstance(module, nn.RNNBase)]
         if self._survey is not None:
             own += [*self._survey.slots, *(slot.keeper for slot in self._survey.slots)]
         return own + [vars(each) for each in own if hasattr(each, "__dict__")]
 
-    def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> Moved:
+    def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> ChangeCost:
         """Make the change; all ranks call this between two steps. ``group`` has all ranks, for ``device``."""
         began = time.perf_counter()
         self._compare(group, device)
@@ -160,23 +160,25 @@ class Change:
         self._move(agree, locals_before, slots, mesh, group=group, device=device)
         if isinstance(self._after, Whole):
             self._after.wake()
-        return Moved(
-            num_sent=self.freight.num_sent,
+        return ChangeCost(
+            sent_bytes=self.bucket_plan.sent_bytes,
             num_replaced=num_replaced,
-            load=self.freight.load,
+            extra_bytes=self.bucket_plan.extra_bytes,
             wiring_seconds=wired - began,
             moving_seconds=time.perf_counter() - wired,
         )
 
     def _compare(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raise on all ranks where they would not move the same tensors."""
-        told = repr([(item.name, item.new.shape, item.item_bytes, item.old == item.new) for item in self.freight.items])
+        told = repr(
+            [(item.name, item.new.shape, item.item_bytes, item.old == item.new) for item in self.bucket_plan.items]
+        )
         own = torch.tensor([turn_of(told) % (1 << 62)], device=device)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, own, group=group)
         if any(bool(each != own) for each in found):
             raise ElasticError(
-                f"ranks would not move the same: rank {dist.get_rank()} has {len(self.freight.items)} tensors, and "
+                f"ranks would not move the same: rank {dist.get_rank()} has {len(self.bucket_plan.items)} tensors, and "
                 "another one has others, or as many of other names or shapes; train the same parameters on all ranks, "
                 "and register the same state (trainer.register_state) under the same names"
             )
@@ -193,17 +195,17 @@ class Change:
     ) -> None:
         """Move all tensors, bucket by bucket; an error of this rank is raised on all."""
         error: BaseException | None = None
-        carrier: Carrier | None = None
+        exchange: BucketExchange | None = None
         new: list[torch.Tensor] | None = None
-        buckets = self.freight.buckets
+        buckets = self.bucket_plan.buckets
         try:
-            most_bytes = self.freight.staged[dist.get_rank()] if buckets else 0
-            carrier = Carrier(most_bytes, group=group, device=device)
+            most_bytes = self.bucket_plan.staged_bytes[dist.get_rank()] if buckets else 0
+            exchange = BucketExchange(most_bytes, group=group, device=device)
             new = self._memory_for(buckets[0], slots) if buckets else []
         except Exception as caught:  # there is not enough of it, as a rule
             error = caught.with_traceback(None)
         self._agree_or_go_back(agree, error, locals_before)
-        assert carrier is not None
+        assert exchange is not None
         locals_before.clear()
         self._survey = None  # which keeps what was there
         for bucket in buckets:
@@ -211,11 +213,11 @@ class Change:
             try:
                 if error is None:
                     new = new if bucket.first == 0 and new is not None else self._memory_for(bucket, slots)
-                    tensors = [local_of(each.tensor).contiguous() for each in self._carried_in(bucket)], new
+                    tensors = [local_of(each.tensor).contiguous() for each in self._tensors_in(bucket)], new
             except Exception as caught:
                 error = caught.with_traceback(None)
-            is_well = carrier.carry(bucket, tensors)
-            if not is_well and bucket.num_sent:
+            is_well = exchange.carry(bucket, tensors)
+            if not is_well and bucket.sent_bytes:
                 break  # all ranks know that one is not well
             try:
                 if tensors is not None:
@@ -276,14 +278,14 @@ class Change:
             rewire.bind(slot, each.tensor, local)
         rewire.settle(self._model)
 
-    def _carried_in(self, bucket: Bucket) -> list[Carried]:
-        found = self._carried[bucket.first : bucket.first + len(bucket.items)]
+    def _tensors_in(self, bucket: Bucket) -> list[MovedTensor]:
+        found = self._tensors[bucket.first : bucket.first + len(bucket.items)]
         return [each for each in found if each is not None]
 
     def _memory_for(self, bucket: Bucket, slots: Sequence[ParameterSlot]) -> list[torch.Tensor]:
-        return [self._memory(each, local_of(each.tensor), slots) for each in self._carried_in(bucket)]
+        return [self._memory(each, local_of(each.tensor), slots) for each in self._tensors_in(bucket)]
 
-    def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[ParameterSlot]) -> torch.Tensor:
+    def _memory(self, each: MovedTensor, local: torch.Tensor, slots: Sequence[ParameterSlot]) -> torch.Tensor:
         """Memory for this rank's new part of a tensor: the present memory, if the part stays the same."""
         rank = dist.get_rank()
         box = each.item.new.boxes[rank]
@@ -302,12 +304,12 @@ class Change:
         self, bucket: Bucket, new: Sequence[torch.Tensor], slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
     ) -> None:
         """Put the bucket's tensors into their new memory, and let go of the old one."""
-        for each, local in zip(self._carried_in(bucket), new, strict=True):
+        for each, local in zip(self._tensors_in(bucket), new, strict=True):
             self._bind(each, local, slots, mesh)
-        self._carried[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
+        self._tensors[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
 
     def _bind(
-        self, each: Carried, local: torch.Tensor, slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
+        self, each: MovedTensor, local: torch.Tensor, slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
     ) -> None:
         if each.parameter is not None:
             parameter = self._parameters[each.parameter]

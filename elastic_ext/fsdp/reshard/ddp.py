@@ -1,4 +1,4 @@
-"""Replica: DDP beneath a model that stays what the loop calls, so that it can be put on and taken off.
+"""WrapperlessDDP: DDP beneath a model that stays what the loop calls, so that it can be put on and taken off.
 
 A module in torch's DistributedDataParallel is wrapped: the loop calls another object, and names change. Here the
 wrapper is kept aside, and does its part from two hooks of the module; torch's own composable ``replicate`` does so.
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.errors import ElasticError
 from elastic_ext.torch_private.module_hooks import Hook
 
-__all__ = ["Replica", "arguments_of", "make_sure_of_ddp", "set_aside"]
+__all__ = ["WrapperlessDDP", "arguments_of", "make_sure_of_ddp", "set_aside"]
 
 _PARTS = ("_pre_forward", "_post_forward")
 _TAKEN_OVER = (
@@ -36,7 +36,7 @@ _OTHERS_TRAINED = (
 )
 
 
-class Replica:
+class WrapperlessDDP:
     """DDP of one module without a wrapper: it averages gradients from ``wake`` to ``rest``."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, options: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Replica:
 
 
 def make_sure_of_ddp() -> None:
-    """Raise where this torch's DDP lacks the private parts that Replica uses."""
+    """Raise where this torch's DDP lacks the private parts that WrapperlessDDP uses."""
     missing = [name for name in _PARTS if not hasattr(DistributedDataParallel, name)]
     if missing:
         raise ElasticError(
@@ -155,7 +155,7 @@ def _straight_through(module: nn.Module, *arguments: Any, **options: Any) -> Any
 
 
 def _before(
-    replica: Replica, engine: Any, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    replica: WrapperlessDDP, engine: Any, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     if not torch.compiler.is_compiling():
         replica.check(engine)

@@ -1,4 +1,4 @@
-"""The carrier of moves between ranks: buckets of tensors, each exchanged in one collective into fresh memory.
+"""The exchange of moves between ranks: buckets of tensors, each exchanged in one collective into fresh memory.
 
 What goes where is decided in buckets.py; here elements are copied. Called on the training thread, by all ranks alike.
 
@@ -19,7 +19,7 @@ from elastic_ext.fsdp.moves import Move
 
 from .buckets import Bucket
 
-__all__ = ["Carrier"]
+__all__ = ["BucketExchange"]
 
 _GRAIN = 16  # bytes; no type that torch has is larger
 
@@ -46,7 +46,7 @@ class _Letter:
             at = end
 
 
-class Carrier:
+class BucketExchange:
     """Exchanges the buckets of one change between ranks, through memory that is taken once."""
 
     def __init__(self, most_bytes: int, *, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class Carrier:
                 letter.num_data_bytes += move.num_elements * item.item_bytes
                 if tensors is not None:
                     letter.pieces.append((move, tensors[move.source != self._rank][at]))
-        if not bucket.num_sent:
+        if not bucket.sent_bytes:
             return tensors is not None
         return self._exchange(sent, received, is_well=tensors is not None)
 

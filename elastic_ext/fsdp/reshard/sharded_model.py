@@ -22,9 +22,9 @@ from elastic_ext.fsdp.blocks import RecomputeTrial, Units, blocks_of, recompute,
 from elastic_ext.fsdp.plan import Degrees, ParallelPlan
 
 from . import rewire
-from .change import Agree, Change, Moved, Sharded, Whole
+from .change import Agree, Change, ChangeCost, Sharded, Whole
 from .companions import Tensors
-from .ddp import Replica, arguments_of, make_sure_of_ddp
+from .ddp import WrapperlessDDP, arguments_of, make_sure_of_ddp
 from .refusals import (
     why_not_called,
     why_not_cut,
@@ -37,7 +37,7 @@ from .refusals import (
     why_not_whole,
 )
 from .transition import BUCKET_BYTES, Tensor, TransferRates, Transition, transition
-from .units import Survey, Told, Unit, modules_by_unit, prefetching, units_for
+from .units import EarlierUnits, Survey, Unit, modules_by_unit, prefetching, units_for
 
 __all__ = ["Recognised", "Spread", "recognise", "root_of"]
 
@@ -53,7 +53,7 @@ class Recognised:
 
     plan: ParallelPlan | None = None
     """The plan by which the model lies; None where it is not spread."""
-    replica: Replica | None = None
+    replica: WrapperlessDDP | None = None
     """The user's own DDP, if the model is in one."""
     mesh: tuple[Degrees, DeviceMesh] | None = None
     """The degrees and the mesh over which the model is sharded, if it is."""
@@ -78,7 +78,7 @@ def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) 
     (wrapper,) = wrappers
     if {*model.parameters()} - {*wrapper.parameters()}:
         raise ValueError("some of the model's parameters lie outside of the part that is in DDP; wrap it as a whole")
-    replica = Replica(wrapper.module, wrapper.process_group, arguments_of(wrapper))
+    replica = WrapperlessDDP(wrapper.module, wrapper.process_group, arguments_of(wrapper))
     replica.wrapper = wrapper
     is_torchs_own = getattr(wrapper, "bucket_bytes_cap_default", False)  # where the first bucket is a smaller one
     cap = None if is_torchs_own else wrapper.bucket_bytes_cap / _MIB
@@ -156,9 +156,9 @@ class Spread:
         self._root = root_of(model)
         self._blocks = blocks_of(model, units)
         self.plan = None
-        self._replica: Replica | None = None
+        self._replica: WrapperlessDDP | None = None
         self._meshes: dict[Degrees, DeviceMesh] = {}
-        self._told: Told | None = None  # to the units that were there before parameters became whole
+        self._earlier: EarlierUnits | None = None  # those that were there before parameters became whole
         self._trial: RecomputeTrial | None = None  # of computing blocks again: under way, or what came of it
         self._leaves_unused = False  # some passes use only a part of the parameters
         self._finds_unused = False  # as all ranks have agreed when DDP came last
@@ -286,18 +286,18 @@ class Spread:
             _raise(why_not_replace(self.model, optimizers, change.replaced, held))
         return change
 
-    def change(self, made: Transition, prepared: Change | None, agree: Agree) -> Moved | None:
+    def change(self, made: Transition, prepared: Change | None, agree: Agree) -> ChangeCost | None:
         """Make a transition between two steps, on all ranks; gives what moving has cost, None where nothing moved."""
         moved = None
         for step in made.steps:
             if step == "spread":
                 assert prepared is not None
                 units_before = tuple(prepared.units_before)
-                moved = prepared.run(agree, group=self._carriers(), device=self._device)
+                moved = prepared.run(agree, group=self._exchange_group(), device=self._device)
                 if made.new.is_replicated:
-                    self._told = Told(made.old, units_before)
+                    self._earlier = EarlierUnits(made.old, units_before)
                 self._pace = made.pace.after(
-                    prepared.freight, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
+                    prepared.bucket_plan, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
                 )
             elif step == "gather":
                 self._set_gathering(keeps=not made.new.reshards_after_forward)
@@ -377,8 +377,8 @@ class Spread:
             groups = modules_by_unit(plan, self._root, self._blocks, survey)
         refusal = why_not_unit(plan, self._blocks) or why_not_tied(self._root, groups)
         _raise(refusal or why_not_mixed(self._root, groups))
-        told = self._told if survey is None or self.plan is None else Told(self.plan, survey.units)
-        return units_for(plan, groups, survey, told)
+        earlier = self._earlier if survey is None or self.plan is None else EarlierUnits(self.plan, survey.units)
+        return units_for(plan, groups, survey, earlier)
 
     # --- doing it -----------------------------------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ class Spread:
             )
         return self._meshes[degrees]
 
-    def _carriers(self) -> dist.ProcessGroup:
+    def _exchange_group(self) -> dist.ProcessGroup:
         if self._group is None:
             made = dist.new_group()
             assert isinstance(made, dist.ProcessGroup)
@@ -406,7 +406,7 @@ class Spread:
 
     def wake(self, bucket_cap_mb: float | None) -> None:
         if self._replica is None:
-            self._replica = Replica(self.model, None, {})
+            self._replica = WrapperlessDDP(self.model, None, {})
         if self.num_ranks > 1:
             leaves_unused = torch.tensor([int(self._leaves_unused)], device=self._device)
             dist.all_reduce(leaves_unused, op=dist.ReduceOp.MAX)  # DDPs that differ in it would wait for each other

@@ -13,11 +13,11 @@ from typing import Literal, TypeAlias
 
 from elastic_ext.fsdp.plan import UNEVEN, Layouts, ParallelPlan
 
-from .buckets import BucketItem, Freight, Router
+from .buckets import BucketItem, BucketPlan, Router
 
-__all__ = ["BUCKET_BYTES", "Step", "Tensor", "TransferRates", "Transition", "transition"]
+__all__ = ["BUCKET_BYTES", "PlanWork", "Tensor", "TransferRates", "Transition", "transition"]
 
-Step: TypeAlias = Literal["spread", "gather", "prefetch", "buckets", "recompute"]
+PlanWork: TypeAlias = Literal["spread", "gather", "prefetch", "buckets", "recompute"]
 """A kind of work in a change of plan.
 
 spread: units are made anew, and tensors moved. gather: what was gathered for the forward pass is kept or given back.
@@ -51,13 +51,13 @@ class TransferRates:
     seconds_per_tensor: float = 4e-4
     """Seconds that each tensor takes beside its bytes."""
 
-    def seconds(self, freight: Freight) -> float:
+    def seconds(self, bucket_plan: BucketPlan) -> float:
         """Estimated seconds that moving takes."""
-        return _most_handled(freight) / self.bytes_per_second + len(freight.items) * self.seconds_per_tensor
+        return _most_handled(bucket_plan) / self.bytes_per_second + len(bucket_plan.items) * self.seconds_per_tensor
 
-    def after(self, freight: Freight, *, wiring_seconds: float, moving_seconds: float) -> TransferRates:
+    def after(self, bucket_plan: BucketPlan, *, wiring_seconds: float, moving_seconds: float) -> TransferRates:
         """The rates as a change has shown them; one that moved too little to tell leaves the old rate."""
-        handled, number = _most_handled(freight), len(freight.items)
+        handled, number = _most_handled(bucket_plan), len(bucket_plan.items)
         if not number:
             return self
         per_tensor = wiring_seconds / number
@@ -66,9 +66,9 @@ class TransferRates:
         return TransferRates(bytes_per_second=handled / moving_seconds, seconds_per_tensor=per_tensor)
 
 
-def _most_handled(freight: Freight) -> int:
+def _most_handled(bucket_plan: BucketPlan) -> int:
     """Bytes that are exchanged and newly taken, on the rank with the most."""
-    by_rank = zip(*([*map(add, item.exchanged, item.taken)] for item in freight.items), strict=True)
+    by_rank = zip(*([*map(add, item.exchanged_bytes, item.taken_bytes)] for item in bucket_plan.items), strict=True)
     return max(map(sum, by_rank), default=0)
 
 
@@ -78,7 +78,7 @@ class Transition:
 
     old: ParallelPlan
     new: ParallelPlan
-    steps: tuple[Step, ...]
+    steps: tuple[PlanWork, ...]
     """The kinds of work in the order in which they are done; none where the plans come to the same."""
     replaces: bool
     """Whether parameters become other objects."""
@@ -87,24 +87,24 @@ class Transition:
     bucket_bytes: int
 
     @cached_property
-    def freight(self) -> Freight:
+    def bucket_plan(self) -> BucketPlan:
         """The tensors that have to be moved, in buckets."""
-        return Freight(self.items, 2 * self.bucket_bytes)
+        return BucketPlan(self.items, 2 * self.bucket_bytes)
 
     @property
-    def num_sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes that go from one rank to another."""
-        return self.freight.num_sent
+        return self.bucket_plan.sent_bytes
 
     @property
-    def load(self) -> int:
+    def extra_bytes(self) -> int:
         """Estimated bytes that a rank takes for a while, beside what its state takes before or after."""
-        return self.freight.load
+        return self.bucket_plan.extra_bytes
 
     @property
     def seconds(self) -> float:
         """Estimated seconds for which training stands still."""
-        return self.pace.seconds(self.freight)
+        return self.pace.seconds(self.bucket_plan)
 
     def __str__(self) -> str:
         if not self.steps:
@@ -112,7 +112,7 @@ class Transition:
         told = ", ".join(self.steps)
         if "spread" not in self.steps:
             return told
-        return f"{told}: {len(self.items)} tensors, {self.num_sent} bytes between ranks, about {self.seconds:.2g} s"
+        return f"{told}: {len(self.items)} tensors, {self.sent_bytes} bytes between ranks, about {self.seconds:.2g} s"
 
 
 def transition(
@@ -130,7 +130,7 @@ def transition(
         before, after = (plan.degrees(num_ranks, num_local) for plan in (old, new))
     except ValueError as error:
         return None, str(error)
-    steps: list[Step] = []
+    steps: list[PlanWork] = []
     has_moved = before != after or old.is_replicated is not new.is_replicated
     is_sharded = not (old.is_replicated and new.is_replicated)
     if has_moved or (is_sharded and old.unit != new.unit):

@@ -18,11 +18,11 @@ from elastic_ext.fsdp.plan import ParallelPlan, units_of_blocks
 
 __all__ = [
     "Ahead",
+    "EarlierUnits",
     "Modules",
     "ParameterSlot",
     "Place",
     "Survey",
-    "Told",
     "Unit",
     "UnitSettings",
     "modules_by_unit",
@@ -95,8 +95,8 @@ class Survey:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """Settings that units were told and their plan does not say: the plan of that time, and its units."""
+class EarlierUnits:
+    """The units of an earlier plan, for the settings on them that no plan says, such as those that a user has made."""
 
     plan: ParallelPlan
     units: tuple[Unit, ...]
@@ -112,16 +112,16 @@ def modules_by_unit(
 
 
 def units_for(
-    plan: ParallelPlan, groups: Sequence[Modules], survey: Survey | None, told: Told | None = None
+    plan: ParallelPlan, groups: Sequence[Modules], survey: Survey | None, earlier: EarlierUnits | None = None
 ) -> list[Unit]:
     """The units that fully_shard is to make of these modules; ValueError where it is not clear what to set on them."""
     like = _like(survey)
     keeps = None if plan.reshards_after_forward else False
     units = [replace(like(modules), modules=modules, mesh=None, reshard_after_forward=keeps) for modules in groups]
-    if told is not None and plan.reshards_after_forward and told.plan.reshards_after_forward:
-        units = _resharding(units, told)
-    if told is not None and plan.prefetch is None and told.plan.prefetch is None:
-        return _gathering(units, told)
+    if earlier is not None and plan.reshards_after_forward and earlier.plan.reshards_after_forward:
+        units = _resharding(units, earlier)
+    if earlier is not None and plan.prefetch is None and earlier.plan.prefetch is None:
+        return _gathering(units, earlier)
     return prefetching(units, plan.prefetch)
 
 
@@ -143,16 +143,16 @@ def prefetching(units: Sequence[Unit], depth: int | None) -> list[Unit]:
     return [*chosen, replace(outermost, forward_prefetch=first, backward_prefetch=back)]
 
 
-def _resharding(units: Sequence[Unit], told: Told) -> list[Unit]:
+def _resharding(units: Sequence[Unit], earlier: EarlierUnits) -> list[Unit]:
     """Units that keep what they gather for the backward pass where the user had it so.
 
     ValueError where a unit of these is not there any more.
     """
     *inner, outermost = units
-    by_modules = {unit.modules: unit.reshard_after_forward for unit in told.units}
+    by_modules = {unit.modules: unit.reshard_after_forward for unit in earlier.units}
     within = {part for unit in inner for module in unit.modules for part in module.modules()}
     kept = {unit.modules for unit in inner} | {outermost.modules}
-    for unit in told.units:
+    for unit in earlier.units:
         if unit.reshard_after_forward is False and unit.modules not in kept and within & {*unit.modules}:
             raise ValueError(
                 "some units were told reshard_after_forward=False and others were not, and the plan makes other units; "
@@ -162,10 +162,10 @@ def _resharding(units: Sequence[Unit], told: Told) -> list[Unit]:
     return [replace(unit, reshard_after_forward=by_modules.get(unit.modules)) for unit in units]
 
 
-def _gathering(units: Sequence[Unit], told: Told) -> list[Unit]:
+def _gathering(units: Sequence[Unit], earlier: EarlierUnits) -> list[Unit]:
     """Units that gather ahead what the user had them gather; ValueError where one is not there any more."""
     known = {unit.modules for unit in units}
-    by_modules = {unit.modules: unit for unit in told.units if unit.forward_prefetch or unit.backward_prefetch}
+    by_modules = {unit.modules: unit for unit in earlier.units if unit.forward_prefetch or unit.backward_prefetch}
     named = {each for unit in by_modules.values() for each in (*unit.forward_prefetch, *unit.backward_prefetch)}
     if not {*by_modules, *named} <= known:
         raise ValueError(

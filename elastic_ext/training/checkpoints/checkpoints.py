@@ -26,7 +26,7 @@ from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.job import JobCheckpoints, Launched
 from elastic_ext.fsdp.checkpoint.loading.source import Opened
 from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
-from elastic_ext.fsdp.checkpoint.saving.saver import Manner
+from elastic_ext.fsdp.checkpoint.saving.saver import AsyncSaveMode
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
 from elastic_ext.ranks.heartbeat import Activity, Pulse
 from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
@@ -159,13 +159,13 @@ class Checkpoints:
         due = self._due
         if due is None or not due.is_between or self.path_of_now is not None:
             return False
-        name, manner = self._name_of(due), self._manner(waits=due.is_asked_for)
+        name, mode = self._name_of(due), self._mode(waits=due.is_asked_for)
         if by_copy and self.job.saver.can_save:
             with self._warning():
-                self.save(name, due.moment, replace(manner, starts=False))
+                self.save(name, due.moment, replace(mode, starts=False))
                 return True
         else:
-            self._save_or_warn(name, due.moment, manner)
+            self._save_or_warn(name, due.moment, mode)
             self._note_saved(due)
         return False
 
@@ -209,11 +209,11 @@ class Checkpoints:
         if due is None:
             return
         moment = self._moment_of(due, in_step=in_step)
-        manner = self._manner(waits=due.is_asked_for, overlaps=in_step and self._may_overlap())
+        mode = self._mode(waits=due.is_asked_for, overlaps=in_step and self._may_overlap())
         if due.marks is None:
-            self._save_or_warn(self._name_of(due), moment, manner)
+            self._save_or_warn(self._name_of(due), moment, mode)
         elif self._has_changed(due):
-            self._save_again(moment, manner)
+            self._save_again(moment, mode)
 
     def _moment_of(self, due: _Due, *, in_step: bool) -> BoundaryState:
         """The counters, random states and position to save: of the boundary, or of now for one between two epochs.
@@ -318,17 +318,17 @@ class Checkpoints:
         if is_left_out or is_back_unsaved:
             name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
-                self._save_or_warn(name, self.moment(), self._manner(waits=True))
+                self._save_or_warn(name, self.moment(), self._mode(waits=True))
                 self._finish_save()
 
     def close(self) -> None:
         """Give up the job's folder, so that another run of the job can have it."""
         self.job.close(hurries=sys.exc_info()[1] is not None)
 
-    def _manner(self, *, waits: bool = False, overlaps: bool = False) -> Manner:
+    def _mode(self, *, waits: bool = False, overlaps: bool = False) -> AsyncSaveMode:
         """How to save what is due: whether it waits for another save, and whether staging overlaps with passes."""
         waits = waits or self.options.when_saving == "wait"
-        return Manner(waits=waits, overlaps=overlaps, on_failed=self._note_failure)
+        return AsyncSaveMode(waits=waits, overlaps=overlaps, on_failed=self._note_failure)
 
     def _name_of(self, due: _Due | None) -> str:
         """The checkpoint's name: the number of an epoch that is over, unless another has had that; else the step."""
@@ -340,11 +340,11 @@ class Checkpoints:
             self._tell_of_repeated_epoch(name)
         return f"step_{counts.global_step}"
 
-    def _save_again(self, moment: BoundaryState, manner: Manner) -> None:
+    def _save_again(self, moment: BoundaryState, mode: AsyncSaveMode) -> None:
         """Save once more under another name, since the state has changed after it was saved as an epoch ended."""
         name = self._free_name()
         if name is not None:
-            self._save_or_warn(name, moment, manner, is_again=True)
+            self._save_or_warn(name, moment, mode, is_again=True)
         elif self._state.rank == 0:
             _logger.warning(
                 "%s does not have what the loop did after it was saved, and step %d has no other name to save that by",
@@ -364,12 +364,12 @@ class Checkpoints:
         if name.startswith("epoch_"):
             self._last_epoch = self._counts.epoch
 
-    def _save_or_warn(self, name: str, moment: BoundaryState, manner: Manner, *, is_again: bool = False) -> None:
+    def _save_or_warn(self, name: str, moment: BoundaryState, mode: AsyncSaveMode, *, is_again: bool = False) -> None:
         if self.path_of_now is not None and (name in self._names_of_now or not (is_again or name.startswith("epoch_"))):
             return
         self._tell_failure()
         with self._warning():
-            if self.save(name, moment, manner) is None:
+            if self.save(name, moment, mode) is None:
                 self._leave_out(name)
             else:
                 self._note_name(name)
@@ -408,17 +408,17 @@ class Checkpoints:
         """The folder of a checkpoint of the present global step; None where there is none."""
         return self.path if self.saved_step == self._counts.global_step else None
 
-    def save(self, name: str, moment: BoundaryState, manner: Manner) -> Path | None:
+    def save(self, name: str, moment: BoundaryState, mode: AsyncSaveMode) -> Path | None:
         """Begin an async save where that is possible, else save while training waits; gives the checkpoint's folder.
 
-        None where another save is under way, and ``manner`` does not wait for it.
+        None where another save is under way, and ``mode`` does not wait for it.
         """
         if not self.job.saver.can_save:
             return self._save_and_wait(name, moment)
         self._pulse.note_save()
         with self._pulse.during(Activity.SAVING):
-            path = self.job.save_async(self._request(name, moment, overlaps=manner.overlaps), manner)
-        if path is not None and manner.starts:
+            path = self.job.save_async(self._request(name, moment, overlaps=mode.overlaps), mode)
+        if path is not None and mode.starts:
             self._note(path)
         return path
 

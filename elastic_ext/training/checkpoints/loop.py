@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from elastic_ext.config.agreement import Boundary
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
 from elastic_ext.fsdp.checkpoint.coordination import first_says
-from elastic_ext.fsdp.checkpoint.saving.saver import Manner
+from elastic_ext.fsdp.checkpoint.saving.saver import AsyncSaveMode
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
 
 from .checkpoints import Checkpoints
@@ -223,8 +223,8 @@ class Saving:
         began = time.monotonic()
         name = f"step_{self._counts.global_step}"
         try:
-            manner = Manner(waits=False, starts=False, on_failed=checkpoints.keep_failure)
-            checkpoints.save(name, moment or checkpoints.moment(), manner)
+            mode = AsyncSaveMode(waits=False, starts=False, on_failed=checkpoints.keep_failure)
+            checkpoints.save(name, moment or checkpoints.moment(), mode)
             self._copied_step = self._counts.global_step
         except CheckpointFenced:
             raise

@@ -73,7 +73,7 @@ _ALL_LEAVE = (
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
-class Weights(NamedTuple):
+class MicroStepWeights(NamedTuple):
     """The weights of a step's micro-steps."""
 
     each: tuple[float, ...]
@@ -128,7 +128,7 @@ class Steps:
         # Said once, where other ranks would say the same.
         self._tells_of_infinities = training.ranks.rank == 0 and self._scaler is not None
         self._step = RankStep(weights=(1.0,), num_samples=None)
-        self._weights = self._by_turns = Weights(self._step.weights)
+        self._weights = self._by_turns = MicroStepWeights(self._step.weights)
         self._keeps_batch = True
         self._num_own_backwards = 0  # of the step under way
         self._to_meet: Retry | None = None  # of the step that was taken back last, where other ranks wait for it
@@ -446,7 +446,7 @@ class Steps:
         self._weights = self._by_turns
         state.on_cleared = None
         if self._weights.late != 1.0 and self._optimizers[0].may_have_left_gradients:
-            self._weights = Weights(step.weights)  # what is left is not to be weighed again
+            self._weights = MicroStepWeights(step.weights)  # what is left is not to be weighed again
             state.on_cleared = self._weigh_once
         if self._counted is not None:
             self._enters_with_batch = self._counted.num_handed > 0
@@ -541,9 +541,9 @@ class Steps:
         common = weights[0]
         is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
         if is_late and self._scaler is None and self._gradients.can_wait_for_weights:  # scaled ones fill their range
-            self._by_turns = Weights((1.0,) * (len(weights) - 1) + (common,), late=common)
+            self._by_turns = MicroStepWeights((1.0,) * (len(weights) - 1) + (common,), late=common)
         else:
-            self._by_turns = Weights(weights)
+            self._by_turns = MicroStepWeights(weights)
         self._weights = self._by_turns
 
     def _end(self, event: StepEvent) -> None:

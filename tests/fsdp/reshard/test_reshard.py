@@ -78,7 +78,7 @@ def _go_round(rank: int, plans: list[ParallelPlan]) -> list[tuple[bool, bool, in
         stays = all(one is other() for one, other in zip(model.parameters(), objects, strict=True))
         assert stays is (was_whole is plan.is_replicated)
         optimizer.zero_grad()
-        found.append((stays, moved is not None, 0 if moved is None else moved.num_sent, made.num_sent))
+        found.append((stays, moved is not None, 0 if moved is None else moved.sent_bytes, made.sent_bytes))
     take_step(spread, optimizer, 99)
     spread.close()
     return found

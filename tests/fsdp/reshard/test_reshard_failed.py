@@ -12,7 +12,7 @@ from torch import nn
 from elastic_ext import ApplyError, CheckpointInterval, TornStepError
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard import change, rewire
-from elastic_ext.fsdp.reshard.exchange import Carrier
+from elastic_ext.fsdp.reshard.exchange import BucketExchange
 from tests.support.ranks import RankPool
 from tests.support.resharding import FULL, KEPT, WHOLE
 from tests.support.retraining import Retraining, differing, stayed
@@ -145,8 +145,8 @@ def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> N
         run.trainer._session.wait_for_staging = failing(run.trainer._session.wait_for_staging)
     elif where == "the mesh":
         spread._mesh = failing(spread._mesh)
-    elif where in ("going back", "the carrier"):
-        patched.setattr(change, "Carrier", failing(Carrier))
+    elif where in ("going back", "the exchange"):
+        patched.setattr(change, "BucketExchange", failing(BucketExchange))
         if where == "going back":
             patched.setattr(rewire, "bind", failing(rewire.bind))
     elif where == "taking over":
@@ -172,7 +172,7 @@ def _fail_in_between(rank: int, folder: Path, where: str) -> tuple[str, str]:
     return run.proposals[0].outcome, run.proposals[0].refusal
 
 
-@pytest.mark.parametrize("where", ["the fence", "the mesh", "the carrier"])
+@pytest.mark.parametrize("where", ["the fence", "the mesh", "the exchange"])
 def test_one_ranks_failure_before_anything_moves_is_a_refusal_on_all(
     ranks: RankPool, tmp_path: Path, where: str
 ) -> None:

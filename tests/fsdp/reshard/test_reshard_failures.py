@@ -45,7 +45,7 @@ def _run_out(rank: int, old: ParallelPlan, new: ParallelPlan, at: str) -> str:
 
     made, _ = spread.transition(new, [optimizer])
     assert made is not None
-    assert len(made.freight.buckets) > 2 or at == "the first"
+    assert len(made.bucket_plan.buckets) > 2 or at == "the first"
     prepared = spread.prepare(new, [optimizer], [], [])
     if rank == 1:
         torch.Tensor.new_empty = failing  # type: ignore[method-assign, assignment]

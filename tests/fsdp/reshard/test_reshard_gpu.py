@@ -223,8 +223,8 @@ def test_a_change_takes_two_buckets_beside_what_is_there_before_or_after(
     most, after = most_taken(), taken()
     assert most <= max(before, after) + 2 * BUCKET_BYTES + ROUNDING_BYTES
     if moved is not None:
-        assert moved.load <= 2 * BUCKET_BYTES
-        assert moved.num_sent == made.num_sent
+        assert moved.extra_bytes <= 2 * BUCKET_BYTES
+        assert moved.sent_bytes == made.sent_bytes
     for part in spread.model.parameters():
         state = optimizer.state[part]
         for tensor in (part, part.grad, state["exp_avg"], state["exp_avg_sq"]):

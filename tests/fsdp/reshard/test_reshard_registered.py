@@ -117,7 +117,7 @@ def count_bytes(rank: int, folder: Path) -> None:
     def checking(new: Any) -> Any:
         refusal = check(new)
         if parallelism._prepared is not None:
-            planned.append(parallelism._prepared[1].num_sent)
+            planned.append(parallelism._prepared[1].sent_bytes)
         return refusal
 
     parallelism.check = checking

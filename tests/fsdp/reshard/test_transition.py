@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext import ParallelPlan
-from elastic_ext.fsdp.reshard.buckets import Freight
+from elastic_ext.fsdp.reshard.buckets import BucketPlan
 from elastic_ext.fsdp.reshard.transition import Tensor, TransferRates, Transition, transition
 
 WHOLE = ParallelPlan(strategy="no_shard")
@@ -72,7 +72,7 @@ def test_steps_between_strategies(old: str, new: str) -> None:
         expected = ("gather",)
     assert made.steps == expected
     assert made.replaces is ((old == "whole") is not (new == "whole"))
-    assert made.num_sent == (0 if old in ("whole", "kept") else _least_bytes(PLANS[old], PLANS[new], _one(), 4))
+    assert made.sent_bytes == (0 if old in ("whole", "kept") else _least_bytes(PLANS[old], PLANS[new], _one(), 4))
 
 
 def _one() -> list[Tensor]:
@@ -115,7 +115,7 @@ def test_steps_are_those_that_make_a_difference_in_their_order(
 
 def test_a_change_of_units_moves_nothing_between_ranks() -> None:
     made = _made(FULL, replace(FULL, unit=2), [Tensor("weight", (8, 2), 4)])
-    assert (made.num_sent, made.load) == (0, 0)
+    assert (made.sent_bytes, made.extra_bytes) == (0, 0)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -135,21 +135,23 @@ def test_bytes_are_the_least_there_can_be(num_ranks: int, shapes: list[tuple[int
         Tensor(f"weight {at}", shape, data.draw(st.sampled_from([1, 2, 4, 8]))) for at, shape in enumerate(shapes)
     ]
     made = _made(old, new, tensors, num_ranks=num_ranks)
-    assert made.num_sent == (_least_bytes(old, new, tensors, num_ranks) if "spread" in made.steps else 0)
-    assert made.num_sent == sum(item.num_sent for item in made.items)
+    assert made.sent_bytes == (_least_bytes(old, new, tensors, num_ranks) if "spread" in made.steps else 0)
+    assert made.sent_bytes == sum(item.sent_bytes for item in made.items)
 
 
 def test_tensors_that_are_cut_along_another_dimension_are_moved_along_that() -> None:
     tensors = [Tensor("weight", (3, 8), 4, dim=1)]
     for old, new in itertools.permutations((FULL, HYBRID, WHOLE), 2):
-        assert _made(old, new, tensors).num_sent == _least_bytes(old, new, tensors, 4)
+        assert _made(old, new, tensors).sent_bytes == _least_bytes(old, new, tensors, 4)
 
 
 def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_take() -> None:
     tensors = [Tensor(f"weight {at}", (64, 4), 4) for at in range(8)]
-    loads = [_made(FULL, WHOLE, tensors, bucket_bytes=size).load for size in (1, 2000, 1 << 20)]
+    loads = [_made(FULL, WHOLE, tensors, bucket_bytes=size).extra_bytes for size in (1, 2000, 1 << 20)]
     one, all_of_them = (
-        Freight(items, 1 << 20).load for made in [_made(FULL, WHOLE, tensors)] for items in (made.items[:1], made.items)
+        BucketPlan(items, 1 << 20).extra_bytes
+        for made in [_made(FULL, WHOLE, tensors)]
+        for items in (made.items[:1], made.items)
     )
     assert loads[0] == one
     assert one <= loads[1] <= max(one, 4000)
@@ -159,7 +161,9 @@ def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_tak
 def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
     tensors = [Tensor("weight", (64, 4), 4), Tensor("bias", (64,), 4)]
     made = _made(FULL, WHOLE, tensors, pace=TransferRates(bytes_per_second=1000.0, seconds_per_tensor=0.5))
-    busiest = max(map(sum, zip(*(map(add, item.exchanged, item.taken) for item in made.items), strict=True)))
+    busiest = max(
+        map(sum, zip(*(map(add, item.exchanged_bytes, item.taken_bytes) for item in made.items), strict=True))
+    )
     assert made.seconds == busiest / 1000.0 + 2 * 0.5
     slower = _made(FULL, WHOLE, tensors, pace=TransferRates(bytes_per_second=500.0, seconds_per_tensor=0.5))
     assert slower.seconds > made.seconds
@@ -169,16 +173,18 @@ def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
 def test_the_pace_of_a_change_is_that_of_the_next_estimate() -> None:
     tensors = [Tensor(f"weight {at}", (1024, 1024), 4) for at in range(4)]
     made = _made(FULL, WHOLE, tensors)
-    seen = TransferRates().after(made.freight, wiring_seconds=0.25, moving_seconds=2.0)
+    seen = TransferRates().after(made.bucket_plan, wiring_seconds=0.25, moving_seconds=2.0)
     assert _made(FULL, WHOLE, tensors, pace=seen).seconds == pytest.approx(2.25)
     small = _made(FULL, WHOLE, _one())
-    assert seen.after(small.freight, wiring_seconds=0.5, moving_seconds=9.0) == replace(seen, seconds_per_tensor=0.5)
-    assert seen.after(_made(FULL, FULL).freight, wiring_seconds=9.0, moving_seconds=9.0) == seen
+    assert seen.after(small.bucket_plan, wiring_seconds=0.5, moving_seconds=9.0) == replace(
+        seen, seconds_per_tensor=0.5
+    )
+    assert seen.after(_made(FULL, FULL).bucket_plan, wiring_seconds=9.0, moving_seconds=9.0) == seen
 
 
 def test_words_tell_steps_tensors_bytes_and_seconds() -> None:
     made = _made(FULL, WHOLE, _one(), pace=TransferRates(bytes_per_second=1000.0, seconds_per_tensor=0.1))
-    assert str(made) == f"spread: 1 tensors, {made.num_sent} bytes between ranks, about {made.seconds:.2g} s"
+    assert str(made) == f"spread: 1 tensors, {made.sent_bytes} bytes between ranks, about {made.seconds:.2g} s"
     assert str(_made(FULL, FULL)) == "nothing changes"
     assert str(_made(FULL, replace(FULL, prefetch=1, activation_checkpoint=1))) == "prefetch, recompute"
 
@@ -203,7 +209,7 @@ def test_hybrid_without_a_degree_has_a_machine_share_a_copy() -> None:
     plan = ParallelPlan(strategy="hybrid_shard")
     made, _ = transition(FULL, plan, _one(), num_ranks=4, num_local=2)
     assert made is not None
-    assert made.num_sent == _least_bytes(FULL, HYBRID, _one(), 4)
+    assert made.sent_bytes == _least_bytes(FULL, HYBRID, _one(), 4)
     made, told = transition(FULL, plan, _one(), num_ranks=4, num_local=3)
     assert made is None
     assert "the ranks of a machine: 3 does not divide the 4 ranks" in told

@@ -45,7 +45,7 @@ from .letters import Letters, ToldOfFailure
 from .rank_files import Shard, Writing, give_up, make_folder
 from .staging import Copying, Staging, free_bytes, why_no_room
 
-__all__ = ["Manner", "Meetings", "Met", "SaveMeeting", "Saver"]
+__all__ = ["AgreedContents", "AsyncSaveMode", "InventoryExchange", "InventoryExchanges", "Saver"]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Agreed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Met:
+class AgreedContents:
     """What one rank knows of a save once all ranks have exchanged their inventories."""
 
     contents: Contents
@@ -81,16 +81,16 @@ class Met:
     """The random id of the save, the same on all ranks."""
 
 
-class Meetings:
+class InventoryExchanges:
     """The exchanges of inventories before saves, on one rank; the whole of them goes round only after a change."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._agreed: _Agreed | None = None
 
-    def of(self, what: ToSave) -> SaveMeeting:
+    def of(self, what: ToSave) -> InventoryExchange:
         """The exchange for one save."""
-        return SaveMeeting(self, self._ranks, what)
+        return InventoryExchange(self, self._ranks, what)
 
     def agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
         """The metadata of all ranks' tensors, the same on every rank; gathers inventories if a digest has changed."""
@@ -106,11 +106,11 @@ class Meetings:
         return self._agreed
 
 
-class SaveMeeting:
+class InventoryExchange:
     """One rank's side of the exchange of inventories when a save begins."""
 
-    def __init__(self, meetings: Meetings, ranks: Ranks, what: ToSave) -> None:
-        self._meetings = meetings
+    def __init__(self, exchanges: InventoryExchanges, ranks: Ranks, what: ToSave) -> None:
+        self._exchanges = exchanges
         self._ranks = ranks
         self._what = what
         self._comparable: Comparable | None = None  # where there are others
@@ -130,15 +130,15 @@ class SaveMeeting:
             "generation": secrets.token_hex(8),  # the first rank's counts
         }
 
-    def end(self, name: str, said: Sequence[Mapping[str, Any]]) -> Met:
+    def end(self, name: str, said: Sequence[Mapping[str, Any]]) -> AgreedContents:
         """What this rank is to save, by what each rank has ``said``: what ``begin`` gave there. All ranks call this."""
         digests = [str(each["digest"]) for each in said]
         if len({each["alike"] for each in said}) > 1:
             own = self._add_own(name)
             digests = [checksum_of(f"{digest} {own}".encode()) for digest in digests]
-        agreed, rank = self._meetings.agree(self._inventories, digests, name), self._ranks.rank
+        agreed, rank = self._exchanges.agree(self._inventories, digests, name), self._ranks.rank
         stepped = {_place_of(local_of(parameter)) for parameter in self._what.stepped}
-        return Met(
+        return AgreedContents(
             contents=self._contents,
             parts={
                 kind: list(_parts(agreed.metas[kind], held, rank, stepped)) for kind, held in self._contents.by_kind()
@@ -176,9 +176,9 @@ def _place_of(tensor: torch.Tensor) -> int:
 
 # --- has every rank write its part of a checkpoint, and the first one make it exist ----------------------------------
 # Each element is written once, by one of the ranks that have it. What ranks tell one another of what they hold is in
-# SaveMeeting, what the thread of an async save does in background.py. Nothing is decided here of where checkpoints lie
-# among each other, which is fsdp/checkpoint/folder/job_folder.py's affair, nor of what comes before what on the disk,
-# which is rank_files.py's.
+# InventoryExchange, what the thread of an async save does in background.py. Nothing is decided here of where
+# checkpoints lie among each other, which is fsdp/checkpoint/folder/job_folder.py's affair, nor of what comes before
+# what on the disk, which is rank_files.py's.
 
 _SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
 
@@ -188,7 +188,7 @@ def _raise(error: CheckpointError) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Manner:
+class AsyncSaveMode:
     """How one async save behaves: whether it waits for the one before, overlaps passes, and is written at once."""
 
     waits: bool = True
@@ -216,7 +216,7 @@ class Saver:
         self._run = run
         self._retention = retention
         self._staging = staging
-        self._meetings = Meetings(ranks)
+        self._exchanges = InventoryExchanges(ranks)
         self._under_way: BackgroundSave | None = None
         self._copying: Copying | None = None
         self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
@@ -243,12 +243,12 @@ class Saver:
 
         agree_on(self._ranks, request.ask)  # before anything is done
         try:
-            met = self._meet(name, request.what, request.ask, make if rank == 0 else None)
-            writing = self._writing(folder, name, met, draft)
+            agreed = self._exchange_inventories(name, request.what, request.ask, make if rank == 0 else None)
+            writing = self._writing(folder, name, agreed, draft)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
-                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in met.parts.items()}
+                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in agreed.parts.items()}
                 return storage.within(lambda: writing.write(shards), doing)
 
             of_ranks = storage.together(write, doing, is_patient=False)
@@ -273,38 +273,40 @@ class Saver:
         self._run.note_save(request.step)
         return writing.path
 
-    def _writing(self, folder: JobFolder, name: str, met: Met, draft: Commit) -> Writing:
+    def _writing(self, folder: JobFolder, name: str, agreed: AgreedContents, draft: Commit) -> Writing:
         """The writer of this rank's files of a checkpoint."""
         is_first = self._ranks.rank == 0
-        state = {**met.contents.state, VALUES: met.values}
+        state = {**agreed.contents.state, VALUES: agreed.values}
         return Writing(
             folder,
             name,
             draft,
-            generation=met.generation,
+            generation=agreed.generation,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
-            descriptions=met.descriptions,
+            descriptions=agreed.descriptions,
             state=json.dumps(state, allow_nan=False).encode() if is_first else b"",
         )
 
-    def _meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
+    def _exchange_inventories(
+        self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None
+    ) -> AgreedContents:
         """Collect this rank's contents, call ``and_then`` with this rank's generation, and exchange inventories.
 
         The first rank's generation is the save's, so that ``and_then`` is given on the first rank alone.
         """
         doing = _beginning(name)
-        meeting = self._meetings.of(what)
+        exchange = self._exchanges.of(what)
 
         def begin() -> dict[str, Any]:
             self._storage.refuse_if(self._late is not None and not self._late.is_over, doing)
             self._late = None
-            said = meeting.begin()
+            said = exchange.begin()
             if and_then is not None:
                 and_then(said["generation"])
             return said
 
-        return meeting.end(name, agree_and_gather(self._ranks, ask, begin, doing))
+        return exchange.end(name, agree_and_gather(self._ranks, ask, begin, doing))
 
     # ---- async saves ----
 
@@ -319,22 +321,22 @@ class Saver:
         is_made = self._staging is not None and not self._staging.is_being_made
         return self.can_save and is_made and (self._under_way is None or not _is_running(self._under_way))
 
-    def save_async(self, folder: JobFolder, draft: Commit, request: SaveRequest, manner: Manner) -> Path | None:
+    def save_async(self, folder: JobFolder, draft: Commit, request: SaveRequest, mode: AsyncSaveMode) -> Path | None:
         """Begin an async save; gives its folder. What it holds may change on return, or after ``finish_staging``.
 
-        A failure is raised by ``settle``, or goes to ``manner.on_failed`` in the next call of this, which waits for the
-        save before it. None, and no save begins, where another one is under way and ``manner`` does not wait.
+        A failure is raised by ``settle``, or goes to ``mode.on_failed`` in the next call of this, which waits for the
+        save before it. None, and no save begins, where another one is under way and ``mode`` does not wait.
         """
         staging, board = self._staging, self._ranks.board
         assert staging is not None and board is not None
         after = self._under_way or self._last
-        met = self._meet_after_the_last(request, manner)
-        if met is None:
+        agreed = self._exchange_after_the_last(request, mode)
+        if agreed is None:
             return None
-        writing, seconds = self._writing(folder, request.name, met, draft), self._storage.seconds
+        writing, seconds = self._writing(folder, request.name, agreed, draft), self._storage.seconds
         save = BackgroundSave(
             writing,
-            Letters(board, name=met.generation, seconds=seconds),
+            Letters(board, name=agreed.generation, seconds=seconds),
             staging,
             replaces=request.replaces,
             retention=self._retention,
@@ -342,23 +344,23 @@ class Saver:
             after=after,
         )
         self.drop_held()
-        if manner.starts:
+        if mode.starts:
             self._under_way = save
         try:
             later: list[tuple[WrittenPart, memoryview]] = []
-            save.shards = staging.hold(met.parts, later if manner.overlaps else None)
+            save.shards = staging.hold(agreed.parts, later if mode.overlaps else None)
             keep = partial(staging.keep, save.shards, writing)
             save.copying = self._copying = Copying(later, keep) if later else None
             if not later:
                 keep()
-            if manner.starts:
+            if mode.starts:
                 save.start()
             else:
                 self._held = save
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             self._give_up_copying()
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
-            if not manner.starts:
+            if not mode.starts:
                 _logger.warning("what there is was not copied: %s", save.error)
         except BaseException:
             self._give_up_copying()
@@ -535,13 +537,18 @@ class Saver:
         staging = self._staging
         if staging is None:
             return
-        met, host = self._meet("to come", what, lambda: "make ready for saving", None), self._ranks.host
+        agreed, host = (
+            self._exchange_inventories("to come", what, lambda: "make ready for saving", None),
+            self._ranks.host,
+        )
         wants = gather_or_raise(
-            self._ranks, lambda: [host, staging.num_missing(met.parts), free_bytes()], "looking for memory to save from"
+            self._ranks,
+            lambda: [host, staging.num_missing(agreed.parts), free_bytes()],
+            "looking for memory to save from",
         )
         why_not = why_no_room((host, wanted, free) for host, wanted, free in wants)
         if why_not is None:
-            staging.make_ready(met.parts)
+            staging.make_ready(agreed.parts)
             return
         self._staging = None
         staging.close()
@@ -551,33 +558,33 @@ class Saver:
                 why_not,
             )
 
-    def _meet_after_the_last(self, request: SaveRequest, manner: Manner) -> Met | None:
-        """Wait for the save under way and exchange inventories for this one; None where ``manner`` does not wait."""
+    def _exchange_after_the_last(self, request: SaveRequest, mode: AsyncSaveMode) -> AgreedContents | None:
+        """Wait for the save under way and exchange inventories for this one; None where ``mode`` does not wait."""
         name, what, ask, last = request.name, request.what, request.ask, self._under_way
         if last is None:
-            return self._meet(name, what, ask, None)
+            return self._exchange_inventories(name, what, ask, None)
         self.finish_staging()
-        meeting = self._meetings.of(what)
+        exchange = self._exchanges.of(what)
         while True:
             answers = agree_and_gather(
                 self._ranks,
                 ask,
-                lambda: [_is_running(last), last.seconds > self._storage.seconds, _failure_in(last), meeting.begin()],
+                lambda: [_is_running(last), last.seconds > self._storage.seconds, _failure_in(last), exchange.begin()],
                 _beginning(name),
             )
             if not any(is_running for is_running, *_ in answers):
                 break
-            if not manner.waits and not any(is_late for _, is_late, *_ in answers):
+            if not mode.waits and not any(is_late for _, is_late, *_ in answers):
                 return None
             self._wait_for(last)
         try:
             self._conclude(last, [failure for *_, failure, _ in answers])
         except CheckpointError as error:
-            manner.on_failed(error)
+            mode.on_failed(error)
         ask()  # again, now that it is known what there is: it raises on all ranks alike
         if self._late is not None:  # the others are to hear of that too
-            return self._meet(name, what, ask, None)
-        return meeting.end(name, [said for *_, said in answers])
+            return self._exchange_inventories(name, what, ask, None)
+        return exchange.end(name, [said for *_, said in answers])
 
 
 def _beginning(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The carrier: buckets of several types, cut in any way, arrive whole; a rank without memory is heard of by all."""
+"""The exchange: buckets of several types, cut in any way, arrive whole; a rank without memory is heard of by all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, Freight, Router
-from elastic_ext.fsdp.reshard.exchange import Carrier
+from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, BucketPlan, Router
+from elastic_ext.fsdp.reshard.exchange import BucketExchange
 from tests.support.ranks import RankPool
 
 TYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.int64, torch.bool)
@@ -75,16 +75,16 @@ def _carried(rank: int, seed: int) -> int:
     num_ranks = dist.get_world_size()
     draw = random.Random(seed)
     tensors, items = _cargo(draw, num_ranks)
-    freight = Freight(items, draw.choice([0, 500, 1 << 20]))
+    bucket_plan = BucketPlan(items, draw.choice([0, 500, 1 << 20]))
     group = dist.group.WORLD
     assert group is not None
-    carrier = Carrier(freight.staged[rank], group=group, device=torch.device("cpu"))
-    for bucket in freight.buckets:
+    exchange = BucketExchange(bucket_plan.staged_bytes[rank], group=group, device=torch.device("cpu"))
+    for bucket in bucket_plan.buckets:
         old, new = _old_and_new(bucket, tensors, rank)
-        assert carrier.carry(bucket, (old, new))
+        assert exchange.carry(bucket, (old, new))
         for at, (item, target) in enumerate(zip(bucket.items, new, strict=True)):
             assert torch.equal(target, _part(tensors[bucket.first + at], item.new.boxes[rank])), (seed, item.name)
-    return sum(bucket.num_sent > 0 for bucket in freight.buckets)
+    return sum(bucket.sent_bytes > 0 for bucket in bucket_plan.buckets)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -95,15 +95,15 @@ def test_tensors_of_several_types_arrive_whole(ranks: RankPool, num_ranks: int) 
 def _without_memory(rank: int) -> list[bool]:
     """What ranks hear of three buckets, rank 1 having no memory for the second."""
     tensors, items = _cargo(random.Random(5), dist.get_world_size())
-    exchanged = [bucket for bucket in Freight(items, 0).buckets if bucket.num_sent][:3]
+    exchanged = [bucket for bucket in BucketPlan(items, 0).buckets if bucket.sent_bytes][:3]
     group = dist.group.WORLD
     assert group is not None
-    most_bytes = max(bucket.exchanged[rank] for bucket in exchanged)
-    carrier = Carrier(most_bytes, group=group, device=torch.device("cpu"))
+    most_bytes = max(bucket.exchanged_bytes[rank] for bucket in exchanged)
+    exchange = BucketExchange(most_bytes, group=group, device=torch.device("cpu"))
     heard = []
     for at, bucket in enumerate(exchanged):
         old, new = _old_and_new(bucket, tensors, rank)
-        heard.append(carrier.carry(bucket, None if rank == 1 and at == 1 else (old, new)))
+        heard.append(exchange.carry(bucket, None if rank == 1 and at == 1 else (old, new)))
     return heard
 
 

@@ -1,4 +1,4 @@
-"""Freight: buckets that ranks exchange, carried out in numpy: the new layout, within the memory that was told."""
+"""BucketPlan: buckets that ranks exchange, carried out in numpy: the new layout, within the memory that was told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.plan import Degrees
-from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, Freight, Router
+from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, BucketPlan, Router
 from tests.support.layouts import Array, memory_of, num_elements, overlapping, ranges, shapes, strided, tensor_of
 from tests.support.layouts import meshes as meshes_of
 
@@ -36,7 +36,7 @@ def items(draw: st.DrawFn, num_ranks: int, number: int) -> BucketItem:
 
 
 @st.composite
-def cargoes(draw: st.DrawFn) -> list[BucketItem]:
+def item_lists(draw: st.DrawFn) -> list[BucketItem]:
     num_ranks = draw(st.integers(1, 6))
     return [draw(items(num_ranks, number)) for number in range(draw(st.integers(0, 4)))]
 
@@ -64,16 +64,16 @@ def _carry(bucket: Bucket, sources: list[list[Array]]) -> tuple[list[list[Array]
     return new, exchanged
 
 
-@given(cargoes(), st.integers(0, 600))
+@given(item_lists(), st.integers(0, 600))
 def test_buckets_bring_every_tensor_to_its_new_layout_within_the_load_that_they_tell(
-    cargo: list[BucketItem], most_bytes: int
+    items: list[BucketItem], most_bytes: int
 ) -> None:
-    freight = Freight(cargo, most_bytes)
-    tensors = [tensor_of(item.old.shape) for item in cargo]
-    memories = [[memory_of(tensor, box) for box in item.old.boxes] for item, tensor in zip(cargo, tensors, strict=True)]
-    num_ranks = len(cargo[0].old.boxes) if cargo else 0
-    before, peak, num_sent = _sizes(memories, num_ranks), [0] * num_ranks, 0
-    for bucket in freight.buckets:
+    bucket_plan = BucketPlan(items, most_bytes)
+    tensors = [tensor_of(item.old.shape) for item in items]
+    memories = [[memory_of(tensor, box) for box in item.old.boxes] for item, tensor in zip(items, tensors, strict=True)]
+    num_ranks = len(items[0].old.boxes) if items else 0
+    before, peak, sent_bytes = _sizes(memories, num_ranks), [0] * num_ranks, 0
+    for bucket in bucket_plan.buckets:
         own = slice(bucket.first, bucket.first + len(bucket.items))
         held = _sizes(memories, num_ranks)
         new, exchanged = _carry(bucket, memories[own])
@@ -85,18 +85,21 @@ def test_buckets_bring_every_tensor_to_its_new_layout_within_the_load_that_they_
             )
             for rank in range(num_ranks)
         ]
-        assert all(size <= staged for size, staged in zip(exchanged, freight.staged, strict=True))
-        peak = [max(each) for each in zip(peak, map(sum, zip(held, fresh, freight.staged, strict=True)), strict=True)]
-        num_sent += sum(exchanged) // 2
-        assert bucket.num_sent == sum(exchanged) // 2
+        assert all(size <= staged for size, staged in zip(exchanged, bucket_plan.staged_bytes, strict=True))
+        peak = [
+            max(each)
+            for each in zip(peak, map(sum, zip(held, fresh, bucket_plan.staged_bytes, strict=True)), strict=True)
+        ]
+        sent_bytes += sum(exchanged) // 2
+        assert bucket.sent_bytes == sum(exchanged) // 2
         memories[own] = new
-    for item, tensor, targets in zip(cargo, tensors, memories, strict=True):
+    for item, tensor, targets in zip(items, tensors, memories, strict=True):
         for box, target in zip(item.new.boxes, targets, strict=True):
             assert np.array_equal(target, memory_of(tensor, box))
     after = _sizes(memories, num_ranks)
     over = [most - max(ends) for most, *ends in zip(peak, before, after, strict=True)]
-    assert freight.load == max(over, default=0)
-    assert freight.num_sent == num_sent == sum(item.num_sent for item in cargo)
+    assert bucket_plan.extra_bytes == max(over, default=0)
+    assert bucket_plan.sent_bytes == sent_bytes == sum(item.sent_bytes for item in items)
 
 
 def _sizes(memories: list[list[Array]], num_ranks: int) -> list[int]:
@@ -104,12 +107,12 @@ def _sizes(memories: list[list[Array]], num_ranks: int) -> list[int]:
     return [sum(of_item[rank].nbytes for of_item in memories) for rank in range(num_ranks)]
 
 
-@given(cargoes(), st.integers(0, 600))
+@given(item_lists(), st.integers(0, 600))
 def test_buckets_have_all_items_in_order_and_keep_to_the_limit_unless_they_have_one(
-    cargo: list[BucketItem], most_bytes: int
+    items: list[BucketItem], most_bytes: int
 ) -> None:
-    buckets = Freight(cargo, most_bytes).buckets
-    assert [item for bucket in buckets for item in bucket.items] == cargo
+    buckets = BucketPlan(items, most_bytes).buckets
+    assert [item for bucket in buckets for item in bucket.items] == items
     assert [bucket.first for bucket in buckets] == [
         sum(len(before.items) for before in buckets[:at]) for at in range(len(buckets))
     ]
@@ -120,15 +123,15 @@ def test_buckets_have_all_items_in_order_and_keep_to_the_limit_unless_they_have_
 
 def _fits(items: Sequence[BucketItem], most_bytes: int) -> bool:
     """Three quarters for what is exchanged, one for what is there twice."""
-    exchanged = max(map(sum, zip(*(item.exchanged for item in items), strict=True)))
-    doubled = max(map(sum, zip(*(map(min, item.taken, item.given_back) for item in items), strict=True)))
+    exchanged = max(map(sum, zip(*(item.exchanged_bytes for item in items), strict=True)))
+    doubled = max(map(sum, zip(*(map(min, item.taken_bytes, item.freed_bytes) for item in items), strict=True)))
     for_exchange = most_bytes * 3 // 4
     return exchanged <= for_exchange and doubled <= most_bytes - for_exchange
 
 
 @given(st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=12), st.data())
 def test_a_change_of_all_tensors_alike_takes_two_buckets_or_what_one_of_them_needs(
-    cargo: list[tuple[tuple[int, ...], int]], data: st.DataObject
+    tensors: list[tuple[tuple[int, ...], int]], data: st.DataObject
 ) -> None:
     num_ranks = data.draw(st.sampled_from([1, 2, 3, 4, 6]))
     degrees = [Degrees(num_ranks // shard, shard) for shard in range(1, num_ranks + 1) if num_ranks % shard == 0]
@@ -136,38 +139,43 @@ def test_a_change_of_all_tensors_alike_takes_two_buckets_or_what_one_of_them_nee
     router = Router()
     items = [
         router.item(f"{at}", old.layout(shape), new.layout(shape), item_bytes)
-        for at, (shape, item_bytes) in enumerate(cargo)
+        for at, (shape, item_bytes) in enumerate(tensors)
         if shape
     ]
     most_bytes = data.draw(st.integers(0, 400))
-    for_exchange = max([most_bytes * 3 // 4, *(max(item.exchanged) for item in items)])
+    for_exchange = max([most_bytes * 3 // 4, *(max(item.exchanged_bytes) for item in items)])
     for_doubles = max(
-        [most_bytes - most_bytes * 3 // 4, *(max(map(min, item.taken, item.given_back)) for item in items)]
+        [most_bytes - most_bytes * 3 // 4, *(max(map(min, item.taken_bytes, item.freed_bytes)) for item in items)]
     )
-    assert Freight(items, most_bytes).load <= for_exchange + for_doubles
+    assert BucketPlan(items, most_bytes).extra_bytes <= for_exchange + for_doubles
 
 
-@given(cargoes())
-def test_nothing_is_sent_to_who_has_it_or_whose_part_stays(cargo: list[BucketItem]) -> None:
-    for item in cargo:
+@given(item_lists())
+def test_nothing_is_sent_to_who_has_it_or_whose_part_stays(items: list[BucketItem]) -> None:
+    for item in items:
         stays = {rank for rank, (old, new) in enumerate(zip(item.old.boxes, item.new.boxes, strict=True)) if old == new}
         assert not any(move.target in stays for move in item.moves)
-        assert item.num_sent <= ITEM_BYTES * num_elements(item.moves)
+        assert item.sent_bytes <= ITEM_BYTES * num_elements(item.moves)
         for rank in stays:
             gives = sum(move.num_elements for move in item.moves if move.source == rank != move.target)
-            assert item.exchanged[rank] == ITEM_BYTES * gives
-            assert item.taken[rank] == item.given_back[rank] == 0
+            assert item.exchanged_bytes[rank] == ITEM_BYTES * gives
+            assert item.taken_bytes[rank] == item.freed_bytes[rank] == 0
 
 
 def test_a_tensor_that_stays_takes_nothing() -> None:
     layout = Layout((4, 2), (Box.block((4, 2), (0, 0), (2, 2)), Box.block((4, 2), (2, 0), (4, 2))))
-    freight = Freight([Router().item("weight", layout, layout, 4)], 0)
-    assert (freight.load, freight.num_sent, freight.staged, list(freight.items[0].moves)) == (0, 0, [0, 0], [])
+    bucket_plan = BucketPlan([Router().item("weight", layout, layout, 4)], 0)
+    assert (
+        bucket_plan.extra_bytes,
+        bucket_plan.sent_bytes,
+        bucket_plan.staged_bytes,
+        list(bucket_plan.items[0].moves),
+    ) == (0, 0, [0, 0], [])
 
 
 def test_no_items_make_no_bucket() -> None:
-    freight = Freight([], 100)
-    assert (freight.buckets, freight.load, freight.num_sent) == ([], 0, 0)
+    bucket_plan = BucketPlan([], 100)
+    assert (bucket_plan.buckets, bucket_plan.extra_bytes, bucket_plan.sent_bytes) == ([], 0, 0)
 
 
 def test_of_replicas_that_could_give_several_take_turns() -> None:
