@@ -7,6 +7,7 @@
     elastic-ext config diff [FROM [TO]]        what differs between two versions
     elastic-ext config history                 every version, with its reason
     elastic-ext config undo                    the content before this one, as a new version
+    elastic-ext config schema                  the JSON Schema of the file, for editors
 
     elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
     elastic-ext events [RUN_DIR] --follow      what has happened, and what does
@@ -37,12 +38,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 
 from elastic_ext.agent.control import AgentFailed, AgentRefused, ControlError
 from elastic_ext.config.keys import KEYS
+from elastic_ext.config.schema import json_schema
 from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
 from elastic_ext.master.address import MasterPlace, add_master_arguments, named_master
 from elastic_ext.records.text import on_one_line
@@ -101,6 +104,11 @@ def _run_config(options: argparse.Namespace) -> int:
         return 1
     encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
     sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
+    return 0
+
+
+def _run_schema(options: argparse.Namespace) -> int:
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
     return 0
 
 
@@ -199,6 +207,8 @@ def _parser() -> argparse.ArgumentParser:
         which = by_name[name].add_mutually_exclusive_group()
         which.add_argument("--file", type=path_of, help="the config file")
         add_master_arguments(by_name[name], which)
+    schema = commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA)
+    schema.set_defaults(run=_run_schema)
     by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
     by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
     by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
@@ -251,6 +261,7 @@ _HELP = {
 }
 
 
+_SCHEMA = "the JSON Schema of the config file, by which an editor completes and checks it"
 _EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
 _STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
 of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,

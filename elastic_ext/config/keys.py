@@ -39,6 +39,7 @@ __all__ = [
     "ParallelismSection",
     "Rule",
     "Scalar",
+    "Schema",
     "Section",
     "Text",
     "TuningSection",
@@ -68,13 +69,20 @@ _INITIALS_SIMILARITY = 0.95  # what a name counts for that is the initials of a 
 UserValue: TypeAlias = "bool | int | float | str | tuple[UserValue, ...] | None"
 KnobBounds: TypeAlias = tuple[UserValue, ...]
 Value: TypeAlias = "UserValue | dict[str, KnobBounds]"
+Schema: TypeAlias = "dict[str, Any]"
 
 
 class Rule(Protocol):
-    """Which values a key may have. ``check`` gives the value as it is kept; ValueError means that it is not allowed."""
+    """Which values a key may have. ``check`` gives the value as it is kept; ValueError means that it is not allowed.
+
+    ``schema`` says the same as JSON Schema, as far as that has words for it.
+    """
 
     @property
     def allowed(self) -> str: ...
+
+    @property
+    def schema(self) -> Schema: ...
 
     def check(self, value: object) -> Value: ...
 
@@ -90,6 +98,10 @@ class Integer:
     def allowed(self) -> str:
         upper = "" if self.at_most == LARGEST_INTEGER else f" and <= {self.at_most}"
         return f"an integer >= {self.at_least}{upper}"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.at_least, "maximum": self.at_most}
 
     def check(self, value: object) -> int:
         if type(value) is int and value > self.at_most:
@@ -116,6 +128,11 @@ class Number:
         ]
         return "a number " + " and ".join(bound for bound in bounds if bound)
 
+    @property
+    def schema(self) -> Schema:
+        bounds = {"exclusiveMinimum": self.above, "minimum": self.at_least, "maximum": self.at_most}
+        return {"type": "number", **{name: bound for name, bound in bounds.items() if bound is not None}}
+
     def check(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(self.allowed)
@@ -140,6 +157,10 @@ class Boolean:
 
     allowed: str = "true or false"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
     def check(self, value: object) -> bool:
         if not isinstance(value, bool):
             raise ValueError(self.allowed)
@@ -155,6 +176,10 @@ class Text:
     @property
     def allowed(self) -> str:
         return f"text of at most {self.at_most} characters"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "string", "maxLength": self.at_most}
 
     def check(self, value: object) -> str:
         if not isinstance(value, str) or len(value) > self.at_most or not can_be_written(value):
@@ -172,6 +197,10 @@ class OneOf:
     def allowed(self) -> str:
         return "one of " + ", ".join(f'"{word}"' for word in self.words)
 
+    @property
+    def schema(self) -> Schema:
+        return {"enum": list(self.words)}
+
     def check(self, value: object) -> str:
         if not isinstance(value, str) or value not in self.words:
             raise ValueError(self.allowed)
@@ -183,6 +212,10 @@ class BlocksOrWhole:
     """How many blocks make one unit, or the whole model."""
 
     allowed: str = 'an integer >= 1 (blocks), or "whole"'
+
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [Integer(1).schema, {"const": "whole"}]}
 
     def check(self, value: object) -> int | str:
         if value == "whole":
@@ -203,6 +236,10 @@ class OrTorch:
     def allowed(self) -> str:
         return f'{self.number.allowed}, or "{TORCH}"'
 
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [self.number.schema, {"const": TORCH}]}
+
     def check(self, value: object) -> Value:
         if value == TORCH:
             return TORCH
@@ -217,6 +254,10 @@ class UserValueRule:
     """A JSON scalar or a list of such values; lists are kept as tuples, so that nobody changes them in place."""
 
     allowed: str = "a JSON scalar or a list of scalars or lists"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": ["null", "boolean", "number", "string", "array"]}
 
     def check(self, value: object) -> UserValue:
         return self._kept(value, _MOST_LISTS)
@@ -253,6 +294,10 @@ class Bounds:
     def allowed(self) -> str:
         return f"[min, max] or a list of choices, each {self.knob.allowed}"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "array", "minItems": 1, "items": self.knob.schema}
+
     def check(self, value: object) -> KnobBounds:
         if not isinstance(value, (list, tuple)) or not value:
             raise ValueError(self.allowed)
@@ -272,6 +317,13 @@ class KnobRules:
 
     rules: Mapping[str, Rule]
     allowed: str = "an object: per knob [min, max] or a list of choices"
+
+    @property
+    def schema(self) -> Schema:
+        knobs = {
+            name: {"description": Bounds(rule).allowed, **Bounds(rule).schema} for name, rule in self.rules.items()
+        }
+        return {"type": "object", "properties": knobs, "additionalProperties": False}
 
     def check(self, value: object) -> dict[str, KnobBounds]:
         if not isinstance(value, Mapping):
