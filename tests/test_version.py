@@ -8,6 +8,10 @@ import subprocess
 import sys
 from importlib import metadata
 
+import pytest
+import torch
+
+from elastic_ext.agent.arguments import parse
 from elastic_ext.version import VERSION
 from tests.support.masters import ROOT
 
@@ -20,6 +24,25 @@ def test_it_is_written_in_one_place() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     assert setup["metadata"]["version"] == "attr: elastic_ext.version.VERSION"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["elastic_ext.cli"], f"elastic-ext {VERSION}"),
+        (["elastic_ext.run"], f"elastic-run {VERSION}, torch {torch.__version__}"),
+        (["elastic_ext.master"], f"elastic_ext.master {VERSION}"),
+    ],
+)
+def test_each_command_tells_it(command: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--version"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+
+
+def test_a_scripts_own_version_is_the_scripts() -> None:
+    assert parse(["train.py", "--version"], {}).training_script_args == ["--version"]
 
 
 def test_a_master_loads_nothing_that_looks_through_what_is_installed() -> None:

@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+from elastic_ext.version import VERSION
 
 __all__ = [
     "OF_AGENT",
@@ -55,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     found: argparse.ArgumentParser = get_args_parser()
     found.prog = "elastic-run"
     found.description = "Start the workers of a training job on this machine, watch them, and say what becomes of them."
+    found.add_argument("--version", action="version", version=f"elastic-run {VERSION}, torch {torch.__version__}")
     own = found.add_argument_group("elastic_ext")
     own.add_argument(
         "--job",

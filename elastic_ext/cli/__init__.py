@@ -49,6 +49,7 @@ from elastic_ext.config.schema import json_schema
 from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
 from elastic_ext.master.address import MasterPlace, add_master_arguments, named_master
 from elastic_ext.records.text import on_one_line
+from elastic_ext.version import VERSION
 
 from .ckpt import Terminal, add_commands, path_of
 from .config import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
@@ -184,6 +185,7 @@ def _run_report(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
+    parser.add_argument("--version", action="version", version=f"elastic-ext {VERSION}")
     groups = parser.add_subparsers(required=True)
     groups.add_parser("run", help="start the workers of a job on this machine: elastic-run")
     add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))

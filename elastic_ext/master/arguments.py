@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from elastic_ext.records.text import expanded
+from elastic_ext.version import VERSION
 
 from .tuning import Mode
 
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "Training goes on without it.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"elastic_ext.master {VERSION}")
     parser.add_argument("--port", type=_port, required=True, help="to listen at; 0 for any that is free")
     parser.add_argument(
         "--port-file", type=_path, help="the file to write the port into, once the master listens at it"
