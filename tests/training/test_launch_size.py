@@ -99,10 +99,11 @@ def train(launcher: str, environs: Environs, folder: Path, *arguments: str) -> t
     script = folder / "script.py"
     script.write_text(SCRIPT)
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(begun([str(script), *arguments], env={**environ, "STORAGE": str(folder / "storage")}))
-            for environ in environs[launcher]
-        ]
+        processes = []
+        for environ in environs[launcher]:
+            process = begun([str(script), *arguments], env={**environ, "STORAGE": str(folder / "storage")})
+            processes.append(process)
+            stack.enter_context(process)
         outputs = [process.communicate(timeout=LAUNCH_SECONDS)[0] for process in processes]
         return [process.wait() for process in processes], "".join(outputs)
 
