@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from torch import nn
 
 from elastic_ext.training.options import LaunchSize
 from tests.support.nodes import ELASTIC_RUN, TORCHRUN
-from tests.support.scripts import begun
+from tests.support.ranks import RankPool
+from tests.support.scripts import begun, forked_from
+from tests.support.thinning import the_first
 from tests.support.training import make_model, trainer_of
 
 LAUNCH_SECONDS = 120.0
@@ -52,38 +56,80 @@ print(f"rank {rank} from {begun} to {trainer.global_step}", flush=True)
 """
 
 
-def launch(launcher: tuple[str, ...], folder: Path, *arguments: str) -> tuple[int, str]:
+WITNESS = """
+import json, os, sys
+
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(dict(os.environ), file)
+"""
+LAUNCHERS = {"torchrun": TORCHRUN, "elastic-run": ELASTIC_RUN}
+Environs = dict[str, list[dict[str, str]]]
+
+
+def launch(launcher: str, folder: Path, source: str, *arguments: str) -> tuple[list[int], str]:
     """The status of a launch of two processes, and all that was written."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(source)
     left_out = ("PET_", "ELASTIC_EXT", "TORCHELASTIC")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     environ |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
     environ |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), "STORAGE": str(folder / "storage")}
-    command = [*launcher, "--standalone", "--nproc-per-node=2", str(script), *arguments]
+    command = [*LAUNCHERS[launcher], "--standalone", "--nproc-per-node=2", str(script), *arguments]
     with begun(command, env=environ) as process:
         output, _ = process.communicate(timeout=LAUNCH_SECONDS)
-        return process.wait(), output
+        return [process.wait()], output
+
+
+@pytest.fixture(scope="module")
+def environs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Environs:
+    """By launcher, what two processes have found in their environment that it had started."""
+    found = {}
+    for name in LAUNCHERS:
+        folder = tmp_path_factory.mktemp(name)
+        with forked_from(lambda: ranks):
+            statuses, output = launch(name, folder, WITNESS, str(folder))
+        assert statuses == [0], output
+        found[name] = [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
+    return found
+
+
+def train(launcher: str, environs: Environs, folder: Path, *arguments: str) -> tuple[list[int], str]:
+    """As ``launch`` of the script, but that its processes are forked, with the launcher's environment: they need not
+    import torch."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    with ExitStack() as stack:
+        processes = []
+        for environ in environs[launcher]:
+            process = begun([str(script), *arguments], env={**environ, "STORAGE": str(folder / "storage")})
+            processes.append(process)
+            stack.enter_context(process)
+        outputs = [process.communicate(timeout=LAUNCH_SECONDS)[0] for process in processes]
+        return [process.wait() for process in processes], "".join(outputs)
 
 
 @pytest.mark.usefixtures("forked_jobs")
-@pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "elastic-run"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("is_launched", the_first([False, True]), ids=["in its environment", "launched"])
 def test_two_processes_without_a_process_group_are_refused_before_anything_is_saved(
-    launcher: tuple[str, ...], tmp_path: Path
+    is_launched: bool, launcher: str, environs: Environs, tmp_path: Path
 ) -> None:
-    status, output = launch(launcher, tmp_path)
-    assert status != 0
+    statuses, output = launch(launcher, tmp_path, SCRIPT) if is_launched else train(launcher, environs, tmp_path)
+    assert 0 not in statuses
     assert REFUSED.search(output), output
     assert not (tmp_path / "storage").exists()
 
 
 @pytest.mark.usefixtures("forked_jobs")
+@pytest.mark.parametrize("is_launched", the_first([False, True]), ids=["in its environment", "launched"])
 def test_two_processes_each_with_a_group_of_one_train_and_resume_each_for_itself_under_either_launcher(
-    tmp_path: Path,
+    is_launched: bool, environs: Environs, tmp_path: Path
 ) -> None:
-    for launcher, first in ((TORCHRUN, 0), (ELASTIC_RUN, 4)):
-        status, output = launch(launcher, tmp_path, "alone")
-        assert status == 0, output
+    for launcher, first in zip(LAUNCHERS, (0, 4), strict=True):
+        statuses, output = (
+            launch(launcher, tmp_path, SCRIPT, "alone") if is_launched else train(launcher, environs, tmp_path, "alone")
+        )
+        assert set(statuses) == {0}, output
         for rank in (0, 1):
             assert f"rank {rank} from {first} to {first + 4}" in output, output
     jobs = [folder.name for folder in (tmp_path / "storage" / "fsdp_checkpoint").iterdir()]

@@ -198,7 +198,7 @@ def equal_rank(rank: int, folder: Path, way: str, num_micro_steps: int, most: fl
             assert found == expected, (name, exactly)
 
 
-@pytest.mark.parametrize(("num_micro_steps", "most"), the_first([(4, 0.05), (1, None)]))
+@pytest.mark.parametrize(("num_micro_steps", "most"), the_first([(2, 0.05), (4, 0.05), (1, None)]))
 @pytest.mark.parametrize("way", the_first(WAYS, 2))
 def test_a_step_is_that_of_a_loop_by_hand(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int, most: float | None

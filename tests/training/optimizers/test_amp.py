@@ -24,6 +24,7 @@ from elastic_ext import ElasticScaler, StepError
 from tests.support.faults import Fault, Faults, PlantedFault
 from tests.support.loops import seen_by
 from tests.support.ranks import RankPool
+from tests.support.thinning import each_once
 from tests.support.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 
 NUM_STEPS = 6
@@ -37,9 +38,9 @@ MADE: dict[str, Callable[[Parameters], Optimizer]] = {
     "AdamW": lambda parts: AdamW(parts, lr=0.02),
     "AdamW fused": lambda parts: AdamW(parts, lr=0.02, fused=True),
 }
-each_optimizer = pytest.mark.parametrize("made", list(MADE))
 each_fused = pytest.mark.parametrize("made", ["AdamW", "AdamW fused"])
 each_cut = pytest.mark.parametrize("micro_steps", [1, 4])
+each_fused_and_cut = pytest.mark.parametrize(("made", "micro_steps"), each_once(["AdamW", "AdamW fused"], [1, 4]))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,13 +167,12 @@ def places(micro_steps: int) -> list[Place]:
     return [(1, micro_steps - 1), (4, 0)]
 
 
-@each_cut
-@each_optimizer
-@pytest.mark.parametrize("max_norm", [0.5, None])
+@pytest.mark.parametrize(("made", "cut_and_norm"), each_once(list(MADE), [(1, 0.5), (1, None), (4, 0.5), (4, None)]))
 @pytest.mark.parametrize("way", ["loss.backward", "trainer.backward", "bare"])
 def test_a_scaled_training_is_the_one_by_hand_and_steps_with_infinities_do_not_commit(
-    tmp_path: Path, way: str, max_norm: float | None, made: str, micro_steps: int
+    tmp_path: Path, way: str, made: str, cut_and_norm: tuple[int, float | None]
 ) -> None:
+    micro_steps, max_norm = cut_and_norm
     infinite = places(micro_steps)
     records, steps = by_trainer(tmp_path, made, micro_steps, infinite, way=way, max_norm=max_norm)
     assert records == by_hand(made, micro_steps, infinite, max_norm=max_norm)
@@ -207,8 +207,7 @@ def test_a_disabled_scaler_changes_nothing(tmp_path: Path, made: str, micro_step
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-@each_cut
-@each_optimizer
+@pytest.mark.parametrize(("made", "micro_steps"), each_once(list(MADE), [1, 4]))
 @pytest.mark.parametrize("way", ["loss.backward", "trainer.backward"])
 def test_bf16_autocast_is_the_training_by_hand(tmp_path: Path, way: str, made: str, micro_steps: int) -> None:
     arguments: dict[str, Any] = {"autocast": torch.bfloat16, "enabled": False}
@@ -243,8 +242,7 @@ def both_ways_rank(
     return steps, sum(one != other for one, other in zip(records, expected, strict=True))
 
 
-@each_cut
-@each_fused
+@each_fused_and_cut
 @pytest.mark.parametrize("way", ["loss.backward", "trainer.backward", "bare"])
 def test_infinities_on_one_rank_leave_the_step_out_on_all(
     ranks: RankPool, tmp_path: Path, way: str, made: str, micro_steps: int
@@ -484,8 +482,7 @@ def run_with(folder: Path, made: str, micro_steps: int, *phases: str, infinite: 
     return Run(folder, made, micro_steps, Faults(*faults), infinite).train()
 
 
-@each_cut
-@each_fused
+@each_fused_and_cut
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("phase", ["backward done", "unscaled", "clipped"])
 def test_a_step_that_fails_before_the_optimizer_begins_is_taken_again_with_the_same_bits(
