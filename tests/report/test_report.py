@@ -429,7 +429,7 @@ def test_effect_of_a_config_is_told_where_it_is_clear(tmp_path: Path) -> None:
 
 
 def test_events_of_many_ranks_are_one(tmp_path: Path) -> None:
-    write_job(tmp_path, 8, 600.0)
+    write_job(tmp_path, 8, 60.0)
     told = [each for each in gathered(tmp_path).happenings if each.kind == "config-applied"]
     assert [len(each.ranks) for each in told] == [8, 8]
 

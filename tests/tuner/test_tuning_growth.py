@@ -62,9 +62,11 @@ def _grown(facts: JobFacts | None = None, knobs: Mapping[str, Any] | None = None
 
 
 def _pace(size: int, noise: float, sized: Callable[[Point, int], dict[str, float]] = _seconds) -> float:
-    """Samples of the first size's worth per second, by the best micro-batches."""
+    """Samples of the first size's worth per second, by the best micro-batches; of those that make as many micro-steps,
+    which take the same time, the smallest is tried."""
     share = -(-size // 4)
-    best = min(sum(sized(Point(batch_size=each), share).values()) for each in range(1, share + 1))
+    micro_batches = {-(-share // num_micro_steps) for num_micro_steps in range(1, share + 1)}
+    best = min(sum(sized(Point(batch_size=each), share).values()) for each in micro_batches)
     return size / best * (noise + FIRST) / (noise + size)
 
 
