@@ -190,7 +190,7 @@ def in_words(comparison: Comparison) -> str:
     )
 
 
-def cost_of_calls(*, budget_seconds: float = BUDGET_SECONDS) -> DifferenceTable:
+def cost_of_calls(*, num_steps: int = NUM_OF_TINY, budget_seconds: float = BUDGET_SECONDS) -> DifferenceTable:
     """run() where nothing is guarded, by what it takes more than step()."""
     with tempfile.TemporaryDirectory() as folder, set_up(TINY, 1, Path(folder)) as (setup,), ExitStack() as stack:
 
@@ -199,8 +199,8 @@ def cost_of_calls(*, budget_seconds: float = BUDGET_SECONDS) -> DifferenceTable:
             training.run(NUM_WARMING)
 
             def run() -> Reading:
-                done = training.run(NUM_OF_TINY)
-                return Reading(value=done.cpu_seconds / NUM_OF_TINY, work=done.work)
+                done = training.run(num_steps)
+                return Reading(value=done.cpu_seconds / num_steps, work=done.work)
 
             return Side(name=NAMES[name], run=run)
 

@@ -46,7 +46,7 @@ def test_all_ways_lead_to_the_same_bits_and_guard_the_steps_that_they_say(tmp_pa
 
 
 def test_what_calls_cost_is_told_in_microseconds() -> None:
-    found = guard.cost_of_calls(budget_seconds=0.1)
+    found = guard.cost_of_calls(num_steps=20, budget_seconds=0.1)
     assert [row.name for row in found.rows] == [NAMES["step"], NAMES["auto"]]
     assert [row.at_most for row in found.rows] == [None, guard.MOST_SECONDS]
 

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
@@ -18,6 +18,7 @@ from elastic_ext.errors import ConfigError, ElasticError
 from tests.support.configs import LARGEST, VALUES, configs, dotted_values, unhurried
 from tests.support.thinning import each_once
 
+few_examples = settings(unhurried, max_examples=40)  # a whole config takes a while to be made up
 DESIGN_EXAMPLE = b"""{"version": 1,
  "dataloader": {"batch_size": 4, "num_workers": 2, "pin_memory": false},
  "optimizer": {"learning_rate": 0.001}}"""
@@ -322,7 +323,7 @@ def test_a_config_is_frozen() -> None:
         config.dataloader.batch_size = 8  # type: ignore[misc]
 
 
-@unhurried
+@few_examples
 @given(configs())
 def test_a_config_survives_pickle_and_copy(config: ElasticConfig) -> None:
     for twin in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
@@ -345,7 +346,7 @@ def test_the_label_names_version_and_revision(version: int, revision: int, label
 # ---- there and back ----
 
 
-@unhurried
+@few_examples
 @given(configs())
 def test_a_config_reads_back_as_it_was_written(config: ElasticConfig) -> None:
     twin = ElasticConfig.parse(config.to_json().encode())
@@ -355,7 +356,7 @@ def test_a_config_reads_back_as_it_was_written(config: ElasticConfig) -> None:
     assert twin.differences(config) == {}
 
 
-@unhurried
+@few_examples
 @given(configs(), st.integers(0, 99))
 def test_a_config_comes_back_from_plain_values_with_its_revision(config: ElasticConfig, revision: int) -> None:
     revised = dataclasses.replace(config, revision=revision)
@@ -363,7 +364,7 @@ def test_a_config_comes_back_from_plain_values_with_its_revision(config: Elastic
     assert ElasticConfig.from_dict(plain, revision=revision) == revised
 
 
-@unhurried
+@few_examples
 @given(configs(), st.randoms())
 def test_the_digest_does_not_depend_on_how_a_file_is_written(config: ElasticConfig, random: object) -> None:
     def shuffled(value: object) -> object:
@@ -377,7 +378,7 @@ def test_the_digest_does_not_depend_on_how_a_file_is_written(config: ElasticConf
     assert ElasticConfig.parse(text.encode()).digest == config.digest
 
 
-@unhurried
+@few_examples
 @given(configs(), configs())
 def test_unlike_contents_have_unlike_digests(one: ElasticConfig, other: ElasticConfig) -> None:
     same = json.dumps(one.to_dict(), sort_keys=True) == json.dumps(other.to_dict(), sort_keys=True)
@@ -403,13 +404,13 @@ def laid_over(config: ElasticConfig, base: ElasticConfig) -> ElasticConfig:
         raise
 
 
-@unhurried
+@few_examples
 @given(configs())
 def test_over_nothing_a_config_is_what_it_is(config: ElasticConfig) -> None:
     assert config.over(EMPTY) == config
 
 
-@unhurried
+@few_examples
 @given(configs(), configs())
 def test_what_a_config_says_wins_and_what_it_leaves_out_means_the_start_up_value(
     config: ElasticConfig, base: ElasticConfig
@@ -469,7 +470,7 @@ def test_what_contradicts_a_start_up_value_is_refused_over_it() -> None:
 # ---- revisions ----
 
 
-@unhurried
+@few_examples
 @given(configs(), dotted_values(), st.integers(0, 9))
 def test_a_revision_changes_what_it_names_and_counts_up(
     config: ElasticConfig, changes: dict[str, object], revision: int
@@ -502,7 +503,7 @@ def test_a_revision_is_checked_like_a_file(changes: dict[str, object]) -> None:
 # ---- differences ----
 
 
-@unhurried
+@few_examples
 @given(configs(), configs())
 def test_differences_lead_from_the_older_values_to_the_newer(one: ElasticConfig, other: ElasticConfig) -> None:
     changed = one.differences(other)

@@ -1,4 +1,4 @@
-"""Ten thousand hostile config files, each written and each seen by a watching thread, which must not mind."""
+"""Hostile config files, each written and each seen by a watching thread, which must not mind."""
 
 from __future__ import annotations
 
@@ -150,10 +150,8 @@ def is_valid_at_no_moment(data: bytes) -> bool:
     return all(parsed(data[:end]) is None for end in ends[:50]) and len(ends) <= 50
 
 
-@pytest.mark.parametrize("num_files", [1_500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_thousands_of_hostile_files_leave_the_old_config_in_place_and_the_thread_alive(
-    tmp_path: Path, num_files: int
-) -> None:
+@pytest.mark.parametrize("num_files", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_hostile_files_leave_the_old_config_in_place_and_the_thread_alive(tmp_path: Path, num_files: int) -> None:
     rng = random.Random(20_240_613)
     path = tmp_path / "config.json"
     version = 1000
@@ -191,7 +189,7 @@ def test_files_torn_in_place_end_in_what_was_written_last(tmp_path: Path) -> Non
     rng = random.Random(3)
     path = tmp_path / "config.json"
     with ConfigWatcher(path, poll_seconds=0.005, use_events=False) as watcher:
-        for version in range(1, 301):
+        for version in range(1, 101):
             data = ElasticConfig(version=version, user={"x": "y" * rng.randrange(50)}).to_json().encode()
             write_torn(path, truncation(rng, data), rng)
             write_torn(path, data, rng)
@@ -216,7 +214,7 @@ documents = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(documents)
 def test_any_object_is_a_config_that_reads_back_or_a_config_error(document: dict[str, object]) -> None:
     for raw in (document, {"version": 1, **document}):
@@ -225,7 +223,7 @@ def test_any_object_is_a_config_that_reads_back_or_a_config_error(document: dict
             assert parsed(config.to_json().encode()) == config
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(configs(), st.data())
 def test_a_valid_file_with_one_byte_changed_is_a_config_or_a_config_error(
     config: ElasticConfig, data: st.DataObject

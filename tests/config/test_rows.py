@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import os
@@ -165,15 +166,17 @@ def test_a_key_that_a_tuner_chooses_is_named_in_three_files() -> None:
     assert pages == {"configuration.md", "data.md"}, "the table of keys, and what the loader makes of it"
 
 
+@functools.cache
+def texts_of(file: str) -> frozenset[object]:
+    """The whole strings of a file."""
+    nodes = ast.walk(ast.parse(SOURCES[file].read_text(encoding="utf-8")))
+    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_code_that_decides_by_the_name_of_a_strategy_is_in_three_files(name: str) -> None:
     """Messages and docstrings may name it; a whole string is what is compared with it, or made of it."""
-    found = {
-        file
-        for file, path in SOURCES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value == name
-    }
+    found = {file for file in SOURCES if name in texts_of(file)}
     assert found == DECIDING_BY_STRATEGY[name]
 
 

@@ -591,7 +591,10 @@ def test_a_watcher_is_started_once_and_closed_as_often_as_one_likes(tmp_path: Pa
         watcher.start()
 
 
-def test_closing_says_nothing_while_the_folder_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("num_closed", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_closing_says_nothing_while_the_folder_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_closed: int
+) -> None:
     """Again and again, since watchdog's threads have to be hit between two of their lines."""
     path = tmp_path / "config.json"
     is_done = threading.Event()
@@ -603,7 +606,7 @@ def test_closing_says_nothing_while_the_folder_changes(tmp_path: Path, caplog: p
     writer = threading.Thread(target=write_on)
     writer.start()
     try:
-        for _ in range(200):
+        for _ in range(num_closed):
             told = threading.Event()
             events = FolderEvents(lambda must_follow, told=told: told.set())  # type: ignore[misc]
             assert events.follow(path)

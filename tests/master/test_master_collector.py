@@ -281,7 +281,7 @@ def _workers(draw: st.DrawFn) -> master_pb2.Worker:
     return worker
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 100), st.sampled_from("abc"), st.lists(_workers(), max_size=4)), max_size=6))
 def test_whatever_is_told_all_that_is_said_is_numbers_that_can_be(beats: list[tuple[float, str, list[object]]]) -> None:
     collector = Collector()

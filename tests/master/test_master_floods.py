@@ -18,7 +18,6 @@ from elastic_ext.master.status import StatusCache
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.support.masters import TOKEN, MasterProcess, master_in_process
 
-NUM_HONEST = 200
 NUM_CALLS = 300
 TOO_MANY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)  # calls; streams of one connection
 
@@ -350,21 +349,22 @@ def test_probes_of_anybody_whose_messages_do_not_come_keep_no_agent_and_no_probe
     assert b"x" in found.given and found.given.count(b"") == 5, "a probe that nobody reads is one of the whole server"
 
 
-def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None:
+@pytest.mark.parametrize(("num_honest", "num_floods"), [(60, 1), pytest.param(200, 3, marks=pytest.mark.slow)])
+def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess, num_honest: int, num_floods: int) -> None:
     workers = [wire.Worker(rank=rank, state="running", step=1) for rank in range(8)]
-    honest = [master.caller() for _ in range(NUM_HONEST)]
+    honest = [master.caller() for _ in range(num_honest)]
     for number, caller in enumerate(honest):
         caller.join(f"n{number}")
 
     def all_beat() -> list[Any]:
-        beats = [wire.BeatRequest(node_id=f"n{number}", incarnation=1, workers=workers) for number in range(NUM_HONEST)]
+        beats = [wire.BeatRequest(node_id=f"n{number}", incarnation=1, workers=workers) for number in range(num_honest)]
         return [caller.future("Beat", beat) for caller, beat in zip(honest, beats, strict=True)]
 
     def flood(method: str, request: Any, token: str) -> list[Any]:
         caller = master.caller(token, is_connected=True)
         return [caller.future(method, request, timeout=60) for _ in range(NUM_CALLS)]
 
-    for _ in range(3):
+    for _ in range(num_floods):
         statuses = flood("GetStatus", wire.GetStatusRequest(num_events=1000), TOKEN)
         configs = flood("GetConfigs", wire.GetConfigsRequest(), TOKEN)
         hostile = flood("Beat", wire.BeatRequest(node_id="n1", incarnation=9, workers=workers), TOKEN)

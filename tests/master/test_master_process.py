@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -32,6 +33,31 @@ def started(*arguments: str, **given: object) -> subprocess.CompletedProcess[str
     """What comes of starting one that should not start."""
     command = [sys.executable, "-m", "elastic_ext.master", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, **given)  # type: ignore[call-overload,no-any-return]
+
+
+_START_EACH = """
+import contextlib, io, json, sys
+from elastic_ext.master.__main__ import main
+told = []
+for arguments in json.loads(sys.stdin.read()):
+    err, status = io.StringIO(), 0
+    with contextlib.redirect_stderr(err):
+        try:
+            status = main(arguments)
+        except SystemExit as ended:
+            status = ended.code
+    told.append([status, err.getvalue()])
+print(json.dumps(told))
+"""
+
+
+def started_each(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """The status, and what is written to stderr, of several that should not start, one after another in one process."""
+    command = [sys.executable, "-c", _START_EACH]
+    asked = json.dumps(commands)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return [(status, words) for status, words in json.loads(done.stdout)]
 
 
 def test_a_master_that_was_killed_goes_on_with_the_job_where_it_was(master: MasterProcess) -> None:
@@ -143,7 +169,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
     open_token.write_text("a-token-that-all-can-read\n")
     open_token.chmod(0o644)
     state = ("--port", "0", "--state-dir", str(tmp_path / "state"))
-    for arguments, words in [
+    refused = [
         (("--port", "0"), "--state-dir"),
         ((*state, "--bind", "0.0.0.0"), "give --token-file"),
         ((*state, "--bind", "example.org"), "an address of this machine"),
@@ -154,10 +180,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
         ((*state, "--lease-seconds", "5"), "less than two of --beat-seconds"),
         (("--port", "65536", "--state-dir", "x"), "0 to 65535"),
         ((*state, "--port-file", str(tmp_path / "no" / "such")), "--port-file"),
-    ]:
-        found = started(*arguments)
-        assert found.returncode == 2 and words in found.stderr, (arguments, found.stderr)
-        assert "Traceback" not in found.stderr and "a-token-that" not in found.stderr
+    ]
+    told = started_each([arguments for arguments, _ in refused])
+    for (arguments, words), (status, written) in zip(refused, told, strict=True):
+        assert status == 2 and words in written, (arguments, written)
+        assert "Traceback" not in written and "a-token-that" not in written
 
 
 def test_prometheus_is_answered_where_that_was_asked_for(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.profile.ledger import (
@@ -102,6 +102,7 @@ def test_entries_add_up_to_the_wall_time_of_a_rank_and_none_is_negative(
         assert 0 <= each.kept <= 1
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(windows(), st.floats(0, 5000)), min_size=1, max_size=4), happenings())
 def test_entries_add_up_to_the_wall_time_of_the_job(
     ranks: list[tuple[list[StepWindow], float]], history: TrainingHistory
@@ -292,6 +293,7 @@ def test_time_in_which_no_rank_is_known_is_in_the_jobs_ledger() -> None:
     assert job.wall_seconds == pytest.approx(40.0) and job.seconds[TimeUse.STOPPED] == pytest.approx(20.0)
 
 
+@settings(max_examples=40)
 @given(st.floats(1.0, 40.0))
 def test_windows_made_one_have_the_same_ledger(longest: float) -> None:
     every = [*life(START, START + 100.0), *life(START + 110.0, START + 150.0, restart=1, first_step=900)]

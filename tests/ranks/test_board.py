@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.ranks.board import Board, BoardGone, Store
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.notices import Notices, PeerName, Trouble, ended_file
+from tests.support.ranks import RankPool
+from tests.support.scripts import Script
 from tests.support.stores import PlainStore
 
 KINDS = ["plain", "hash", "tcp", "file", "prefix"]
@@ -172,15 +173,12 @@ input()
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[Any, subprocess.Popen[str]]]:
+def held(ranks: RankPool, tmp_path: Path) -> Iterator[tuple[Any, Script]]:
     """A TCPStore, and the other process that holds it."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    try:
+    file = tmp_path / "holder.py"
+    file.write_text(HOLDER)
+    with Script(ranks, [str(file)], folder=tmp_path, env=os.environ) as holder:
         yield TCPStore("127.0.0.1", int(holder.stdout.readline()), is_master=False), holder
-    finally:
-        holder.kill()
-        holder.communicate()
 
 
 CALLS: dict[str, Callable[[Board], object]] = {
@@ -195,7 +193,7 @@ CALLS: dict[str, Callable[[Board], object]] = {
 
 
 def test_where_the_process_that_holds_the_store_has_died_errors_are_our_own(
-    held: tuple[Any, subprocess.Popen[str]],
+    held: tuple[Any, Script],
 ) -> None:
     store, holder = held
     boards = {name: Board(store, "job", what="the store of this test") for name in CALLS}
@@ -255,7 +253,7 @@ def test_a_call_that_takes_longer_than_it_may_is_an_error() -> None:
     assert not Board(store, "job", answer_seconds=SECONDS).has("a")
 
 
-def test_each_connection_waits_for_itself_alone(held: tuple[Any, subprocess.Popen[str]]) -> None:
+def test_each_connection_waits_for_itself_alone(held: tuple[Any, Script]) -> None:
     store, _ = held
     board = Board(store, "job", waits_inside=True, pause_seconds=SECONDS)
     other = board.below("part", connects=True)
@@ -291,7 +289,7 @@ def test_rounds_with_one_store_have_messages_of_their_own(store: Any) -> None:
     assert later.read_quietly("over") is None and bytes(store.get("elastic_ext/1/over")) == b'"why"'
 
 
-def test_where_the_store_is_gone_nothing_is_told_quietly(held: tuple[Any, subprocess.Popen[str]]) -> None:
+def test_where_the_store_is_gone_nothing_is_told_quietly(held: tuple[Any, Script]) -> None:
     store, holder = held
     board = RoundBoard(store, place=0, num_nodes=2)
     board.tell("leaving", "me")
@@ -326,7 +324,7 @@ def test_ranks_say_why_they_stop_and_agents_which_have_ended(store: Any, tmp_pat
     )
 
 
-def test_who_cannot_reach_the_store_says_so_and_goes_on(held: tuple[Any, subprocess.Popen[str]]) -> None:
+def test_who_cannot_reach_the_store_says_so_and_goes_on(held: tuple[Any, Script]) -> None:
     store, holder = held
     notices = Notices(Board(store, "job", num_peers=4), NAMES)
     holder.kill()

@@ -159,8 +159,9 @@ def test_a_change_costs_what_it_moves() -> None:
 
 
 def test_circumstances_change_what_is_best_or_what_it_takes() -> None:
+    seeds = list(seeds_tried(DEVELOPMENT_SEEDS, 8))
     for name, circumstances in CHANGES.items():
-        jobs = [SimulatedJob(seed) for seed in seeds_tried(DEVELOPMENT_SEEDS, 8)]
+        jobs = [SimulatedJob(seed) for seed in seeds]
         slower = 0
         for job in jobs:
             before = job.true_step_seconds(job.start)
