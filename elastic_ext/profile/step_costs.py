@@ -4,7 +4,6 @@ profiler sees it.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -135,25 +134,7 @@ _TRIES = 5
 
 
 def calibrate(device: torch.device, *, host: str) -> NodeCalibration:
-    """What the device does at best; measured once in a process, as its trainers find the same."""
-    num_threads = torch.get_num_threads()
-    flops_per_second, bytes_per_second, seconds_per_op = _best_of(device, num_threads)
-    return NodeCalibration(
-        time=time.time(),
-        host=host,
-        device=_name(device),
-        num_threads=num_threads,
-        torch=torch.__version__,
-        flops_per_second=flops_per_second,
-        bytes_per_second=bytes_per_second,
-        seconds_per_op=seconds_per_op,
-    )
-
-
-@functools.cache
-def _best_of(device: torch.device, num_threads: int) -> tuple[float, float, float]:
-    """The flops and bytes per second and the seconds per operation of the device with as many threads as torch has now:
-    the best of some tries, as disturbances make them slower."""
+    """What the device does at best, measured now: the best of some tries, as disturbances make them slower."""
     is_cpu = device.type == "cpu"
     side, num_floats = (_SIDE, _NUM_FLOATS) if is_cpu else (_SIDE_ON_GPU, _NUM_FLOATS_ON_GPU)
     dtype = torch.float32 if is_cpu else torch.bfloat16
@@ -170,7 +151,16 @@ def _best_of(device: torch.device, num_threads: int) -> tuple[float, float, floa
         multiply = _least_seconds(lambda: torch.mm(square, square, out=product), device)
         copy = _least_seconds(lambda: torch.add(row, 1, out=copied), device)
         small_ones = _least_seconds(have_small_ones, device)
-    return 2.0 * side**3 / multiply, 2.0 * row.numel() * row.element_size() / copy, small_ones / _NUM_SMALL
+    return NodeCalibration(
+        time=time.time(),
+        host=host,
+        device=_name(device),
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        flops_per_second=2.0 * side**3 / multiply,
+        bytes_per_second=2.0 * row.numel() * row.element_size() / copy,
+        seconds_per_op=small_ones / _NUM_SMALL,
+    )
 
 
 def _least_seconds(act: Callable[[], object], device: torch.device) -> float:
