@@ -289,7 +289,7 @@ KINDS = [
 IN_BFLOAT16: list[type[Way]] = [InBfloat16InDdp, InBfloat16InShards]
 CHANGING = [CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards, *IN_BFLOAT16]
 FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, *IN_BFLOAT16]
-AS_THEY_ARE = [kind for kind in KINDS if kind not in CHANGING + FAILING]  # those do all that these do
+AS_THEY_ARE = [kind for kind in KINDS if kind not in CHANGING + FAILING]  # with which more is done
 CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
