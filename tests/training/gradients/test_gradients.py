@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ext import RanksError, StepError
 from tests.support.ranks import RankPool
+from tests.support.thinning import each_once, the_first
 from tests.support.training import Slices, make_data, trainer_of
 
 NUM_STEPS = 5  # more than the first ones, which are looked at closely
@@ -1967,8 +1968,7 @@ DDP_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@Ways
-@pytest.mark.parametrize("sync_every_micro_step", [False, True], ids=["last", "every"])
+@pytest.mark.parametrize(("sync_every_micro_step", "by_trainer"), each_once([False, True], [False, True]))
 @pytest.mark.parametrize("options", DDP_OPTIONS)
 def test_ranks_share_gradients_in_the_last_micro_step_or_in_every_one(
     ranks: RankPool, tmp_path: Path, options: str, sync_every_micro_step: bool, by_trainer: bool
@@ -1982,7 +1982,8 @@ def test_ranks_share_gradients_in_the_last_micro_step_or_in_every_one(
         assert set(seen) == (set(range(2 * NUM_STEPS)) if sync_every_micro_step else ends | first)
 
 
-@Ways
+# By `trainer.backward(loss)` each kind is weighed above; on ranks that differs in nothing that the kind has a part in.
+@pytest.mark.parametrize("by_trainer", the_first([False, True]), ids=["plain", "by_trainer"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
