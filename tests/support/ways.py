@@ -24,6 +24,11 @@ from tests.support.training import Slices, bits_of, make_data, trainer_of
 __all__ = [
     "WAYS",
     "Block",
+    "Compiled",
+    "CompiledBlocks",
+    "CompiledByAot",
+    "CompiledCheckpointed",
+    "CompiledInPlace",
     "Frozen",
     "Gan",
     "GanInTurns",

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ext import RanksError, StepError
 from tests.support.ranks import RankPool
+from tests.support.thinning import each_once
 from tests.support.training import Slices, make_data, trainer_of
 
 NUM_STEPS = 5  # more than the first ones, which are looked at closely
@@ -1967,8 +1968,7 @@ DDP_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@Ways
-@pytest.mark.parametrize("sync_every_micro_step", [False, True], ids=["last", "every"])
+@pytest.mark.parametrize(("sync_every_micro_step", "by_trainer"), each_once([False, True], [False, True]))
 @pytest.mark.parametrize("options", DDP_OPTIONS)
 def test_ranks_share_gradients_in_the_last_micro_step_or_in_every_one(
     ranks: RankPool, tmp_path: Path, options: str, sync_every_micro_step: bool, by_trainer: bool
@@ -1982,28 +1982,34 @@ def test_ranks_share_gradients_in_the_last_micro_step_or_in_every_one(
         assert set(seen) == (set(range(2 * NUM_STEPS)) if sync_every_micro_step else ends | first)
 
 
-@Ways
+ON_RANKS: list[tuple[type[Training] | str, str]] = [
+    (Recurrent, "plain"),
+    (Halved, "bucket view"),
+    (Inside, "plain"),
+    ("hugging face, attributes", "unused"),
+    ("dict with attributes", "plain"),
+    (OwnLoss, "bucket view"),
+    ("list in dict", "static"),
+    (TwoCalls, "plain"),
+    (Evaluated, "plain"),
+    (Frozen1, "plain"),
+    (Checkpointed, "plain"),
+    (CheckpointedReentrant, "static"),
+    (Branched, "unused"),
+    (Branched, "unused, bucket view"),
+    (InPlace, "plain"),
+    (InPlaceOfTwo, "bucket view"),
+    (CutOffInPlace, "plain"),
+    (ReturnsInput, "plain"),
+]
+
+
+# By `trainer.backward(loss)` each other kind is weighed above; ranks change nothing in it that depends on the kind.
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "by_trainer"),
     [
-        (Recurrent, "plain"),
-        (Halved, "bucket view"),
-        (Inside, "plain"),
-        ("hugging face, attributes", "unused"),
-        ("dict with attributes", "plain"),
-        (OwnLoss, "bucket view"),
-        ("list in dict", "static"),
-        (TwoCalls, "plain"),
-        (Evaluated, "plain"),
-        (Frozen1, "plain"),
-        (Checkpointed, "plain"),
-        (CheckpointedReentrant, "static"),
-        (Branched, "unused"),
-        (Branched, "unused, bucket view"),
-        (InPlace, "plain"),
-        (InPlaceOfTwo, "bucket view"),
-        (CutOffInPlace, "plain"),
-        (ReturnsInput, "plain"),
+        *((*row, False) for row in ON_RANKS),
+        *(pytest.param(*row, True, marks=[] if row[0] is Branched else pytest.mark.slow) for row in ON_RANKS),
     ],
     ids=lambda value: name_of(value),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.support.faults import Fault, Faults, PlantedFault
 from tests.support.loops import put
 from tests.support.ranks import RankPool
 from tests.support.sharded import WAYS, Way, each_of, fresh, values_of
-from tests.support.thinning import the_first
+from tests.support.thinning import each_once, the_first
 from tests.support.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
 
 NUM_STEPS = 5
@@ -118,23 +118,22 @@ def by_trainer(
     return bits_of(losses, values_of(model))
 
 
-def equal_rank(rank: int, folder: Path, way: str, num_micro_steps: int, most: float | None) -> None:
-    for name in ("sgd", "adamw"):
-        expected = by_hand(WAYS[way], name, num_micro_steps, most)
-        for exactly in (False, True):
-            run = folder / f"{name}-{exactly}"
-            run.mkdir(exist_ok=True)
-            found = by_trainer(WAYS[way], run, rank, name, num_micro_steps, most, exactly=exactly)
-            assert found == expected, (name, exactly)
+def equal_rank(
+    rank: int, folder: Path, way: str, name: str, exactly: bool, num_micro_steps: int, most: float | None
+) -> None:
+    expected = by_hand(WAYS[way], name, num_micro_steps, most)
+    assert by_trainer(WAYS[way], folder, rank, name, num_micro_steps, most, exactly=exactly) == expected
 
 
 @pytest.mark.parametrize("most", the_first([0.05, None]), ids=["clipped", ""])
 @pytest.mark.parametrize("num_micro_steps", the_first([4, 1]))
+@pytest.mark.parametrize(("name", "exactly"), each_once(["sgd", "adamw"], [False, True]))
 @pytest.mark.parametrize("way", each_of(WAYS))
 def test_a_step_is_that_of_a_loop_by_hand(
-    ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int, most: float | None
+    ranks: RankPool, tmp_path: Path, way: str, name: str, exactly: bool, num_micro_steps: int, most: float | None
 ) -> None:
-    ranks.run(WAYS[way].num_ranks, equal_rank, tmp_path, way, num_micro_steps, most)
+    """With ``loss.backward()`` or exactly, with ``trainer.backward(loss)``."""
+    ranks.run(WAYS[way].num_ranks, equal_rank, tmp_path, way, name, exactly, num_micro_steps, most)
 
 
 # --- changes while it trains ----------------------------------------------------------------------------------------
@@ -362,24 +361,38 @@ class Run:
 
 
 def failing_rank(
-    rank: int, folder: Path, way: str, faults: Sequence[Faults], num_micro_steps: int, is_random: bool = False
+    rank: int, folder: Path, way: str, faults: Sequence[Sequence[Fault]], num_micro_steps: int, is_random: bool = False
 ) -> None:
-    """However steps failed, the others are as if none had."""
+    """However steps of each training failed, all of them are as if none had."""
     expected: list[Any] = []
-    for number, planted in enumerate([Faults(), *faults]):
+    num_steps = max(fault.step for planted in faults for fault in planted) + 2
+    for number, planted in enumerate([(), *faults]):
         place = folder / str(number)
         place.mkdir(exist_ok=True)
         torch.manual_seed(rank)
-        run = Run(rank, place, way, planted, num_micro_steps, is_random=is_random)
+        run = Run(rank, place, way, Faults(*planted), num_micro_steps, is_random=is_random)
         with run.trainer:
-            records = run.train()
-        assert run.num_caught == (0 if number == 0 or planted.is_empty_for(rank) else 1), number
+            records = run.train(num_steps)
+        assert run.num_caught == sum(fault.rank == rank for fault in planted), number
         expected = expected or records
         assert records == expected, number
 
 
-def everywhere(num_ranks: int, phase: str) -> Faults:
-    return Faults(*(Fault(rank=rank, step=2, action="raise", phase=phase) for rank in range(num_ranks)))
+def everywhere(num_ranks: int, *phases: str) -> list[Fault]:
+    """All ranks fail in one step after the other, each time in the next of these phases."""
+    return [
+        Fault(rank=rank, step=1 + number, action="raise", phase=phase)
+        for number, phase in enumerate(phases)
+        for rank in range(num_ranks)
+    ]
+
+
+def in_each(num_ranks: int, phases: Sequence[str], indices: Iterable[int]) -> list[list[Fault]]:
+    """A training for each micro-step of a step, where that one fails in all phases; each begins with another one."""
+    return [
+        everywhere(num_ranks, *(f"{phase} {index}" for phase in [*phases[number * 2 :], *phases[: number * 2]]))
+        for number, index in enumerate(sorted(indices))
+    ]
 
 
 RETAKEN = [way for way in ALL_WAYS if way != "FSDP1"]
@@ -391,8 +404,7 @@ def test_a_step_that_fails_on_all_ranks_is_taken_again(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int
 ) -> None:
     num_ranks = ALL_WAYS[way].num_ranks
-    indices = {0, num_micro_steps // 2, num_micro_steps - 1}
-    faults = [everywhere(num_ranks, f"{phase} {index}") for phase in PHASES for index in sorted(indices)]
+    faults = in_each(num_ranks, PHASES, {0, num_micro_steps // 2, num_micro_steps - 1})
     ranks.run(num_ranks, failing_rank, tmp_path, way, faults, num_micro_steps)
 
 
@@ -400,23 +412,22 @@ def test_a_step_that_fails_on_all_ranks_is_taken_again(
 def test_a_step_is_taken_again_with_the_same_random_numbers_and_buffers(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
-    faults = [everywhere(2, f"{phase} {index}") for phase in PHASES for index in (0, 1)]
-    ranks.run(2, failing_rank, tmp_path, way, faults, 2, True)
+    ranks.run(2, failing_rank, tmp_path, way, in_each(2, PHASES, (0, 1)), 2, True)
 
 
 @pytest.mark.parametrize("way", each_of(WAYS, also_large=False))
 def test_a_rank_that_fails_before_it_calls_the_model_takes_the_step_again_alone(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
-    alone = [Faults(Fault(rank=1, step=2, action="raise", phase="entered 0"))]
-    ranks.run(WAYS[way].num_ranks, failing_rank, tmp_path, way, alone, 3)
+    alone = [Fault(rank=1, step=2, action="raise", phase="entered 0")]
+    ranks.run(WAYS[way].num_ranks, failing_rank, tmp_path, way, [alone], 3)
 
 
 def torn_rank(rank: int, folder: Path, way: str, phase: str) -> str:
-    run = Run(rank, folder, way, everywhere(2, phase), 2)
+    run = Run(rank, folder, way, Faults(*everywhere(2, phase)), 2)
     with pytest.raises(TornStepError) as caught:
         run.train()
-    assert run.trainer.global_step == 2
+    assert run.trainer.global_step == 1
     return str(caught.value)
 
 
@@ -429,16 +440,15 @@ def test_fsdp1_cannot_take_back_a_pass_and_says_so(ranks: RankPool, tmp_path: Pa
 @pytest.mark.parametrize("num_micro_steps", the_first([2, 1]))
 def test_fsdp1_takes_steps_back_between_passes(ranks: RankPool, tmp_path: Path, num_micro_steps: int) -> None:
     phases = ("entered", "forward done", "backward done", "clipped")
-    faults = [everywhere(2, f"{phase} {index}") for phase in phases for index in range(num_micro_steps)]
-    ranks.run(2, failing_rank, tmp_path, "FSDP1", faults, num_micro_steps)
+    ranks.run(2, failing_rank, tmp_path, "FSDP1", in_each(2, phases, range(num_micro_steps)), num_micro_steps)
 
 
 def meeting_rank(rank: int, folder: Path, way: str) -> None:
     """Ranks fail in the same step, one after a micro-step, one at the beginning of the next."""
-    faults = Faults(
+    faults = [
         Fault(rank=0, step=1, action="raise", phase="backward done 0"),
         Fault(rank=1, step=1, action="raise", phase="entered 1"),
-    )
+    ]
     failing_rank(rank, folder, way, [faults], 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +48,27 @@ def with_library(
     return made.bits(), rates, said
 
 
-def both(ranks: RankPool, folder: Path, name: str, num_ranks: int, loader: LoaderKind, stops: Any) -> None:
+Expected = Callable[[str, int], list[Came]]
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: RankPool) -> Expected:
+    """What comes of a peer's loop by hand on so many ranks, each once."""
+
+    @cache
+    def of(name: str, num_ranks: int) -> list[Came]:
+        options: dict[str, Any] = {"process_group": num_ranks > 1, "deadline_seconds": DEADLINE_SECONDS}
+        return ranks.run(num_ranks, by_hand, num_ranks, name, **options)
+
+    return of
+
+
+def both(
+    ranks: RankPool, expected: Expected, folder: Path, name: str, num_ranks: int, loader: LoaderKind, stops: Any
+) -> None:
     options: dict[str, Any] = {"process_group": num_ranks > 1, "deadline_seconds": DEADLINE_SECONDS}
-    expected = ranks.run(num_ranks, by_hand, num_ranks, name, **options)
     came = ranks.run(num_ranks, with_library, num_ranks, name, loader, folder, stops, **options)
-    for (bits, rates, said), (own_bits, own_rates, _) in zip(came, expected, strict=True):
+    for (bits, rates, said), (own_bits, own_rates, _) in zip(came, expected(name, num_ranks), strict=True):
         assert said == []
         assert rates == own_rates
         assert bits == own_bits
@@ -65,38 +82,37 @@ each_peer = pytest.mark.parametrize("name", list(PEERS))
 @each_peer
 @pytest.mark.parametrize("loader", ["ours", "torchs"])
 def test_a_peers_loop_trains_the_bits_that_it_trains_without_the_library(
-    ranks: RankPool, tmp_path: Path, name: str, loader: LoaderKind, num_ranks: int
+    ranks: RankPool, expected: Expected, tmp_path: Path, name: str, loader: LoaderKind, num_ranks: int
 ) -> None:
-    both(ranks, tmp_path, name, num_ranks, loader, (None,))
+    both(ranks, expected, tmp_path, name, num_ranks, loader, (None,))
 
 
 @each_way
 @each_peer
 def test_a_peers_loop_that_is_stopped_within_an_epoch_goes_on_with_the_next_sample(
-    ranks: RankPool, tmp_path: Path, name: str, num_ranks: int
+    ranks: RankPool, expected: Expected, tmp_path: Path, name: str, num_ranks: int
 ) -> None:
-    both(ranks, tmp_path, name, num_ranks, "ours", (6, None))
+    both(ranks, expected, tmp_path, name, num_ranks, "ours", (6, None))
 
 
 @each_way
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "Lightning"])  # whose schedules step after it
 @pytest.mark.parametrize("loader", ["ours", "torchs"])
 def test_a_peers_loop_that_is_stopped_with_an_epochs_last_step_goes_on_with_the_next_epoch(
-    ranks: RankPool, tmp_path: Path, name: str, loader: LoaderKind, num_ranks: int
+    ranks: RankPool, expected: Expected, tmp_path: Path, name: str, loader: LoaderKind, num_ranks: int
 ) -> None:
-    both(ranks, tmp_path, name, num_ranks, loader, (4, None))
+    both(ranks, expected, tmp_path, name, num_ranks, loader, (4, None))
 
 
 @each_way
 @pytest.mark.parametrize("loader", ["ours", "torchs"])
 def test_schedules_that_step_between_epochs_are_not_behind_after_a_resume(
-    ranks: RankPool, tmp_path: Path, loader: LoaderKind, num_ranks: int
+    ranks: RankPool, expected: Expected, tmp_path: Path, loader: LoaderKind, num_ranks: int
 ) -> None:
     """The checkpoint is saved as the epoch ends, and the process is killed before the next one begins."""
     options: dict[str, Any] = {"process_group": num_ranks > 1, "deadline_seconds": DEADLINE_SECONDS}
-    expected = ranks.run(num_ranks, by_hand, num_ranks, "Lightning", **options)
     came = ranks.run(num_ranks, ended_after_an_epoch, num_ranks, loader, tmp_path, **options)
-    assert [bits for bits, _, _ in came] == [bits for bits, _, _ in expected]
+    assert [bits for bits, _, _ in came] == [bits for bits, _, _ in expected("Lightning", num_ranks)]
 
 
 @each_way

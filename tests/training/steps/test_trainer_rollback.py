@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -176,11 +176,17 @@ class Run:
 
 
 def training_rank(
-    rank: int, folder: Path, faults: Faults, num_micro_steps: int, rollback: str, has_moods: bool
+    rank: int,
+    folder: Path,
+    faults: Faults,
+    num_micro_steps: int,
+    rollback: str,
+    has_moods: bool,
+    num_steps: int = NUM_STEPS,
 ) -> tuple[list[Any], list[str]]:
     run = Run(folder, rank, faults, num_micro_steps=num_micro_steps, rollback=rollback, has_moods=has_moods)
     with run.trainer:
-        run.train()
+        run.train(num_steps)
     return [*run.records, run.surroundings() if rollback == "full" else []], run.caught
 
 
@@ -194,12 +200,19 @@ def fail() -> None:
     raise PlantedFault
 
 
-def places(phases: tuple[str, ...], num_micro_steps: int) -> list[str]:
-    return [f"{phase} {index}" for phase in phases for index in range(num_micro_steps)]
-
-
 def fails(*ranks: int, phase: str) -> Faults:
     return Faults(*(Fault(rank=rank, step=FAULTY_STEP, action="raise", phase=phase) for rank in ranks))
+
+
+def fail_in_turn(*ranks: int, phases: Sequence[str]) -> Faults:
+    """In one step after the other, from the second on, each time in the next of these phases."""
+    return Faults(
+        *(
+            Fault(rank=rank, step=1 + number, action="raise", phase=phase)
+            for number, phase in enumerate(phases)
+            for rank in ranks
+        )
+    )
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
@@ -207,11 +220,13 @@ def fails(*ranks: int, phase: str) -> Faults:
 def test_an_exception_before_the_optimizer_leaves_no_bit_changed_and_the_samples_come_again(
     tmp_path: Path, num_micro_steps: int, rollback: str, has_moods: bool
 ) -> None:
-    expected, _ = training_rank(0, tmp_path, Faults(), num_micro_steps, rollback, has_moods)
-    for phase in places(BEFORE, num_micro_steps):
-        records, caught = training_rank(0, tmp_path, fails(0, phase=phase), num_micro_steps, rollback, has_moods)
-        assert len(caught) == 1, phase
-        assert records == expected, phase
+    num_steps = len(BEFORE) + 2
+    expected, _ = training_rank(0, tmp_path, Faults(), num_micro_steps, rollback, has_moods, num_steps)
+    for index in range(num_micro_steps):
+        faults = fail_in_turn(0, phases=[f"{phase} {index}" for phase in BEFORE])
+        records, caught = training_rank(0, tmp_path, faults, num_micro_steps, rollback, has_moods, num_steps)
+        assert len(caught) == len(BEFORE), index
+        assert records == expected, index
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
@@ -297,14 +312,14 @@ def test_one_of_two_optimizers_that_stepped_tears_the_step_when_the_other_fails(
 def test_an_exception_on_all_ranks_leaves_no_bit_changed_on_any(
     ranks: RankPool, tmp_path: Path, num_micro_steps: int, rollback: str, has_moods: bool
 ) -> None:
-    expected = ranks.run(2, training_rank, tmp_path, Faults(), num_micro_steps, rollback, has_moods)
-    last = num_micro_steps - 1
-    for phase in ("entered", "in forward", "forward done", "backward done", "clipped"):
-        for index in {0, last}:
-            faults = fails(0, 1, phase=f"{phase} {index}")
-            got = ranks.run(2, training_rank, tmp_path, faults, num_micro_steps, rollback, has_moods)
-            assert [len(caught) for _, caught in got] == [1, 1]
-            assert [records for records, _ in got] == [records for records, _ in expected], (phase, index)
+    phases = ("entered", "in forward", "forward done", "backward done", "clipped")
+    options = (num_micro_steps, rollback, has_moods, len(phases) + 2)
+    expected = ranks.run(2, training_rank, tmp_path, Faults(), *options)
+    for index in {0, num_micro_steps - 1}:
+        faults = fail_in_turn(0, 1, phases=[f"{phase} {index}" for phase in phases])
+        got = ranks.run(2, training_rank, tmp_path, faults, *options)
+        assert [len(caught) for _, caught in got] == [len(phases)] * 2
+        assert [records for records, _ in got] == [records for records, _ in expected], index
 
 
 @pytest.mark.parametrize(("rollback", "has_moods"), [("gradients", False), ("full", True)])
@@ -312,11 +327,12 @@ def test_an_exception_on_all_ranks_leaves_no_bit_changed_on_any(
 def test_one_rank_takes_a_step_again_alone_before_gradients_are_exchanged(
     ranks: RankPool, tmp_path: Path, failing: int, rollback: str, has_moods: bool
 ) -> None:
-    expected = ranks.run(2, training_rank, tmp_path, Faults(), 3, rollback, has_moods, process_group=True)
-    for phase in ("entered 0", "in forward 0", "backward done 0", "in backward 1", "in forward 1", "entered 2"):
-        got = ranks.run(2, training_rank, tmp_path, fails(failing, phase=phase), 3, rollback, has_moods)
-        assert [len(caught) for _, caught in got] == [rank == failing for rank in (0, 1)], phase
-        assert [records for records, _ in got] == [records for records, _ in expected], phase
+    phases = ("entered 0", "in forward 0", "backward done 0", "in backward 1", "in forward 1", "entered 2")
+    options = (3, rollback, has_moods, len(phases) + 2)
+    expected = ranks.run(2, training_rank, tmp_path, Faults(), *options)
+    got = ranks.run(2, training_rank, tmp_path, fail_in_turn(failing, phases=phases), *options)
+    assert [len(caught) for _, caught in got] == [len(phases) * (rank == failing) for rank in (0, 1)]
+    assert [records for records, _ in got] == [records for records, _ in expected]
 
 
 def failing_rank(rank: int, folder: Path, phase: str, num_micro_steps: int = 1) -> str:
@@ -363,11 +379,11 @@ def test_ranks_that_fail_after_scheduler_and_optimizer_stepped_find_the_step_com
     ranks: RankPool, tmp_path: Path, num_micro_steps: int, failing: tuple[int, ...]
 ) -> None:
     expected = ranks.run(2, training_rank, tmp_path, Faults(), num_micro_steps, "gradients", False)
-    for phase in ("scheduler done", "gradients zeroed"):
-        faults = fails(*failing, phase=f"{phase} {num_micro_steps - 1}")
-        got = ranks.run(2, training_rank, tmp_path, faults, num_micro_steps, "gradients", False)
-        assert [len(caught) for _, caught in got] == [rank in failing for rank in (0, 1)], phase
-        assert [records for records, _ in got] == [records for records, _ in expected], phase
+    phases = [f"{phase} {num_micro_steps - 1}" for phase in ("scheduler done", "gradients zeroed")]
+    faults = fail_in_turn(*failing, phases=phases)
+    got = ranks.run(2, training_rank, tmp_path, faults, num_micro_steps, "gradients", False)
+    assert [len(caught) for _, caught in got] == [2 * (rank in failing) for rank in (0, 1)]
+    assert [records for records, _ in got] == [records for records, _ in expected]
 
 
 def scheduled_rank(rank: int, folder: Path, faults: Faults, num_micro_steps: int) -> tuple[int, int, list[Any], str]:

@@ -15,8 +15,14 @@ from torch import nn
 
 from elastic_ext import StepError
 from tests.support.faults import PlantedFault
+from tests.support.thinning import the_first
 from tests.support.ways import (
     WAYS,
+    Compiled,
+    CompiledBlocks,
+    CompiledByAot,
+    CompiledCheckpointed,
+    CompiledInPlace,
     GanInTurns,
     GanOfTutorials,
     Loop,
@@ -33,6 +39,14 @@ from tests.support.ways import (
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 WHOLE, IN_PARTS = Setting(micro_batch=8), Setting(micro_batch=2)
 Kinds = pytest.mark.parametrize("kind", WAYS, ids=name_of)
+COMPILED = (Compiled, CompiledByAot, CompiledInPlace, CompiledBlocks, CompiledCheckpointed)
+
+
+def kinds_with(*compiled: type[Way]) -> pytest.MarkDecorator:
+    """All kinds; of those that are compiled, which take most of the time, the others are left to the slow tests."""
+    slow = [kind for kind in COMPILED if kind not in compiled]
+    kinds = [pytest.param(kind, marks=pytest.mark.slow) if kind in slow else kind for kind in WAYS]
+    return pytest.mark.parametrize("kind", kinds, ids=name_of)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +59,8 @@ def one_thread_and_no_graphs() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("setting", "num_steps"), [(WHOLE, 12), (IN_PARTS, 5)], ids=["whole", "in parts"])
+# With several micro-batches per step each kind is trained below too, while the config changes or where steps fail.
+@pytest.mark.parametrize(("setting", "num_steps"), the_first([(WHOLE, 12), (IN_PARTS, 5)]), ids=["whole", "in parts"])
 @Kinds
 def test_a_way_to_train_gives_the_bits_of_the_same_training_by_hand(
     tmp_path: Path, kind: type[Way], setting: Setting, num_steps: int
@@ -104,7 +119,7 @@ def changes(trainer: Any, loop: Loop) -> Iterator[None]:
         yield
 
 
-@Kinds
+@kinds_with(Compiled, CompiledCheckpointed)
 def test_a_way_to_train_gives_the_bits_of_the_same_training_by_hand_while_the_config_changes(
     tmp_path: Path, kind: type[Way]
 ) -> None:
@@ -168,7 +183,7 @@ class WeakOptimizer:
         return getattr(self._inner, name)
 
 
-@Kinds
+@kinds_with(CompiledByAot, CompiledInPlace, CompiledBlocks)
 def test_a_way_to_train_gives_the_same_bits_where_steps_failed_and_were_taken_again(
     tmp_path: Path, kind: type[Way]
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic_ext import ElasticError
 from tests.support.loops import seen_by
 from tests.support.ranks import RankPool
+from tests.support.scripts import begun
 from tests.support.thinning import the_first
 from tests.support.training import Slices, bits_of, make_data, make_model, trainer_of
 
@@ -409,10 +411,14 @@ def test_a_trainer_that_is_dropped_ends_its_threads_and_leaves_its_model(tmp_pat
     assert model() is None
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
-    code = "\n".join([f"run_dir = {str(tmp_path)!r}", SETUP, OPTIMIZER, TRAINER, PREPARE, TRAIN])
-    ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=True)
-    assert "Traceback" not in ended.stderr
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([f"run_dir = {str(tmp_path)!r}", SETUP, OPTIMIZER, TRAINER, PREPARE, TRAIN]))
+    with begun([str(script)], env=os.environ) as ended:
+        told, _ = ended.communicate(timeout=120)
+    assert ended.returncode == 0
+    assert "Traceback" not in told
 
 
 FOLLOWING = TRAINER.replace("run_dir=run_dir", "run_dir=run_dir, config_file=folder / 'config.json'")

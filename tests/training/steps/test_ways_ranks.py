@@ -34,7 +34,7 @@ from tests.support.ways import (
     name_of,
 )
 
-NUM_STEPS = 9
+NUM_STEPS = 8
 NUM_SAMPLES = 64  # then they come again
 NUM_GRAPHS = [0]  # compiled in this process for the way that is trained
 Changes = dict[int, dict[str, object]]
@@ -288,7 +288,8 @@ KINDS = [
 
 IN_BFLOAT16: list[type[Way]] = [InBfloat16InDdp, InBfloat16InShards]
 CHANGING = [CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards, *IN_BFLOAT16]
-FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, GanInShards, *IN_BFLOAT16]
+FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, *IN_BFLOAT16]
+AS_THEY_ARE = [kind for kind in KINDS if kind not in CHANGING + FAILING]  # with which more is done
 CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
@@ -300,7 +301,7 @@ def each_of(quick: Sequence[object], how: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        *((kind, "as it is") for kind in KINDS),
+        *each_of(AS_THEY_ARE, "as it is"),
         *each_of(CHANGING, "while it changes"),
         *each_of(FAILING, "where it fails"),
     ],

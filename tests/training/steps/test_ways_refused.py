@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_ext import ElasticTrainer, StepError
 from tests.support.ranks import RankPool
+from tests.support.scripts import begun
 from tests.support.training import Slices, bits_of, make_data, make_model, trainer_of
 from tests.support.ways import Loop, Net, Setting, Way, by_hand, result_of, train
 
@@ -195,8 +195,10 @@ def test_stages_of_the_models_parts_are_refused_too(pipelines: Any, tmp_path: Pa
     trainer.close()
 
 
-def test_pipelines_are_loaded_by_nobody_else() -> None:
-    code = (
+@pytest.mark.usefixtures("forked_jobs")
+def test_pipelines_are_loaded_by_nobody_else(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
         "import sys, elastic_ext.training.trainer, torch\n"
         "from elastic_ext.training.options import check_model, check_updates\n"
         "model = torch.nn.Linear(1, 1)\n"
@@ -204,4 +206,6 @@ def test_pipelines_are_loaded_by_nobody_else() -> None:
         "check_updates(model)\n"
         "assert 'torch.distributed.pipelining' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with begun([str(script)], env=os.environ) as ended:
+        told, _ = ended.communicate(timeout=120)
+    assert (ended.returncode, told) == (0, "")
