@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.data.batch_plan import BatchPlan
@@ -26,6 +26,7 @@ def plans(draw: st.DrawFn) -> BatchPlan:
         return BatchPlan(global_batch=batch, num_ranks=num_ranks, micro_batch=micro_batch, drop_last=drop_last)
 
 
+@settings(max_examples=50)
 @given(num_samples=st.integers(0, 200), data=st.data())
 def test_ranks_and_sizes_that_change_take_every_sample_once(num_samples: int, data: st.DataObject) -> None:
     position, taken = 0, list[int]()

@@ -22,6 +22,7 @@ from tests.support.loading import Numbers, changed, collate_by_hand, indices_in,
 from tests.support.pools import WaitAt, gate, open_gate
 from tests.support.ranks import RankPool
 from tests.support.scripts import Script
+from tests.support.thinning import the_first
 
 pytestmark = pytest.mark.usefixtures("started_once")
 
@@ -36,11 +37,22 @@ def leaves_no_process() -> Iterator[None]:
 
 # --- as torch's -----------------------------------------------------------------------------------------------------
 
+ARGUMENTS: list[dict[str, Any]] = [
+    {"drop_last": True},
+    {"batch_size": None},
+    {"collate_fn": list},
+    {},
+    {"sampler": [3, 1, 2]},
+    {"batch_size": 50},
+]
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"drop_last": True}, {"batch_size": None}, {"sampler": [3, 1, 2]}, {"collate_fn": list}, {"batch_size": 50}],
+    ("arguments", "num_workers"),
+    [
+        *((arguments, 0) for arguments in ARGUMENTS),
+        *the_first([(arguments, 2) for arguments in ARGUMENTS], 3),
+    ],
 )
 def test_batches_are_those_of_torch(arguments: dict[str, Any], num_workers: int) -> None:
     data = torch.arange(46).reshape(23, 2)
@@ -175,9 +187,16 @@ def test_until_a_worker_is_ready_this_process_makes_what_is_taken_and_nothing_ah
     assert producer.is_settled
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("collate_fn", [None, collate_by_hand])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "collate_fn", "num_workers"),
+    [
+        (1, None, 0),
+        (2, collate_by_hand, 0),
+        (2, None, 2),
+        (1, collate_by_hand, 2),
+        *the_first([(1, collate_by_hand, 0), (2, None, 0), (1, None, 2), (2, collate_by_hand, 2)], 0),
+    ],
+)
 def test_sizes_change_between_two_batches(num_workers: int, collate_fn: Any, num_ranks: int) -> None:
     loaders = [loader_of(400, shuffle=True, num_workers=num_workers, collate_fn=collate_fn) for _ in range(num_ranks)]
     expected = indices_in(loader_of(400, shuffle=True))

@@ -178,13 +178,13 @@ seeds = st.integers(0, 9)
 collate_fns = st.sampled_from([None, collate_by_hand])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(size=st.integers(1, 120), stages=stages(most_workers=0), seed=seeds, collate_fn=collate_fns)
 def test_every_sample_is_committed_once_in_order(size: int, stages: list[Stage], seed: int, collate_fn: Any) -> None:
     check(size, seed, stages, 0, collate_fn)
 
 
-@settings(with_workers, max_examples=8)
+@settings(with_workers, max_examples=5)
 @given(
     size=st.integers(20, 120),
     stages=stages(most_workers=3),

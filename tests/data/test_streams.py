@@ -24,6 +24,7 @@ from elastic_ext.data.seeding import Copied
 from elastic_ext.data.streams import START, Mark, Stream, StreamAnswer, StreamRequest
 from elastic_ext.errors import WorkerDiedError
 from tests.support.pools import kill_for_good, worker_pids
+from tests.support.thinning import each_once, the_first
 
 
 class Counting(IterableDataset[int]):
@@ -262,7 +263,7 @@ def test_a_sample_on_the_way_that_cannot_be_had_is_told_of_where_nothing_comes_a
 # --- as torch's -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", the_first([0, 2, 1], 2))
 @pytest.mark.parametrize("arguments", [{}, {"drop_last": True}, {"batch_size": None}, {"batch_size": 50}])
 def test_batches_are_those_of_torch(arguments: dict[str, Any], num_workers: int) -> None:
     settings = {"batch_size": 4, **arguments, "num_workers": num_workers}
@@ -273,8 +274,7 @@ def test_batches_are_those_of_torch(arguments: dict[str, Any], num_workers: int)
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(own, other, strict=True))
 
 
-@pytest.mark.parametrize("ends", [(3, 17), (17, 3), (0, 9), (8, 8)])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("ends", "drop_last"), each_once([(3, 17), (17, 3), (0, 9), (8, 8)], [False, True]))
 def test_a_worker_whose_stream_has_ended_is_left_out_as_torch_does(ends: tuple[int, ...], drop_last: bool) -> None:
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "drop_last": drop_last, "collate_fn": listed}
     assert list(ElasticDataLoader(Counting(0, ends), **settings)) == list(DataLoader(Counting(0, ends), **settings))
@@ -363,8 +363,7 @@ def test_every_sample_is_committed_once_in_order(
     check_stages(size, stages, num_workers=0, collates=collates)
 
 
-@pytest.mark.parametrize("collates", [False, True])
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("num_workers", "collates"), each_once([1, 2], [False, True]))
 def test_every_sample_of_workers_is_committed_once(num_workers: int, collates: bool) -> None:
     check_stages(
         150,

@@ -212,7 +212,7 @@ with_workers = settings(
 )
 
 
-@settings(with_workers, max_examples=8)
+@settings(with_workers, max_examples=5)
 @given(run=runs(90))
 def test_every_sample_is_committed_once_in_turn_whatever_becomes_of_workers(run: Run) -> None:
     check_within(run)
@@ -225,7 +225,7 @@ def test_every_sample_is_committed_once_in_turn_whatever_becomes_of_workers_at_l
     check_within(run)
 
 
-@settings(with_workers, max_examples=6)
+@settings(with_workers, max_examples=4)
 @given(
     size=st.integers(1, 90),
     num_workers=st.integers(1, 3),

@@ -158,9 +158,9 @@ def test_workers_that_are_on_their_way_when_none_is_wanted_any_more_end(tmp_path
         until(lambda: next(stream) and not worker_pids() - others)
 
 
-def test_workers_change_a_hundred_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_change_sixty_times(caplog: pytest.LogCaptureFixture) -> None:
     with pools.within(120):
-        go_through(100, 25, caplog)
+        go_through(60, 15, caplog)
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -38,9 +37,10 @@ from tests.support.loading import (
     settled,
 )
 from tests.support.pools import Both, Once, Raise, WaitAt, gate, however_late, open_gate, worker_pids
+from tests.support.ranks import RankPool
+from tests.support.scripts import Script
 
 SECONDS = 60
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,7 +122,7 @@ def test_workers_that_the_kernel_kills_in_the_middle_of_anything_are_replaced(
     assert all(f"pid {pid} was killed by SIGKILL" in " ".join(told) for pid in victims)
 
 
-@pytest.mark.parametrize("num_kills", [12, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [8, pytest.param(150, marks=pytest.mark.slow)])
 def test_samples_come_once_and_in_order_however_often_workers_are_killed_and_changed(num_kills: int) -> None:
     draw = random.Random(num_kills)
     before = worker_pids()
@@ -237,7 +237,7 @@ def test_a_worker_that_hangs_is_an_error_that_says_where_once_the_timeout_is_ove
 # --- nothing is left ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_changes", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_changes", [20, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("collate_fn", [None, collate_by_hand], ids=["cut", "made again"])
 def test_changes_of_workers_prefetch_and_size_leave_nothing(num_changes: int, collate_fn: Any) -> None:
     draw = random.Random(num_changes)
@@ -274,22 +274,15 @@ def test_a_loop_that_is_left_early_leaves_nothing(num_workers: int) -> None:
     assert sum(1 for _ in loader) == 100
 
 
-def running(main: str, *arguments: str) -> subprocess.Popen[str]:
+def running(ranks: RankPool, folder: Path, main: str, *arguments: str, stderr: int | None = None) -> Script:
     """A process group of its own, in a function of tests/support/loading.py."""
-    return subprocess.Popen(
-        [sys.executable, "-c", f"from tests.support.loading import {main}; {main}(*{arguments})"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    script = folder / "script.py"
+    script.write_text(f"from tests.support.loading import {main}; {main}(*{arguments})")
+    return Script(ranks, [str(script)], folder=folder, env=os.environ, stderr=stderr)
 
 
-def workers_of(job: subprocess.Popen[str]) -> list[int]:
+def workers_of(job: Script) -> list[int]:
     """Descriptors that are readable once its two workers have ended; it says who they are, and that somebody hangs."""
-    assert job.stdout is not None
     told = {job.stdout.readline().strip() for _ in range(3)}
     assert len(told) == 3 and "hangs" in told
     return [os.pidfd_open(int(pid)) for pid in told - {"hangs"}]
@@ -304,18 +297,18 @@ def have_ended(watched: list[int]) -> bool:
             os.close(descriptor)
 
 
-def test_ctrl_c_leaves_nothing_whether_it_is_caught_or_not() -> None:
-    with running("main_that_is_interrupted") as job:
-        assert job.stdout is not None and job.stderr is not None
+def test_ctrl_c_leaves_nothing_whether_it_is_caught_or_not(ranks: RankPool, tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    with stderr.open("w") as file, running(ranks, tmp_path, "main_that_is_interrupted", stderr=file.fileno()) as job:
         first = workers_of(job)
         os.killpg(job.pid, signal.SIGINT)  # as a terminal does: the workers are told too
         before, after = json.loads(job.stdout.readline())
         second = workers_of(job)
         os.killpg(job.pid, signal.SIGINT)
-        told = job.stderr.read()
+        assert job.wait(60) == -signal.SIGINT
         assert have_ended(first + second)
     assert before == after
-    assert job.returncode == -signal.SIGINT
+    told = stderr.read_text()
     assert told.count("Traceback") == 1 and told.rstrip().endswith("KeyboardInterrupt"), told
 
 
@@ -323,8 +316,10 @@ def test_ctrl_c_leaves_nothing_whether_it_is_caught_or_not() -> None:
     "start_method",
     ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)],
 )
-def test_workers_end_with_a_parent_that_is_killed_also_one_that_hangs(start_method: str) -> None:
-    with running("main_that_is_killed", start_method) as job:
+def test_workers_end_with_a_parent_that_is_killed_also_one_that_hangs(
+    ranks: RankPool, tmp_path: Path, start_method: str
+) -> None:
+    with running(ranks, tmp_path, "main_that_is_killed", start_method) as job:
         watched = workers_of(job)
         job.kill()
         assert have_ended(watched)

@@ -77,11 +77,13 @@ def test_workers_that_come_later_see_the_dataset_as_the_first_ones_do(tmp_path: 
     assert made == [["as it was"]] * 4
 
 
-def test_workers_of_other_start_methods_have_none() -> None:
-    made = work({0: pools.pid_and_parent})
-    with Pool(made, context=multiprocessing.get_context("spawn")) as pool:
-        (((_, parent),),) = batches_made(pool, 1, [[0]])
-    assert parent == os.getpid()
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_of_other_start_methods_have_none(method: str) -> None:
+    made, others = work({0: pools.pid_and_parent}), child_pids()
+    with Pool(made, context=multiprocessing.get_context(method)) as pool:
+        (((pid, parent),),) = batches_made(pool, 1, [[0]])
+        assert child_pids() - others <= {pid}
+    assert parent in ({os.getpid()} if method == "spawn" else others)
 
 
 # --- much happens while it does something else ----------------------------------------------------------------------

@@ -11,8 +11,6 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -43,6 +41,8 @@ from tests.support.pools import (
     warnings_in,
     work,
 )
+from tests.support.ranks import RankPool
+from tests.support.scripts import Script
 from tests.support.thinning import the_first
 
 pytestmark = pytest.mark.usefixtures("started_once", "within_a_minute")
@@ -690,7 +690,7 @@ def test_worker_that_hangs_while_it_starts_is_an_error() -> None:
 # --- nothing is left -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_resizes", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_resizes", [20, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("nothing_left")
 def test_resizes_leave_nothing(num_resizes: int) -> None:
     most = 0
@@ -779,13 +779,12 @@ def test_after_an_interrupt_no_batch_is_taken_for_another(tmp_path: Path) -> Non
         assert [pool.take(number) for number in (1, 2, 3)] == [["taken"], [2], [3]]
 
 
-def test_workers_and_what_they_are_forked_from_go_away_when_the_parent_is_killed() -> None:
-    script = "from tests.support.pools import main_of_a_job; main_of_a_job()"
-    root = Path(__file__).resolve().parents[3]
-    with subprocess.Popen(
-        [sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)}
-    ) as job:
-        assert job.stdout is not None
+def test_workers_and_what_they_are_forked_from_go_away_when_the_parent_is_killed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from tests.support.pools import main_of_a_job; main_of_a_job()")
+    with Script(ranks, [str(script)], folder=tmp_path, env=os.environ) as job:
         watched = [os.pidfd_open(int(pid)) for pid in job.stdout.readline().split()]
         job.kill()
     assert len(watched) >= 2
@@ -818,7 +817,7 @@ def test_pools_side_by_side_outlive_each_others_workers() -> None:
     with Pool(work(doing), context=FORK) as first:
         first.resize(1)
         with Pool(work(doing), context=FORK) as second:
-            for number in range(10):
+            for number in range(5):
                 for pool in (first, second):
                     pool.resize(1 + number % 2)
                     pool.submit(2 * number, [0])

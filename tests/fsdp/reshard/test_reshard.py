@@ -51,8 +51,9 @@ def _tour(plans: Sequence[ParallelPlan]) -> list[ParallelPlan]:
 # --- nothing is altered ---------------------------------------------------------------------------------------------
 
 
-def _go_round(rank: int, plans: list[ParallelPlan]) -> list[tuple[bool, bool, int, int]]:
-    spread, optimizer = make(plans[0])
+def _go_round(rank: int, plans: list[ParallelPlan], num_blocks: int = 1) -> list[tuple[bool, bool, int, int]]:
+    torch.manual_seed(0)
+    spread, optimizer = make(plans[0], model=Net(num_blocks=num_blocks))
     model: Any = spread.model
     outer = model
     take_step(spread, optimizer, 0)
@@ -84,8 +85,17 @@ def _go_round(rank: int, plans: list[ParallelPlan]) -> list[tuple[bool, bool, in
     return found
 
 
-def test_every_change_of_strategy_leaves_every_value_and_moves_what_it_has_to(ranks: RankPool) -> None:
-    tour = _tour(PLANS)
+@pytest.mark.parametrize(
+    "plans",
+    [
+        (WHOLE, FULL, HYBRID, KEPT),  # shard_grad_op, which lies as full_shard does, is in the next test
+        pytest.param(PLANS, marks=pytest.mark.slow),
+    ],
+)
+def test_every_change_of_strategy_leaves_every_value_and_moves_what_it_has_to(
+    ranks: RankPool, plans: Sequence[ParallelPlan]
+) -> None:
+    tour = _tour(plans)
     found = ranks.run(4, _go_round, tour, deadline_seconds=120)[0]
     for (old, new), (_, _, sent, foreseen) in zip(itertools.pairwise(tour), found, strict=True):
         assert sent == foreseen, (old, new)
@@ -99,12 +109,13 @@ def test_on_any_number_of_ranks(ranks: RankPool, num_ranks: int) -> None:
     ranks.run(num_ranks, _go_round, [FULL, WHOLE, KEPT, GRAD_OP, WHOLE, FULL], deadline_seconds=120)
 
 
-def test_units_too(ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    "strategies", [["full_shard"], pytest.param(["full_shard", "hybrid_shard"], marks=pytest.mark.slow)]
+)
+def test_units_too(ranks: RankPool, strategies: list[Any]) -> None:
     units: list[Any] = [1, 2, "whole", 3, 1]
-    plans = [
-        ParallelPlan(strategy=strategy, unit=unit) for strategy in ("full_shard", "hybrid_shard") for unit in units
-    ]
-    ranks.run(2, _go_round, plans, deadline_seconds=120)
+    plans = [ParallelPlan(strategy=strategy, unit=unit) for strategy in strategies for unit in units]
+    ranks.run(2, _go_round, plans, 3, deadline_seconds=120)
 
 
 # --- training goes on as if nothing had happened --------------------------------------------------------------------
@@ -127,7 +138,7 @@ def _train_in_order(rank: int, plans: list[ParallelPlan]) -> tuple[list[float], 
 def test_losses_are_those_of_a_training_that_never_changed(ranks: RankPool) -> None:
     recomputed = ParallelPlan(strategy="hybrid_shard", shard_degree=2, unit=2, activation_checkpoint=0.5)
     ahead = ParallelPlan(strategy="full_shard", prefetch=2, activation_checkpoint="all")
-    plans = [FULL, WHOLE, HYBRID, GRAD_OP, ahead, KEPT, recomputed, WHOLE, FULL]
+    plans = [FULL, WHOLE, GRAD_OP, ahead, KEPT, recomputed, FULL]
     stayed = ranks.run(4, _train_in_order, [FULL] * len(plans), deadline_seconds=120)
     changed = ranks.run(4, _train_in_order, plans, deadline_seconds=120)
     for (losses, state), (expected, whole) in zip(changed, stayed, strict=True):
@@ -159,7 +170,7 @@ def _any_plan(draw: random.Random) -> ParallelPlan:
     )
 
 
-@pytest.mark.parametrize("num_changes", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_changes", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_any_plans_in_a_row_leave_the_state(ranks: RankPool, num_changes: int) -> None:
     ranks.run(4, _many, num_changes, deadline_seconds=300)
 
@@ -187,7 +198,7 @@ def _leave_nothing(rank: int, num_changes: int) -> list[tuple[int, ...]]:
     return counts
 
 
-@pytest.mark.parametrize("num_changes", [16, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_changes", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_changes_leave_nothing_behind(ranks: RankPool, num_changes: int) -> None:
     for counts in ranks.run(2, _leave_nothing, num_changes, deadline_seconds=300):
         assert all(last <= first for last, first in zip(counts[-1], counts[1], strict=True)), counts

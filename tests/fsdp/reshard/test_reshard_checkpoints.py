@@ -114,7 +114,11 @@ def go_on_told(rank: int, folder: Path, told: dict[str, Any], until: int) -> tup
     ("told", "changes"),
     [
         ({"version": 1, "parallelism": {"strategy": "no_shard"}}, [(0, "no_shard")]),
-        ({"version": 1, "parallelism": {"strategy": "shard_grad_op", "unit": "whole"}}, [(0, "shard_grad_op")]),
+        pytest.param(
+            {"version": 1, "parallelism": {"strategy": "shard_grad_op", "unit": "whole"}},
+            [(0, "shard_grad_op")],
+            marks=pytest.mark.slow,
+        ),
         ({"version": 1, "parallelism": {"strategy": "no_shard"}, "apply_at_step": 5}, [(5, "no_shard")]),
         ({"version": 1, "parallelism": {"strategy": "hybrid_shard", "shard_degree": 5}}, []),
         ({"version": 1, "user": {"mixup": 1}}, []),

@@ -100,7 +100,10 @@ def all_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: whole(tensor) for key, tensor in sorted(tensors.items())}
 
 
-def is_as_if_it_never_changed(plans: Sequence[ParallelPlan], how: str = "", **given: Any) -> None:
+def is_as_if_it_never_changed(
+    plans: Sequence[ParallelPlan], how: str = "", sizes: Sequence[int] = (SMALL, LARGE), **given: Any
+) -> None:
+    """In buckets of each of these sizes."""
     make_model = given.pop("make_model", lambda: Net(num_blocks=1))
 
     def makes() -> nn.Module:
@@ -109,7 +112,7 @@ def is_as_if_it_never_changed(plans: Sequence[ParallelPlan], how: str = "", **gi
         return made
 
     losses, state = train([plans[0]] * len(plans), how, model=makes())
-    for bucket_bytes in (SMALL, LARGE):
+    for bucket_bytes in sizes:
         changed, changed_state = train(plans, how, model=makes(), bucket_bytes=bucket_bytes, **given)
         assert changed == losses
         assert differing(changed_state, state) == []
@@ -118,7 +121,7 @@ def is_as_if_it_never_changed(plans: Sequence[ParallelPlan], how: str = "", **gi
 # --- another order in memory ----------------------------------------------------------------------------------------
 
 
-def go_turned(rank: int) -> None:
+def go_turned(rank: int, sizes: Sequence[int]) -> None:
     def turn(spread: Spread, optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
         for _, part in trained_of(spread):
             assert part.grad is not None
@@ -127,18 +130,28 @@ def go_turned(rank: int) -> None:
             assert not spread.model.embed.weight.grad.is_contiguous()  # type: ignore[union-attr, operator]
         return []
 
-    is_as_if_it_never_changed(TOUR, "turned", before=turn)
+    is_as_if_it_never_changed(TOUR, "turned", sizes, before=turn)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_state_and_gradients_in_another_order_in_memory_move_right(ranks: RankPool, num_ranks: int) -> None:
-    ranks.run(num_ranks, go_turned)
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"),
+    [
+        (1, [LARGE]),
+        (2, [SMALL]),
+        pytest.param(1, [SMALL], marks=pytest.mark.slow),
+        pytest.param(2, [LARGE], marks=pytest.mark.slow),
+    ],
+)
+def test_state_and_gradients_in_another_order_in_memory_move_right(
+    ranks: RankPool, num_ranks: int, sizes: Sequence[int]
+) -> None:
+    ranks.run(num_ranks, go_turned, sizes)
 
 
 # --- one tensor in several places -----------------------------------------------------------------------------------
 
 
-def go_with_one_in_several_places(rank: int, how: str) -> None:
+def go_with_one_in_several_places(rank: int, how: str, sizes: Sequence[int]) -> None:
     held: dict[str, torch.Tensor] = {}
     more: dict[str, torch.Tensor] = {}
 
@@ -168,30 +181,41 @@ def go_with_one_in_several_places(rank: int, how: str) -> None:
         spread.change = changing  # type: ignore[method-assign, assignment]
         return [held, more]
 
-    is_as_if_it_never_changed(TOUR, how, before=look)
+    is_as_if_it_never_changed(TOUR, how, sizes, before=look)
 
 
-@pytest.mark.parametrize("how", ["registered", "two keys", "gradient"])
-def test_one_tensor_in_several_places_moves_once_and_stays_one(ranks: RankPool, how: str) -> None:
-    ranks.run(2, go_with_one_in_several_places, how)
+@pytest.mark.parametrize(
+    ("how", "sizes"),
+    [
+        ("registered", [LARGE]),
+        ("two keys", [SMALL]),
+        ("gradient", [LARGE]),
+        pytest.param("registered", [SMALL], marks=pytest.mark.slow),
+        pytest.param("two keys", [LARGE], marks=pytest.mark.slow),
+        pytest.param("gradient", [SMALL], marks=pytest.mark.slow),
+    ],
+)
+def test_one_tensor_in_several_places_moves_once_and_stays_one(ranks: RankPool, how: str, sizes: Sequence[int]) -> None:
+    ranks.run(2, go_with_one_in_several_places, how, sizes)
 
 
 # --- what ranks have registered -------------------------------------------------------------------------------------
 
 
-def go_in_another_order(rank: int) -> None:
+def go_in_another_order(rank: int, sizes: Sequence[int]) -> None:
     def registered(spread: Spread, optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
         values = {name: part.detach() * 2 for name, part in trained_of(spread)}
         return [dict(sorted(values.items(), reverse=bool(rank)))]
 
-    is_as_if_it_never_changed(TOUR, before=registered)
+    is_as_if_it_never_changed(TOUR, sizes=sizes, before=registered)
 
 
-def test_what_ranks_have_registered_in_another_order_moves_right(ranks: RankPool) -> None:
-    ranks.run(2, go_in_another_order)
+@pytest.mark.parametrize("sizes", [[LARGE], pytest.param([SMALL], marks=pytest.mark.slow)])
+def test_what_ranks_have_registered_in_another_order_moves_right(ranks: RankPool, sizes: Sequence[int]) -> None:
+    ranks.run(2, go_in_another_order, sizes)
 
 
-def go_on_after_another_set(rank: int) -> None:
+def go_on_after_another_set(rank: int, sizes: Sequence[int]) -> None:
     def registered(spread: Spread, optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
         values = {name: part.detach() * 2 for name, part in trained_of(spread)}
         for_all, own = dict(list(values.items())[:3]), dict(list(values.items())[3 + rank : 4 + rank])
@@ -205,11 +229,12 @@ def go_on_after_another_set(rank: int) -> None:
         assert spread.engine is engine
         return [for_all]
 
-    is_as_if_it_never_changed([FULL, FULL, KEPT, WHOLE, WHOLE, FULL], before=registered)
+    is_as_if_it_never_changed([FULL, FULL, KEPT, WHOLE, WHOLE, FULL], sizes=sizes, before=registered)
 
 
-def test_another_set_on_one_rank_is_refused_on_all_and_training_goes_on(ranks: RankPool) -> None:
-    ranks.run(2, go_on_after_another_set)
+@pytest.mark.parametrize("sizes", [[SMALL], pytest.param([LARGE], marks=pytest.mark.slow)])
+def test_another_set_on_one_rank_is_refused_on_all_and_training_goes_on(ranks: RankPool, sizes: Sequence[int]) -> None:
+    ranks.run(2, go_on_after_another_set, sizes)
 
 
 # --- models of other kinds ------------------------------------------------------------------------------------------
@@ -245,22 +270,26 @@ class OfTwoTypes(nn.Module):
         return result
 
 
-def go_with_a_model(rank: int, make_model: Callable[[], nn.Module], plans: Sequence[ParallelPlan]) -> None:
-    is_as_if_it_never_changed(plans, make_model=make_model)
+def go_with_a_model(
+    rank: int, make_model: Callable[[], nn.Module], plans: Sequence[ParallelPlan], sizes: Sequence[int]
+) -> None:
+    is_as_if_it_never_changed(plans, sizes=sizes, make_model=make_model)
 
 
 @pytest.mark.parametrize(
-    ("make_model", "plans"),
+    ("make_model", "plans", "sizes"),
     [
-        (Recurrent, TOUR),
-        (OfTwoTypes, [KEPT, WHOLE, KEPT, WHOLE]),  # gradients of bfloat16 are added up otherwise where they are sharded
-        (OfTwoTypes, [FULL, GRAD_OP, FULL]),
+        (Recurrent, TOUR, [SMALL]),
+        pytest.param(Recurrent, TOUR, [LARGE], marks=pytest.mark.slow),
+        # gradients of bfloat16 are added up otherwise where they are sharded
+        (OfTwoTypes, [KEPT, WHOLE, KEPT, WHOLE], [SMALL, LARGE]),
+        (OfTwoTypes, [FULL, GRAD_OP, FULL], [SMALL, LARGE]),
     ],
 )
 def test_models_of_other_kinds_change_as_well(
-    ranks: RankPool, make_model: Callable[[], nn.Module], plans: Sequence[ParallelPlan]
+    ranks: RankPool, make_model: Callable[[], nn.Module], plans: Sequence[ParallelPlan], sizes: Sequence[int]
 ) -> None:
-    ranks.run(2, go_with_a_model, make_model, plans)
+    ranks.run(2, go_with_a_model, make_model, plans, sizes)
 
 
 def go_between_all_plans(rank: int) -> None:

@@ -48,8 +48,9 @@ def go_through(rank: int, folder: Path, start: ParallelPlan, given: dict[str, An
 @pytest.mark.parametrize(
     ("start", "given"),
     [
-        (WHOLE, {"num_micro_steps": 4}),
-        (FULL, {"num_micro_steps": 2, "rollback": "full"}),
+        (WHOLE, {"num_micro_steps": 2, "rollback": "full"}),
+        pytest.param(WHOLE, {"num_micro_steps": 4}, marks=pytest.mark.slow),
+        pytest.param(FULL, {"num_micro_steps": 2, "rollback": "full"}, marks=pytest.mark.slow),
         pytest.param(FULL, {}, marks=pytest.mark.slow),
     ],
 )

