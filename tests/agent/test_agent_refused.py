@@ -22,17 +22,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def start(
     *arguments: str | bytes,
     cwd: Path,
-    module: str = "elastic_ext.run",
+    module: str | None = None,
     within: str | None = None,
     **environ: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """What came of a launch; ``within`` is what its command begins with, as a shell has it, and a new interpreter's."""
+    """What came of a launch, or of another ``module``; ``within`` is what its command begins with, as a shell has it, and a new interpreter's."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_EXT", "PET_"))}
     given |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     given |= {name: value for name, value in environ.items() if value is not None}
     for name in (name for name, value in environ.items() if value is None):
         given.pop(name, None)
-    command = ["-m", module, *map(os.fsdecode, arguments)]
+    command = ["-m", module or "elastic_ext.run", *map(os.fsdecode, arguments)]
     with tempfile.TemporaryFile("w+") as errors:
         process = begun(command, env=given, folder=cwd, stderr=errors.fileno(), within=shlex.split(within or ""))
         with process:
