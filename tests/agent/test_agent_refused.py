@@ -26,7 +26,8 @@ def start(
     within: str | None = None,
     **environ: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """What came of a launch, or of another ``module``; ``within`` is what its command begins with, as a shell has it, and a new interpreter's."""
+    """What came of a launch, or of another ``module``; ``within`` is what its command begins with, as a shell
+    has it, and makes it a new interpreter's."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_EXT", "PET_"))}
     given |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     given |= {name: value for name, value in environ.items() if value is not None}
