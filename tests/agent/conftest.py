@@ -7,4 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def agents_are_forked(forked_jobs: None) -> None:
-    """Agents need not import torch first; the workers that they start are new interpreters, as ever."""
+    """Agents need not import torch first. The workers that they start are new interpreters, as ever, but where a test
+    has them forked too (tests/support/forking_agent.py)."""

@@ -24,14 +24,17 @@ from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.fsdp.checkpoint.folder.commit import read_commit
 from elastic_ext.ranks.processes import is_alive
 from tests.support.elastic_job import NUM_SAMPLES
-from tests.support.nodes import Node, last_step, nodes, samples_of_steps, until
+from tests.support.nodes import ELASTIC_RUN, FORKING_RUN, Node, last_step, nodes, samples_of_steps, until
 from tests.support.ports import free_port
 
 JOB = ("-m", "tests.support.elastic_job")
 
 
-def started(tmp_path: Path, *arguments: str, launch: tuple[str, ...] = ()) -> Node:
-    return Node(tmp_path / "node", ["--standalone", "--nproc-per-node=2", *launch, *JOB, str(tmp_path), *arguments])
+def started(
+    tmp_path: Path, *arguments: str, launch: tuple[str, ...] = (), launcher: tuple[str, ...] = FORKING_RUN
+) -> Node:
+    options = ["--standalone", "--nproc-per-node=2", *launch]
+    return Node(tmp_path / "node", [*options, *JOB, str(tmp_path), *arguments], launcher=launcher)
 
 
 def status_in(run_dir: Path) -> NodeStatus:
@@ -64,7 +67,7 @@ def test_a_worker_that_is_killed_is_named_and_training_goes_on_from_what_all_ran
 
 
 def test_workers_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
-    with nodes(started(tmp_path, "--steps=100000", "--pace=0.01")) as (node,):
+    with nodes(started(tmp_path, "--steps=100000", "--pace=0.05")) as (node,):
         until(lambda: last_step(tmp_path) > 3 or None)
         workers, memory = node.workers(), Path(node.record().memory_folder)
         node.send(signal.SIGKILL)
@@ -74,7 +77,8 @@ def test_workers_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
-    with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000")) as (node,):
+    job = ("--steps=100000", "--pace=0.05", "--every=100000")
+    with nodes(started(tmp_path, *job, launcher=ELASTIC_RUN)) as (node,):  # its workers are new interpreters
         until(lambda: last_step(tmp_path) > 3 or None)
         node.send(signal.SIGTERM)
         assert node.end() == 143
@@ -90,7 +94,7 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_somebody_has_told_to_end_is_said_to_have_saved(tmp_path: Path) -> None:
-    with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000")) as (node,):
+    with nodes(started(tmp_path, "--steps=100000", "--pace=0.05", "--every=100000")) as (node,):
         until(lambda: last_step(tmp_path) > 3 or None)
         os.kill(node.workers()[1].pid, signal.SIGTERM)
         assert node.end() == 1
@@ -209,7 +213,7 @@ def test_a_loader_that_locks_up_is_a_hang_of_its_rank_between_two_steps(tmp_path
 
 
 def test_the_config_is_changed_through_the_agent_and_what_others_write_is_noticed(tmp_path: Path) -> None:
-    with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000")) as (node,):
+    with nodes(started(tmp_path, "--steps=100000", "--pace=0.05", "--every=100000")) as (node,):
         until(lambda: last_step(tmp_path) > 2 or None)
         command = [sys.executable, "-m", "elastic_ext.cli"]
         set_ = [*command, "config", "set", "optimizer.learning_rate=0.5", "--file", node.record().config_file]
@@ -247,7 +251,7 @@ def test_a_config_for_which_there_is_no_room_leaves_the_old_one_and_training_goe
     try:
         config = small / "config.json"
         launch = ("--config-file", str(config))
-        with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000", launch=launch)) as (node,):
+        with nodes(started(tmp_path, "--steps=100000", "--pace=0.05", "--every=100000", launch=launch)) as (node,):
             until(lambda: last_step(tmp_path) > 2 or None)
             set_ = [sys.executable, "-m", "elastic_ext.cli", "config", "set", "--file", str(config)]
             in_run = {**os.environ, "ELASTIC_EXT_RUN_DIR": str(node.run_dir)}
@@ -318,7 +322,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence_of_the_worker_and_of_the_a
         str(tmp_path / "script.py"),
         str(tmp_path / "file" / "below"),
     ]
-    with nodes(Node(tmp_path / "node", arguments)) as (node,):
+    with nodes(Node(tmp_path / "node", arguments, launcher=FORKING_RUN)) as (node,):
         assert node.end() == 1
     words = f"{tmp_path / 'file'} is no folder, and checkpoints are to lie there; move it away"
     lines = [line for line in node.lines if words in line]

@@ -20,11 +20,11 @@ from elastic_ext.agent.rendezvous import handler_for
 from elastic_ext.ranks.processes import is_alive
 from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
 from tests.support.elastic_job import NUM_SAMPLES
-from tests.support.nodes import Node, last_step, nodes, samples_of_steps, set_config, until
+from tests.support.nodes import FORKING_RUN, Node, last_step, nodes, samples_of_steps, set_config, until
 from tests.support.ports import free_port
 
 JOB = ("-m", "tests.support.elastic_job")
-FOR_EVER = ("--steps=1000000", "--pace=0.02", "--every=1000000")
+FOR_EVER = ("--steps=1000000", "--pace=0.1", "--every=1000000")
 
 
 class Cluster:
@@ -52,7 +52,8 @@ class Cluster:
 
     def node(self, number: int, arguments: Sequence[str] = FOR_EVER, *, num_workers: int = 1) -> Node:
         launch = [*self.launch, f"--nproc-per-node={num_workers}"]
-        return Node(self.folder / f"node-{number}", [*launch, *JOB, str(self.folder), *arguments])
+        job = [*launch, *JOB, str(self.folder), *arguments]
+        return Node(self.folder / f"node-{number}", job, launcher=FORKING_RUN)
 
     def wait_for_steps(self, number: int) -> int:
         """Until so many more steps were taken; the last of them."""

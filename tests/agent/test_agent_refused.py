@@ -7,26 +7,40 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.agent.arguments import check_options, parse
+from tests.support.nodes import FORKING_RUN
+from tests.support.scripts import begun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def start(
-    *arguments: str | bytes, cwd: Path, within: str | None = None, **environ: str | None
+    *arguments: str | bytes,
+    cwd: Path,
+    module: str | None = None,
+    within: str | None = None,
+    **environ: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """What came of a launch; ``within`` is what its command begins with, as a shell has it."""
+    """What came of a launch, or of another ``module``; ``within`` is what its command begins with, as a shell
+    has it, and makes it a new interpreter's."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_EXT", "PET_"))}
     given |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     given |= {name: value for name, value in environ.items() if value is not None}
     for name in (name for name, value in environ.items() if value is None):
         given.pop(name, None)
-    command = [*shlex.split(within or ""), sys.executable, "-m", "elastic_ext.run", *arguments]
-    return subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=240)
+    command = ["-m", module or "elastic_ext.run", *map(os.fsdecode, arguments)]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = begun(command, env=given, folder=cwd, stderr=errors.fileno(), within=shlex.split(within or ""))
+        with process:
+            output, _ = process.communicate(timeout=240)
+            status = process.wait()
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, status, output, errors.read())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,7 @@ def test_a_program_that_the_system_cannot_start_is_a_failure_in_words(tmp_path: 
     program = tmp_path / "program"
     program.write_text("no program, and no line that says what reads it")
     program.chmod(0o755)
-    done = start("--standalone", "--no-python", "./program", cwd=tmp_path)
+    done = start("--standalone", "--master=off", "--no-python", "./program", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "workers could not be started: Exec format error" in done.stderr
 
@@ -124,20 +138,15 @@ def test_a_job_starts_where_nothing_can_be_written_at_home_and_status_finds_it(t
     done = start("--standalone", "--job=j", script, cwd=tmp_path, **given)
     assert done.returncode == 0 and done.stdout == "started\n"
     assert "(/proc/nobody): the run directory is in" in done.stderr
-    environ = {**os.environ, "HOME": "/proc/nobody", "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    environ.pop("XDG_CACHE_HOME", None)
     for arguments in (["status"], ["status", "--job", "j"]):
-        command = [sys.executable, "-m", "elastic_ext.cli", *arguments]
-        found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+        found = start(*arguments, module="elastic_ext.cli", cwd=tmp_path, **given)
         assert found.returncode == 0 and found.stdout.startswith("j: has ended"), found
 
 
 def test_status_finds_the_job_that_was_started_without_a_word_of_where(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('started')")
-    assert start("--standalone", "--job=j", "script.py", cwd=tmp_path).returncode == 0
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "elastic_ext.cli", "status"]
-    done = subprocess.run(command, env=environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    assert start("--standalone", "--master=off", "--job=j", "script.py", cwd=tmp_path).returncode == 0
+    done = start("status", module="elastic_ext.cli", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.returncode == 0 and done.stdout.startswith("j: has ended")
 
 
@@ -152,7 +161,7 @@ def test_a_job_starts_where_its_files_cannot_be_written(tmp_path: Path) -> None:
 def test_a_worker_may_start_an_agent_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('started')")
     inner = ["--no-python", sys.executable, "-m", "elastic_ext.run", "--standalone", "script.py"]
-    done = start("--standalone", "--nproc-per-node=2", *inner, cwd=tmp_path)
+    done = start("--standalone", "--nproc-per-node=2", *inner, cwd=tmp_path, module=FORKING_RUN[1])
     assert done.returncode == 0 and done.stdout == "started\nstarted\n", done.stderr
 
 

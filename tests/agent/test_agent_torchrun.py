@@ -107,8 +107,6 @@ class Run:
 CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "standalone": (["--standalone", "--nproc-per-node=2"], ["--its-own", "a b"], {"PLANTED": "1"}),
     "spelt with underscores, and restarted": (["--nproc_per_node=2", "--max_restarts=2"], ["fail", "2"], {}),
-    "out of restarts": (["--nproc-per-node=2", "--max-restarts=1", "--role=trainer"], ["fail", "9"], {}),
-    "redirected": (["--nproc-per-node=3", "-r", "0:1,1:2,2:3", "--log-dir=LOGS"], [], {}),
     "teed and filtered": (
         [
             "--nproc-per-node=3",
@@ -120,13 +118,27 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
         [],
         {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name} ${rank}/${local_rank}]: "},
     ),
-    "teed": (["--nproc-per-node=2", "-t", "3", "--log_dir=LOGS", "--role=r"], [], {}),
-    "in the environment": ([], ["x"], {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "3"}),
-    "no python": (["--no-python", "--nproc-per-node=2"], ["y"], {}),
-    "a module": (["-m", "--nproc-per-node=2"], ["--name", "z"], {}),
-    "in this interpreter": (["--run-path", "--nproc-per-node=2"], ["w"], {}),
-    "virtual local ranks": (["--virtual-local-rank", "--nproc-per-node=2"], [], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
-    "static": (["--master-addr=127.0.0.1", "--master-port=0", "--nproc-per-node=2"], [], {}),
+    "teed, and out of restarts": (
+        ["--nproc-per-node=2", "--max-restarts=1", "-t", "3", "--log_dir=LOGS", "--role=trainer"],
+        ["fail", "9"],
+        {},
+    ),
+    "static, in the environment": (
+        ["--master-addr=127.0.0.1", "--master-port=0"],
+        ["x"],
+        {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "3"},
+    ),
+    "no python, with virtual local ranks": (
+        ["--no-python", "--virtual-local-rank", "--nproc-per-node=2"],
+        ["y"],
+        {"CUDA_VISIBLE_DEVICES": "3, 5"},
+    ),
+    "a module, redirected": (
+        ["-m", "--nproc-per-node=3", "-r", "0:1,1:2,2:3", "--log-dir=LOGS"],
+        ["--name", "z"],
+        {},
+    ),
+    "in this interpreter": (["--run-path", "--nproc-per-node=1"], ["w"], {}),
 }
 
 

@@ -24,6 +24,7 @@ from elastic_ext.doctor.report import CheckedNode, CheckedPair, PairReport, find
 from tests.support.machines import GOOD_MACHINE as GOOD
 from tests.support.masters import master_on_thread
 from tests.support.ports import free_port
+from tests.support.scripts import begun
 
 DEADLINE_SECONDS = 100.0
 
@@ -162,7 +163,10 @@ def test_a_node_whose_first_words_cannot_be_read_is_told_of_and_the_others_are_k
     assert [record.message.partition(":")[0] for record in caplog.records] == ["node 2", "node 3"]
 
 
-def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store() -> None:
+def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store(forked_jobs: None, tmp_path: Path) -> None:
+    child = "import sys; from elastic_ext.doctor.meeting import Rendezvous, holds_store;"
+    child += "sys.exit(holds_store(Rendezvous(endpoint=sys.argv[1], run_id='none', min_nodes=2, max_nodes=2)))"
+    (tmp_path / "child.py").write_text(child)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         here = Rendezvous(endpoint=f"127.0.0.1:{listening.getsockname()[1]}", run_id="none", min_nodes=2, max_nodes=2)
@@ -170,9 +174,9 @@ def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store() -> None:
         listening.listen()
         assert holds_store(here)
         assert not holds_store(dataclasses.replace(here, endpoint="/a/file"))
-        child = "import sys; from elastic_ext.doctor.meeting import Rendezvous, holds_store;"
-        child += "sys.exit(holds_store(Rendezvous(endpoint=sys.argv[1], run_id='none', min_nodes=2, max_nodes=2)))"
-        subprocess.run([sys.executable, "-c", child, here.endpoint], check=True, timeout=DEADLINE_SECONDS)
+        with begun([str(tmp_path / "child.py"), here.endpoint], env=os.environ) as process:
+            assert process.communicate(timeout=DEADLINE_SECONDS)[0] == ""
+            assert process.wait() == 0
 
 
 # --- real processes as nodes ---------------------------------------------------------------------------------------
@@ -207,33 +211,32 @@ class _Nodes:
     ) -> None:
         endpoint = f"127.0.0.1:{free_port()}"
         self._deadline = time.monotonic() + DEADLINE_SECONDS
-        self._folder = folder
         self.processes = []
         for index in range(num_nodes):
             holds = "true" if index == 0 else "false"
-            command = [sys.executable, "-m", "elastic_ext.cli", "doctor", "--json", "--run-dir", str(folder)]
+            command = ["-m", "elastic_ext.cli", "doctor", "--json", "--run-dir", str(folder)]
             command += ["--rdzv-endpoint", endpoint, "--nnodes", str(num_wanted or num_nodes)]
             command += ["--rdzv-conf", f"is_host={holds},join_timeout={4 if num_wanted else 60}", *arguments]
             if index == victim:
-                command = [sys.executable, "-c", _VICTIM, endpoint, str(num_nodes), holds, str(int(how))]
+                (folder / "victim.py").write_text(_VICTIM)
+                command = [str(folder / "victim.py"), endpoint, str(num_nodes), holds, str(int(how))]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            with (folder / f"{index}.out").open("wb") as out, (folder / f"{index}.err").open("wb") as err:
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
+            with (folder / f"{index}.err").open("wb") as err:
+                self.processes.append(begun(command, env=environment, stderr=err.fileno()))
 
     def end_of(self, index: int) -> tuple[int, list[dict[str, Any]]]:
         """The exit status of that process, and what it has printed."""
-        status = self.processes[index].wait(max(self._deadline - time.monotonic(), 0.01))
-        lines = (self._folder / f"{index}.out").read_text().splitlines()
-        return status, [json.loads(line) for line in lines]
+        output, _ = self.processes[index].communicate(timeout=max(self._deadline - time.monotonic(), 0.01))
+        return self.processes[index].wait(), [json.loads(line) for line in output.splitlines()]
 
     def close(self) -> None:
         for process in self.processes:
-            process.kill()
-            process.wait()
+            with process:
+                process.kill()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
+def start(forked_jobs: None, tmp_path: Path) -> Iterator[Any]:
     started: list[_Nodes] = []
 
     def make(num_nodes: int, *arguments: str, **more: Any) -> _Nodes:
@@ -338,8 +341,7 @@ def test_an_endpoint_that_nobody_holds_is_an_error_in_words(tmp_path: Path) -> N
     assert f"elastic-ext: {endpoint}, where the nodes are to meet, cannot be reached" in done.stderr
 
 
-def test_a_pair_meets_after_one_of_them_has_failed_to_meet_another(tmp_path: Path) -> None:
-    code = """
+_MEETS = """
 import sys
 import torch.distributed as dist
 from elastic_ext.doctor.pairs import exchange
@@ -353,17 +355,19 @@ if rank == 1:
 latency, bandwidth = exchange(dist.PrefixStore("both", store), rank, backend="gloo", timeout_seconds=60)
 print(len(latency), len(bandwidth))
 """
+
+
+def test_a_pair_meets_after_one_of_them_has_failed_to_meet_another(forked_jobs: None, tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(_MEETS)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        begun([str(tmp_path / "meets.py"), str(rank), str(tmp_path / "store")], env=environment, stderr=2)
         for rank in range(2)
     ]
     assert [process.communicate(timeout=DEADLINE_SECONDS)[0].split() for process in both] == [
         ["3", "3"],
         ["failed", "0", "0"],
     ]
+    for process in both:
+        with process:
+            assert process.wait() == 0

@@ -25,6 +25,7 @@ DEADLINE_SECONDS = 240.0
 _Found = TypeVar("_Found")
 TORCHRUN = ("-m", "torch.distributed.run")
 ELASTIC_RUN = ("-m", "elastic_ext.run")
+FORKING_RUN = ("-m", "tests.support.forking_agent")  # workers need not import torch
 
 
 class Node:

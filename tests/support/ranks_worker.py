@@ -25,6 +25,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -71,6 +72,7 @@ _NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and
     "torch.utils.data",
     "pytest",
     "hypothesis",
+    "elastic_ext.agent.launcher",  # by agents, which are scripts here
     "elastic_ext.data.loader",
     "elastic_ext.fsdp",
     "elastic_ext.training.trainer",
@@ -168,6 +170,7 @@ def _script_main(descriptors: Sequence[int], argv: list[str], folder: str, envir
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # the environment says where it is
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

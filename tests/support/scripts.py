@@ -37,19 +37,22 @@ def begun(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
+    folder: Path | None = None,
     stderr: int | None = None,
     within: Sequence[str] = (),
     is_new: bool = False,
 ) -> Script | subprocess.Popen[str]:
-    """``python argv...`` in a session of its own: forked where a pool was given, and else a new interpreter.
+    """``python argv...`` in a session of its own: forked where a pool was given, and else a new interpreter;
+    in ``folder``, or else where this process is.
 
     What it writes to ``stderr`` goes to that descriptor, or else where the rest does. With ``is_new`` it is a new
     interpreter, which reads its environment as it starts; so it is with ``within``, which its command begins with.
     """
     if _POOLS and not within and not is_new:
-        return Script(_POOLS[-1](), argv, folder=Path.cwd(), env=env, stderr=stderr)
+        return Script(_POOLS[-1](), argv, folder=folder or Path.cwd(), env=env, stderr=stderr)
     return subprocess.Popen(
         [*within, sys.executable, *argv],
+        cwd=folder,
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

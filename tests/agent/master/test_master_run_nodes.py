@@ -19,7 +19,7 @@ from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 from tests.support.certificates import certificate_in
 from tests.support.masters import MasterProcess, master_in_process
-from tests.support.nodes import Node, last_step, nodes, until
+from tests.support.nodes import FORKING_RUN, Node, last_step, nodes, until
 from tests.support.ports import free_port
 
 WAITS = """
@@ -166,8 +166,9 @@ def test_nodes_of_one_job_take_one_config_from_the_master_and_agree_on_it(
 ) -> None:
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     launch += ["--rdzv-id=job", "--rdzv-conf=last_call_timeout=1", "--local-addr=127.0.0.1", "--job=job"]
-    job = ["-m", "tests.support.elastic_job", str(tmp_path), "--steps=100000", "--pace=0.01", "--every=100000"]
-    made = [Node(tmp_path / f"node-{number}", [*ways(master), *launch, *job]) for number in range(2)]
+    job = ["-m", "tests.support.elastic_job", str(tmp_path), "--steps=100000", "--pace=0.05", "--every=100000"]
+    given = [*ways(master), *launch, *job]
+    made = [Node(tmp_path / f"node-{number}", given, launcher=FORKING_RUN) for number in range(2)]
     with nodes(*made), MasterClient(place_of(master)) as client:
         until(lambda: last_step(tmp_path) > 3 or None)
         status = until(lambda: found if len((found := client.status()).membership.nodes) == 2 else None)
