@@ -1,6 +1,6 @@
 """Small saves as rank 0 makes them, whole folders of them, and what must hold of a job's folder whatever has happened.
 
-Run as a module, it kills the scenario that it is given at each call in turn; a process of its own, since it forks.
+Run as a module, it kills the scenario that it is given at its calls in turn; a process of its own, since it forks.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ SCENARIOS: dict[str, tuple[Callable[[Path], Run], Callable[[Run], None], list[st
 }
 
 
-def killed_everywhere(scenario: str, folder: Path) -> dict[str | None, int]:
-    """Kill a scenario at every call; how often each checkpoint (by generation) was the newest afterwards."""
+def killed_everywhere(scenario: str, folder: Path, stride: int) -> dict[str | None, int]:
+    """Kill a scenario at its calls, ``stride`` apart; how often each checkpoint (by generation) was the newest then."""
     before, act, expected = SCENARIOS[scenario]
     lives: list[Run] = []
     seen: list[str | None] = []
@@ -206,7 +206,7 @@ def killed_everywhere(scenario: str, folder: Path) -> dict[str | None, int]:
         lives[-1].end()
         seen.append(recovered(lives[-1].folder.path))
 
-    every_kill(prepare, check)
+    every_kill(prepare, check, stride=stride)
     order = [expected.index(one) for one in seen]
     assert order == sorted(order), f"{scenario}: the newest checkpoint went back and forth: {seen}"
     assert seen[0] == expected[0] and seen[-1] == expected[-1]
@@ -232,5 +232,5 @@ def recovered(path: Path) -> str | None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(dir=sys.argv[2]) as kept:
-        for generation, count in killed_everywhere(sys.argv[1], Path(kept)).items():
+        for generation, count in killed_everywhere(sys.argv[1], Path(kept), int(sys.argv[3])).items():
             print(generation, count)

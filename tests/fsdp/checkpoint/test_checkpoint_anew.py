@@ -57,7 +57,7 @@ def newest_state(storage: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("step", "strike", "stride"),
-    the_first([(OLD_STEPS, "kill", 3), (OLD_STEPS, "kill", 1), (OLD_STEPS, "full", 1), (1, "kill", 1)]),
+    the_first([(OLD_STEPS, "kill", 5), (OLD_STEPS, "kill", 1), (OLD_STEPS, "full", 1), (1, "kill", 1)]),
 )
 def test_the_newest_one_is_resumed_until_there_is_one_of_the_new_run(
     ranks: RankPool, tmp_path: Path, step: int, strike: Strike, stride: int
@@ -168,7 +168,7 @@ def test_what_was_left_twice_gives_way_to_what_was_left_last(tmp_path: Path) -> 
     assert counting(tmp_path) == ["c-1"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_run_that_dies_before_it_has_saved_changes_nothing_that_counts(data: st.DataObject) -> None:
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

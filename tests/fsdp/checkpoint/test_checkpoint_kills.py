@@ -204,7 +204,7 @@ def test_save_killed_at_sampled_operations_leaves_a_checkpoint(what: str, ranks:
     job = make_job(ranks, folder, CASES[what])
     points = points_of(job)
     assert len(points) > 100
-    killed = sample_of(points, every=100 if CASES[what].overlaps else 50)
+    killed = sample_of(points, every=100)
     _told(what, points, killed, job)
     kill_and_go_on(ranks, folder, job, killed)
 

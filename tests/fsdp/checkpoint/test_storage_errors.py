@@ -142,7 +142,7 @@ def check_all_whole(storage: Path, newest: int) -> None:
 # ---- storage that answers with an error once ----
 
 
-@pytest.mark.parametrize(("answer", "stride"), the_first([(_STALE, 7), (_STALE, 1), (_BROKEN, 1), (_DONE, 1)]))
+@pytest.mark.parametrize(("answer", "stride"), the_first([(_STALE, 13), (_STALE, 1), (_BROKEN, 1), (_DONE, 1)]))
 def test_a_save_whose_storage_fails_once_is_whole_or_absent_and_says_what_failed(
     first: Path, answer: Answer, stride: int
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_save_whose_storage_fails_once_is_whole_or_absent_and_says_what_failed
     assert num_failed > 100 / stride
 
 
-@pytest.mark.parametrize(("answer", "stride"), the_first([(_STALE, 3), (_STALE, 1), (_BROKEN, 1), (_DONE, 1)]))
+@pytest.mark.parametrize(("answer", "stride"), the_first([(_STALE, 6), (_STALE, 1), (_BROKEN, 1), (_DONE, 1)]))
 def test_a_load_whose_storage_fails_once_is_of_the_newest_or_says_what_failed(
     first: Path, answer: Answer, stride: int
 ) -> None:
@@ -223,7 +223,7 @@ def open_no_more() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-@pytest.mark.parametrize("stride", the_first([5, 1]))
+@pytest.mark.parametrize("stride", the_first([9, 1]))
 def test_a_process_that_may_open_no_more_files_at_any_open_of_a_save_loses_nothing_and_is_told(
     first: Path, stride: int
 ) -> None:

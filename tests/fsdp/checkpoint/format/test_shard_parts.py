@@ -105,7 +105,7 @@ def request_and_answer(name: str, data: Array, wanted: Wanted) -> tuple[ReadRequ
 
 
 @given(st.lists(wanted_elements(), min_size=1, max_size=5), st.sampled_from([64, 128]), st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_parts_of_any_tensors_arrive_exactly_whatever_the_windows(
     wanted: list[Wanted],
     block_bytes: int,
@@ -174,7 +174,7 @@ TRANSPOSED = Wanted(
 
 @given(wanted_elements())
 @example(TRANSPOSED)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_strided_copies_are_those_that_numpy_makes(wanted: Wanted) -> None:
     if math.prod(wanted.sizes):
         data = array_of(wanted, 0)

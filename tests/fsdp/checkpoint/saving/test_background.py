@@ -38,6 +38,7 @@ from tests.support.saving import (
     train,
 )
 from tests.support.stores import PlainStore
+from tests.support.thinning import the_first
 from tests.support.trials import Trial, run_one
 
 # --- what is saved --------------------------------------------------------------------------------------------------
@@ -217,8 +218,9 @@ def save_often(rank: int, storage: Path, num_saves: int) -> dict[str, tuple[int,
     return {what: (counts[0], counts[1]) for what, counts in seen.items()}
 
 
-def test_200_saves_leak_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    ends = run_one(ranks, tmp_path / "ends", Trial(fn=save_often, args=(tmp_path / "storage", 200)))
+@pytest.mark.parametrize("num_saves", the_first([60, 200]))
+def test_saves_leak_nothing(ranks: RankPool, tmp_path: Path, num_saves: int) -> None:
+    ends = run_one(ranks, tmp_path / "ends", Trial(fn=save_often, args=(tmp_path / "storage", num_saves)))
     for end in ends:
         assert end.error is None, end
         counts = end.value
