@@ -215,7 +215,7 @@ def test_nurseries_that_die_before_any_worker_is_ready_are_an_error() -> None:
     made = work({}, worker_init_fn=lambda _: pools.kill_the_parent())
     with (
         Pool(made, context=FORK) as pool,
-        pytest.raises(WorkerDiedError, match=r"before they were ready .*that workers are forked from"),
+        pytest.raises(WorkerDiedError, match=r"before they were ready .*its fork server"),
     ):
         batches_made(pool, 4, [[0]])
 
