@@ -30,7 +30,7 @@ from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare
 from benchmarks.trainer_ranks import Task, make_loop
 from elastic_ext.agent.workers.hangs import HangLimits
 from elastic_ext.agent.workers.monitor import Monitor, Watched
-from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import heartbeat_file, read_heartbeat
 from elastic_ext.ranks.processes import process_of
 
 __all__ = ["MOST_SECONDS", "NAMES", "SMALL", "cost_of_looks", "cost_of_writing", "main", "share_of_steps", "sides"]
@@ -45,8 +45,8 @@ NUM_WORKERS, NUM_LOOKS = 8, 50
 _WORKER = """
 import sys
 from pathlib import Path
-from elastic_ext.ranks.heartbeat import begin_pulse
-begin_pulse(Path(sys.argv[1]), rank=int(sys.argv[2]), restart=0, run_dir=Path(sys.argv[1])).enter(0)
+from elastic_ext.ranks.heartbeat import begin_heartbeat
+begin_heartbeat(Path(sys.argv[1]), rank=int(sys.argv[2]), restart=0, run_dir=Path(sys.argv[1])).enter(0)
 sys.stdout.write("x")
 sys.stdout.flush()
 sys.stdin.read()
@@ -96,7 +96,7 @@ def sides(task: Task, folder: Path, num_in_block: int, stack: ExitStack) -> list
         with mock.patch.dict(os.environ, {"ELASTIC_EXT_PULSE_DIR": pulses}):
             loop = make_loop("ours", task, own, stack)
         if has_pulse:
-            found = read_pulse(pulse_file(Path(pulses), 0))
+            found = read_heartbeat(heartbeat_file(Path(pulses), 0))
             assert found is not None, "this side has no pulse"
 
         def run() -> Reading:

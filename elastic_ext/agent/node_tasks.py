@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.ranks.board import BoardGone
-from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import heartbeat_file, read_heartbeat
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.notices import ended_file
 from elastic_ext.records.agent import WORKERS_FILE, Since, WorkersRecord
@@ -191,7 +191,7 @@ class NodeTasks:
         """Note the last step of workers that end now, or have ended; whether any of them has taken a step."""
         steps = []
         for each in workers:
-            reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
+            reading = read_heartbeat(heartbeat_file(self._folders.pulses, each.rank))
             if reading is not None and reading.num_boundaries > 0:
                 steps.append(reading.step)
         if steps and self._ended is None:
@@ -328,7 +328,7 @@ class NodeTasks:
     def _begun(self, workers: Sequence[Watched]) -> Begun | None:
         """Where training began in this round; None until a worker has ended a step of the round."""
         for each in workers:
-            reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
+            reading = read_heartbeat(heartbeat_file(self._folders.pulses, each.rank))
             if reading is not None and reading.num_boundaries > 0:
                 return begun_in(self._folders.run_dir / f"events-{each.rank}.jsonl", since=self._round.seconds)
         return None

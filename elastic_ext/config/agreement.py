@@ -2,8 +2,7 @@
 words, and how often it takes place.
 
 A *pulse* is one integer per rank, a hash of what should be the same on all ranks; a *control word* is what a rank has
-to say, in full, and is sent only where the pulses call for it. (``Pulse`` in ranks/heartbeat.py is another thing: the
-heartbeat that a rank's agent reads.)
+to say, in full, and is sent only where the pulses call for it.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import TYPE_CHECKING, Literal
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError
 
 from .apply import Applied, Applier, Appliers, ConfigRounds, ConfigSource, Proposal
-from .control_word import AgreementPace, ControlWord, GatheredWords, Lag, Purpose, RoundPlace, start_differences
+from .control_word import ControlWord, GatheredWords, IntervalEstimator, Lag, Purpose, RoundPlace, start_differences
 from .elastic_config import ElasticConfig
 
 if TYPE_CHECKING:
     from elastic_ext.ranks.group import PendingSum, Ranks
 
-__all__ = ["Agreement", "AgreementInterval", "Boundary", "Exchange", "Pacing"]
+__all__ = ["Agreement", "AgreementInterval", "Boundary", "Exchange", "RankInterval"]
 
 _logger = logging.getLogger(__name__)
 
@@ -110,8 +109,8 @@ AgreementInterval = int | Literal["auto"]
 """How many step boundaries lie between two agreements; "auto": ranks choose that by what steps and agreements take."""
 
 
-class Pacing:
-    """The interval between agreements that this rank wants, in boundaries.
+class RankInterval:
+    """The interval between agreements that this rank asks for, in boundaries, and the one it last sent.
 
     With ``every="auto"`` it follows from the times that are noted; a number given as ``every`` is kept.
     """
@@ -123,24 +122,24 @@ class Pacing:
         """Whether noted times matter: this rank may choose the interval, and there are other ranks."""
         first = 1 if every == "auto" else every
         self._wanted_interval = self._sent_interval = first
-        self._pace = AgreementPace(pulse_seconds=0.0)
+        self._estimator = IntervalEstimator(pulse_seconds=0.0)
         self._passed_at: float | None = None
         self._spent_seconds = 0.0  # on the agreement under way
 
     def measure(self) -> None:
         """Measure what a pulse takes, with all ranks, before the first step."""
         if self._is_chosen:
-            self._pace = AgreementPace(pulse_seconds=_pulse_seconds(self._ranks))
+            self._estimator = IntervalEstimator(pulse_seconds=_pulse_seconds(self._ranks))
 
     def note_step(self, now: float) -> None:
         """Take in that a boundary is passed at ``now``: a step ends there."""
         if self._passed_at is not None:
-            self._pace.note_step(now - self._passed_at)
+            self._estimator.note_step(now - self._passed_at)
         self._passed_at = now
 
     def note_idle(self, seconds: float) -> None:
         """Take in how long a boundary without an agreement kept the training thread."""
-        self._pace.note_idle(seconds)
+        self._estimator.note_idle(seconds)
 
     def note_pulse_read(self, seconds: float) -> None:
         """Take in how long reading a pulse kept the training thread, before the next pulse is begun."""
@@ -151,12 +150,12 @@ class Pacing:
 
         With the reading of the pulse before, noted since the last call, that is what one agreement takes.
         """
-        self._pace.note_agreement(self._spent_seconds + seconds)
+        self._estimator.note_agreement(self._spent_seconds + seconds)
         self._spent_seconds = 0.0
 
     def wanted_interval(self, every: int) -> tuple[int, bool]:
         """The interval that this rank wants where ``every`` is in force, and whether to send it to the other ranks."""
-        self._wanted_interval = min(self._pace.interval(), every * _GROWTH) if self._is_chosen else every
+        self._wanted_interval = min(self._estimator.interval(), every * _GROWTH) if self._is_chosen else every
         least, most = self._sent_interval / _WORTH_SENDING, self._sent_interval * _WORTH_SENDING
         return self._wanted_interval, not least <= self._wanted_interval <= most
 
@@ -225,7 +224,7 @@ class Boundary:
     leave: bool
     """Whether some rank's process was told to end, as by SIGTERM (``request_leave``); stays true from then on."""
     copy: bool
-    """Whether some rank asked to copy training state, in case that training is told to end; true at one boundary."""
+    """Whether some rank asked to copy training state in memory, to be saved after a SIGTERM; true at one boundary."""
 
 
 class Agreement:
@@ -246,15 +245,16 @@ class Agreement:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.every = 1 if every == "auto" else every
+        """How many boundaries lie between two agreements now."""
         self._asked_every = every
         self._ranks = ranks
         self._source = source
         self.appliers = Appliers(ranks)
         self._rounds = ConfigRounds(ranks, source, self.appliers, base, warns=warns)
         self._lag = Lag(patience_seconds=lag_warning_seconds)
-        self._pacing = Pacing(ranks, every)
-        self._is_pacing = self._pacing.is_needed
-        self._note_step = self._pacing.note_step  # bound once: most boundaries do little else
+        self._rank_interval = RankInterval(ranks, every)
+        self._is_pacing = self._rank_interval.is_needed
+        self._note_step = self._rank_interval.note_step  # bound once: most boundaries do little else
         self._clock = clock
         self.step = 0
         """How many steps have been taken; set it before ``start`` where a run is resumed."""
@@ -291,7 +291,7 @@ class Agreement:
         self._rounds.on_refusal = tell
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config that was in force in a checkpoint: over the script's start-up values, under the config file.
+        """Load the config saved in a checkpoint: it overrides the start-up values, and the config file overrides it.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
@@ -307,9 +307,12 @@ class Agreement:
         """Agree on the start-up config with all ranks, and put the config file over it, if every rank finds one."""
         self._started = True
         with self._breaking():
-            mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
+            mine = self._rounds.startup_values | {
+                "agree_every_steps": self._asked_every,
+                "steps already taken": self.step,
+            }
             self._exchange.compare_start({**mine, **self.compared_at_start})
-            self._pacing.measure()
+            self._rank_interval.measure()
             applied = self._rounds.start(self._place)
         if applied is not None and applied.new.checkpoint.now and applied.new.version != self._resumed_version:
             self.request_save()
@@ -368,7 +371,7 @@ class Agreement:
             with self._breaking():
                 self._work_at_boundary(now, is_agreement=is_agreement)
         elif self._num_boundaries % _IDLE_SAMPLING == 0:
-            self._pacing.note_idle(self._clock() - now)
+            self._rank_interval.note_idle(self._clock() - now)
         applied, save, copy = self._applied, self._save, self._copy
         self._applied, self._save, self._copy = None, False, False
         self._become_quiet()
@@ -394,7 +397,7 @@ class Agreement:
         if self._is_pacing:
             self._note_step(now)
             if num_boundaries % _IDLE_SAMPLING == 0:
-                self._pacing.note_idle(self._clock() - now)
+                self._rank_interval.note_idle(self._clock() - now)
         return True
 
     def rouse(self) -> None:
@@ -429,26 +432,26 @@ class Agreement:
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
 
-    def compare_words(self, failed: str, brings: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
+    def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
 
         All ranks call this together. What comes of it, on all ranks alike:
 
-        - None: no rank failed, and every rank gave the same ``brings`` as this one.
-        - Control words with ``failures``: on those ranks the step failed, in the words that they gave as ``failed``.
-        - Control words without: no rank failed, and ranks gave unlike ``brings``.
+        - None: no rank failed, and every rank gave the same ``payload`` as this one.
+        - Control words with ``failures``: on those ranks the step failed, in the words that they gave as ``failure``.
+        - Control words without: no rank failed, and ranks gave unlike ``payload``.
         - RanksDisagreeError: ranks are at different places.
 
-        With Purpose.SHARE it is called within a step, and ``brings`` says which parameters have a gradient; with
-        Purpose.NOISE at a boundary, and ``brings`` is what the rank has measured of gradient noise.
+        With Purpose.SHARE it is called within a step, and ``payload`` says which parameters have a gradient; with
+        Purpose.NOISE at a boundary, and ``payload`` is what the rank has measured of gradient noise.
         """
         self._raise_if_unusable()
-        word = replace(self._make_word(purpose), failed=failed, brings=brings)
+        word = replace(self._make_word(purpose), failed=failure, brings=payload)
         with self._breaking():
             return self._exchange.compare(word, str(purpose))
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
-        """Put a revision in force now; gives why it was refused, empty where it was not.
+        """Put a revision in force now; gives the reason if it was refused, else an empty text.
 
         All ranks call this with the same changes, where a step is taken again, after ``meet``.
         """
@@ -458,7 +461,7 @@ class Agreement:
         return refusal
 
     def refuse_late_file(self) -> None:
-        """At the end of training, once nothing more is read: say what becomes of a file that came too late."""
+        """Warn that a config file that came after the last boundary is not applied in this run; called at its end."""
         self._rounds.refuse_late_file(self.step)
 
     def close(self) -> None:
@@ -494,14 +497,14 @@ class Agreement:
         """Do what a boundary takes beyond counting: read a pulse, apply a scheduled config, begin a pulse."""
         if self._exchange.word is not None:
             self._read_pulse()
-            self._pacing.note_pulse_read(self._clock() - now)
+            self._rank_interval.note_pulse_read(self._clock() - now)
         if self._rounds.is_due(self.step):
             self._make_sure_of_the_same_place(Purpose.APPLY, "applying a scheduled config")
             self._keep_applied(self._rounds.apply_scheduled(self.step))
         if is_agreement:
             began = self._clock()
             self._start_pulse(began)
-            self._pacing.note_pulse_started(self._clock() - began)
+            self._rank_interval.note_pulse_started(self._clock() - began)
 
     @property
     def _place(self) -> RoundPlace:
@@ -522,7 +525,7 @@ class Agreement:
         rounds = self._rounds
         held_version, is_fresh = rounds.announce()
         self._pulsed_boundary = self._num_boundaries
-        wanted, is_pacing = self._pacing.wanted_interval(self.every)
+        wanted, is_pacing = self._rank_interval.wanted_interval(self.every)
         word = replace(
             self._make_word(Purpose.ROUTINE),
             held_version=held_version,
@@ -555,7 +558,7 @@ class Agreement:
         self._save |= gathered.save
         self._copy |= gathered.copy
         self.every = gathered.interval
-        self._pacing.mark_sent()
+        self._rank_interval.mark_sent()
         self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
         if gathered.proposing or (gathered.fresh and gathered.lowest_held > self.config.version):
             self._keep_applied(self._rounds.hold_round(self._place))

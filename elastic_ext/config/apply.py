@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from elastic_ext.errors import ApplyError, ConfigError, RanksDisagreeError, RanksFailedError
-from elastic_ext.ranks.heartbeat import Activity, Pulse
+from elastic_ext.ranks.heartbeat import Activity, Heartbeat
 from elastic_ext.records.json import shown
 
 from .control_word import RankReport, RoundDecision, RoundPlace, choose
@@ -58,7 +58,7 @@ class Applier(Protocol):
 
     @property
     def section(self) -> str:
-        """The section of the config that this applier puts into effect, one of config.SECTIONS."""
+        """The section of the config that this applier puts into effect, one of config.keys.SECTIONS."""
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing. Called on every rank."""
@@ -114,8 +114,8 @@ class Appliers:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._appliers: list[Applier] = []
-        self.pulse = Pulse()
-        """The heartbeat in which this rank notes that it checks or applies a config; no pulse of an agreement."""
+        self.heartbeat = Heartbeat()
+        """The heartbeat in which this rank notes that it checks or applies a config."""
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section from the next change on."""
@@ -133,7 +133,7 @@ class Appliers:
 
         All raise AskAgainLater where one does and none has a reason.
         """
-        with self.pulse.during(Activity.CHANGING):
+        with self.heartbeat.during(Activity.CHANGING):
             return self._check(new)
 
     def _check(self, new: ElasticConfig) -> dict[int, list[str]]:
@@ -159,7 +159,7 @@ class Appliers:
 
         If one rank fails, all raise ApplyError.
         """
-        with self.pulse.during(Activity.CHANGING):
+        with self.heartbeat.during(Activity.CHANGING):
             return self._apply(old, new)
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
@@ -284,10 +284,10 @@ class ConfigRounds:
         return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: RoundPlace) -> Applied | None:
-        """Put in force, after ``resume`` in a started job, the config file over the resumed config.
+        """Put the resumed config in force, after ``resume`` in a started job, with the config file over it.
 
-        Without a file, or with one that is refused, the resumed config itself. It is one change, and not one to the
-        resumed config and one to the file: each may take long.
+        The file is left out where there is none or it is refused. Both come into force in one change, since a change
+        may take long.
         """
         self._settled.clear()
         self.scheduled = None
@@ -372,7 +372,7 @@ class ConfigRounds:
         )
 
     def refuse_late_file(self, step: int) -> None:
-        """After the last boundary: say what becomes of a file that ranks have not heard of, or whose version is old."""
+        """Warn of a config file that is not applied in this run: it came after the last boundary, or is an old one."""
         self.warn_of_stale_file()
         late = self._newer_file()
         if late is not None:

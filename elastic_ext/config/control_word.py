@@ -18,9 +18,9 @@ from elastic_ext.records.json import shown
 
 __all__ = [
     "REFUSES_SINGLE_SAMPLE",
-    "AgreementPace",
     "ControlWord",
     "GatheredWords",
+    "IntervalEstimator",
     "Lag",
     "Purpose",
     "RankReport",
@@ -65,7 +65,7 @@ class Purpose(IntEnum):
     REWIND = 8
     """Before training goes back to a checkpoint."""
     SHARE = 9
-    """Within a guarded step, before its gradients are shared."""
+    """Within a step that is guarded against running out of memory, before its gradients are shared."""
     RETRY_SMALLER = 10
     """Before a step for which memory did not suffice is taken again in smaller micro-batches."""
     NOISE = 11
@@ -139,7 +139,7 @@ class ControlWord:
     proposing: bool = False
     """Whether this rank proposes a revision, on which a round is to decide."""
     asking: bool = False
-    """Whether this rank wants to know which ranks lack a config."""
+    """Whether this rank asks which ranks lack a config, to warn of them."""
     stop: bool = False
     """Whether the script has asked on this rank to end its loop."""
     save: bool = False
@@ -147,7 +147,7 @@ class ControlWord:
     leave: bool = False
     """Whether this rank's process was told to end, as by SIGTERM."""
     copy: bool = False
-    """Whether this rank asks to copy training state, in case that training is told to end."""
+    """Whether this rank asks to copy training state in memory, so that it can be saved after a SIGTERM."""
     pacing: bool = False
     """Whether this rank's wanted interval has changed, by enough to tell, since it last told it."""
     refusal: str = ""
@@ -156,8 +156,8 @@ class ControlWord:
     failed: str = ""
     """How memory ran out in this rank's step, or that a layer refuses a single sample; empty where neither."""
     brings: str = ""
-    """With Purpose.SHARE which parameters have a gradient on this rank, a 1 or 0 for each; with Purpose.NOISE what this
-    rank has measured of the noise of gradients. Where ranks have unlike ones, all exchange their words."""
+    """The payload that all ranks compare, by ``purpose``. SHARE: which parameters have a gradient on this rank, as a 1
+    or 0 each. NOISE: what this rank has measured of the noise of gradients. Where ranks differ, all exchange words."""
 
     @property
     def progress(self) -> str:
@@ -360,11 +360,12 @@ def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(differences)
 
 
-class AgreementPace:
-    """How many boundaries should lie between two agreements for their cost to stay below a share of the time.
+class IntervalEstimator:
+    """Estimates the interval between two agreements, in boundaries, whose cost stays below a share of training time.
 
-    ``share`` is that share, ``longest`` the largest interval. ``pulse_seconds`` is what a pulse takes of the CPU,
-    measured beforehand; how long an agreement keeps the training thread is noted while training runs.
+    ``share`` is that share, ``longest`` the largest interval, and ``window`` of how many steps the times are kept.
+    ``pulse_seconds`` is what a pulse takes of the CPU, measured beforehand; how long an agreement keeps the training
+    thread is noted while training runs.
     """
 
     def __init__(self, *, pulse_seconds: float, share: float = 0.005, longest: int = 10_000, window: int = 32) -> None:
@@ -409,7 +410,7 @@ def _lower_quartile(seconds: Sequence[float]) -> float:
 
 
 class Lag:
-    """Since when some rank has lacked a config that others hold, and whether it is time to name it in a warning."""
+    """Decides when to warn of ranks that lack a config which others hold."""
 
     def __init__(self, *, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds

@@ -243,7 +243,12 @@ def _at_most(refusals: Sequence[Refusal]) -> Sequence[Refusal]:
     num_more = len(refusals) - _MOST_REFUSALS
     if num_more <= 0:
         return refusals
-    more = Refusal(key="", given=f"{num_more} more values are wrong", allowed="none", advice="correct these first")
+    more = Refusal(
+        key="",
+        given=f"{num_more} more values are wrong and not listed",
+        allowed="none",
+        advice="correct the listed ones first",
+    )
     return [*refusals[:_MOST_REFUSALS], more]
 
 

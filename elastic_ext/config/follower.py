@@ -28,7 +28,7 @@ from typing import Any, TypeVar, overload
 
 from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
 from elastic_ext.ranks.group import Ranks
-from elastic_ext.ranks.heartbeat import Activity, Pulse, begin_pulse
+from elastic_ext.ranks.heartbeat import Activity, Heartbeat, begin_heartbeat
 from elastic_ext.ranks.notices import Trouble
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UserKnobs:
-    """The names of the config's section ``user`` that a script has read so far; an applier of that section."""
+    """The names that a script has read with ``knob``: dotted keys, or of the section ``user``, which this applies."""
 
     section = "user"
 
@@ -251,7 +251,7 @@ def follow_config(
     """A follower of this job's config file; every rank calls this, after the process group was made.
 
     ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
-    of steps that lie behind when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
+    of steps already taken when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
     """
     enabled = True
     settings: StartSettings | None = None
@@ -318,7 +318,7 @@ class ConfigFollower:
         )
         self.reports = Reports(settings, ranks)
         """The events and metrics that this rank writes to the run directory."""
-        self.pulse = begin_pulse(
+        self.heartbeat = begin_heartbeat(
             settings.pulse_dir if settings.enabled else None,
             rank=ranks.rank,
             restart=settings.restart,
@@ -335,7 +335,7 @@ class ConfigFollower:
         )
         """How all ranks agree at boundaries; for the parts of a trainer, which ask it for more than a loop does."""
         self.agreement.step = start_step
-        self.agreement.appliers.pulse = self.pulse
+        self.agreement.appliers.heartbeat = self.heartbeat
         if self._watcher is not None:
             self._watcher.on_news = self.agreement.rouse
         self.agreement.tell_refusals(self._tell_refusal)
@@ -345,9 +345,9 @@ class ConfigFollower:
         self._finished = False
         self._closed_by = ""  # what the user did, in words; empty until then
 
-    def take_pulse(self, pulse: Pulse) -> None:
-        """Note what this rank does in ``pulse`` from now on; it passes that on to the heartbeat that it replaces."""
-        self.pulse = self.agreement.appliers.pulse = pulse
+    def take_pulse(self, pulse: Heartbeat) -> None:
+        """Replace this rank's heartbeat by ``pulse``, which forwards what it is told to the one that it replaces."""
+        self.heartbeat = self.agreement.appliers.heartbeat = pulse
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""
@@ -380,7 +380,7 @@ class ConfigFollower:
             )
         self._record(applied)
         self._found_at_start = applied
-        self.pulse.note(Activity.OUTSIDE)
+        self.heartbeat.note(Activity.OUTSIDE)
 
     @property
     def config(self) -> ElasticConfig:
@@ -410,9 +410,9 @@ class ConfigFollower:
         a count of backward passes to compare between ranks.
         """
         self._raise_if_closed()
-        with self.pulse.during(Activity.BOUNDARY):
+        with self.heartbeat.during(Activity.BOUNDARY):
             passed = self.agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
-        self.pulse.pass_step(self.step)
+        self.heartbeat.pass_step(self.step)
         if self._found_at_start is not None:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
@@ -451,54 +451,55 @@ class ConfigFollower:
             self.agreement.meet(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
-        """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
+        """Compare over all ranks whether the step failed, and which parameters have gradients.
 
-        All ranks call this together. ``failed`` says how memory ran out on this rank, empty where it did not; the
+        Gives every rank's control word, or None where all say the same and none failed. All ranks call this together.
+        ``failed`` says how memory ran out on this rank, empty where it did not; the
         control words have ``failures`` where it is not empty on some rank. ``brings`` says which parameters have a
         gradient on this rank; without failures the control words are given where that is not the same on all.
         """
         self._raise_if_closed()
-        with self.pulse.during(Activity.BOUNDARY):
+        with self.heartbeat.during(Activity.BOUNDARY):
             return self.agreement.compare_words(failed, brings)
 
     def bring_noise(self, text: str) -> list[str]:
-        """Exchange ``text``, what this rank has measured of the noise of gradients: every rank's, in rank order.
+        """Gather what every rank has measured of the noise of gradients, in rank order; ``text`` is this rank's.
 
         All ranks call this together at a boundary, before ``boundary``.
         """
         self._raise_if_closed()
-        with self.pulse.during(Activity.BOUNDARY):
+        with self.heartbeat.during(Activity.BOUNDARY):
             gathered = self.agreement.compare_words("", text, Purpose.NOISE)
         return [text] * self.ranks.world_size if gathered is None else [word.brings for word in gathered.words]
 
     def meet_to_shrink(self) -> None:
-        """Meet all ranks, as ``end_epoch``, once a step ran out of memory: it is taken again in smaller parts.
+        """Wait until all ranks are here with equal counts, else raise on all: a step ran out of memory.
 
-        ``revise`` may follow.
+        The step is then taken again in smaller micro-batches; ``revise`` may come before.
         """
         self._raise_if_closed()
         with self._waiting("took back a step that ran out of memory"):
             self.agreement.meet(Purpose.RETRY_SMALLER)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
-        """Put a revision in force now, on all ranks, which call this with the same changes; gives why it was refused.
+        """Put a revision in force now, on all ranks, which call this with the same changes.
 
-        Empty where it was not.
+        Gives the reason if it was refused, else an empty text.
         """
         self._raise_if_closed()
         return self.agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
     def meet_to_go_back(self, *, doubt: str = "") -> None:
-        """Meet all ranks, as ``end_epoch``, before training goes back to a checkpoint; the config in force stays.
+        """Wait until all ranks are here with equal counts, else raise on all: training is to go back to a checkpoint.
 
-        Whoever goes back sets ``agreement.step`` to the checkpoint's.
+        The config in force stays. Whoever goes back sets ``agreement.step`` to the checkpoint's.
         """
         self._raise_if_closed()
         with self._waiting(doubt):
             self.agreement.meet(Purpose.REWIND)
 
     def finish(self, *, doubt: str = "") -> None:
-        """Meet all ranks, as ``end_epoch``, at the end of training; ``close`` comes after."""
+        """Wait until all ranks are here with equal counts, else raise on all: training ends. ``close`` comes after."""
         self._raise_if_closed()
         with self._waiting(doubt):
             self.agreement.meet(Purpose.FINISH)
@@ -532,7 +533,7 @@ class ConfigFollower:
         return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the config that was in force in a checkpoint: over the start-up values, under the config file.
+        """Load the config saved in a checkpoint: it overrides the start-up values, and the config file overrides it.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
@@ -557,7 +558,7 @@ class ConfigFollower:
                     self.agreement.refuse_late_file()
         self.agreement.close()
         self.ranks.close()
-        self.pulse.end()
+        self.heartbeat.end()
 
     def __enter__(self) -> ConfigFollower:
         try:
@@ -583,14 +584,14 @@ class ConfigFollower:
     def _waiting(self, doubt: str) -> Iterator[None]:
         """A context that waits for other ranks; not long where ``doubt`` says why they may be waiting elsewhere."""
         seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
-        with self.pulse.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
+        with self.heartbeat.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
             yield
 
     def _raise_if_closed(self) -> None:
         if self._closed_by:
             raise ElasticError(
                 f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before "
-                "it, or make a new one on every rank"
+                "it, or make a new follower on every rank"
             )
 
     def _record(self, applied: Applied | None) -> None:

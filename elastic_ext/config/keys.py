@@ -29,9 +29,8 @@ __all__ = [
     "DataloaderSection",
     "Integer",
     "Key",
-    "Knob",
     "KnobBounds",
-    "KnobRules",
+    "KnobBoundsRule",
     "Number",
     "OneOf",
     "OptimizerSection",
@@ -42,6 +41,7 @@ __all__ = [
     "Schema",
     "Section",
     "Text",
+    "TunerKnob",
     "TuningSection",
     "UserValue",
     "UserValueRule",
@@ -73,7 +73,9 @@ Schema: TypeAlias = "dict[str, Any]"
 
 
 class Rule(Protocol):
-    """Which values a key may have. ``check`` gives the value as it is kept; ValueError means that it is not allowed.
+    """Which values a key may have. ``check`` gives the value as it is kept, or raises ValueError.
+
+    The text of that ValueError says what is allowed: it becomes the ``allowed`` of the Refusal.
 
     ``schema`` says the same as JSON Schema, as far as that has words for it.
     """
@@ -89,7 +91,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """A whole number, written without a fraction; true and false are not numbers."""
+    """The rule of a key whose value is a whole number, written without a fraction; true and false are not numbers."""
 
     at_least: int
     at_most: int = LARGEST_INTEGER
@@ -113,7 +115,7 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number, kept as a float."""
+    """The rule of a key whose value is a finite number, kept as a float."""
 
     above: float | None = None
     at_least: float | None = None
@@ -153,7 +155,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Boolean:
-    """true or false."""
+    """The rule of a key whose value is true or false."""
 
     allowed: str = "true or false"
 
@@ -169,7 +171,7 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of a bounded length."""
+    """The rule of a key whose value is text of a bounded length."""
 
     at_most: int = 2000
 
@@ -209,7 +211,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class BlocksOrWhole:
-    """How many blocks make one unit, or the whole model."""
+    """The rule of a key whose value is how many blocks make one unit, or "whole" for the whole model."""
 
     allowed: str = 'an integer >= 1 (blocks), or "whole"'
 
@@ -228,7 +230,7 @@ class BlocksOrWhole:
 
 @dataclass(frozen=True, slots=True)
 class OrTorch:
-    """A rule that also allows the word by which a setting is left to torch, as where a script says nothing."""
+    """The rule ``number``, or the word "torch", which leaves the setting to torch's default."""
 
     number: Rule
 
@@ -288,21 +290,21 @@ class UserValueRule:
 class Bounds:
     """What a tuner may choose for one knob: two numbers are a range [min, max], any other list holds the choices."""
 
-    knob: Rule
+    value_rule: Rule
 
     @property
     def allowed(self) -> str:
-        return f"[min, max] or a list of choices, each {self.knob.allowed}"
+        return f"[min, max] or a list of choices, each {self.value_rule.allowed}"
 
     @property
     def schema(self) -> Schema:
-        return {"type": "array", "minItems": 1, "items": self.knob.schema}
+        return {"type": "array", "minItems": 1, "items": self.value_rule.schema}
 
     def check(self, value: object) -> KnobBounds:
         if not isinstance(value, (list, tuple)) or not value:
             raise ValueError(self.allowed)
         try:
-            choices = tuple(self.knob.check(item) for item in value)
+            choices = tuple(self.value_rule.check(item) for item in value)
         except ValueError:
             raise ValueError(self.allowed) from None
         kept = tuple(choice for choice in choices if not isinstance(choice, dict))
@@ -312,8 +314,8 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class KnobRules:
-    """An object that gives bounds for some of the knobs in ``rules``."""
+class KnobBoundsRule:
+    """The rule of the key ``tuning.knobs``: a JSON object with ``Bounds`` per tunable key; ``rules`` are the keys'."""
 
     rules: Mapping[str, Rule]
     allowed: str = "an object: per knob [min, max] or a list of choices"
@@ -334,7 +336,7 @@ class KnobRules:
             if len(faults) == _MOST_KNOBS_SHOWN:
                 break
             if name not in self.rules:
-                faults.append(f'known knobs; {shown(name)} is none, the nearest is "{nearest(name, self.rules)}"')
+                faults.append(f'tunable keys; {shown(name)} is not one, the nearest is "{nearest(name, self.rules)}"')
                 continue
             try:
                 kept[name] = Bounds(self.rules[name]).check(bounds)
@@ -377,7 +379,7 @@ state has moved between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Knob:
+class TunerKnob:
     """What a tuner has to know of a key that it chooses by itself."""
 
     words: str
@@ -393,9 +395,9 @@ class Key:
 
     rule: Rule
     meaning: str
-    knob: Knob | None = None
+    knob: TunerKnob | None = None
     is_bounded: bool = False
-    """Whether ``tuning.knobs`` may have bounds for this key, though ``knob`` is None: no tuner chooses it unasked."""
+    """Whether the user may give the tuner bounds for this key, though ``knob`` is None: no tuner chooses it unasked."""
     replaces: tuple[str, ...] = ()
     """The keys whose start-up values are out of force where this key is given."""
 
@@ -406,7 +408,7 @@ class Key:
 
 
 def row(
-    rule: Rule, meaning: str, *, knob: Knob | None = None, is_bounded: bool = False, replaces: tuple[str, ...] = ()
+    rule: Rule, meaning: str, *, knob: TunerKnob | None = None, is_bounded: bool = False, replaces: tuple[str, ...] = ()
 ) -> Any:
     """The dataclass field for a key of a section, with the key's row in the table; absent (None) by default."""
     return field(default=None, metadata={"key": Key(rule, meaning, knob, is_bounded, replaces)})
@@ -464,20 +466,20 @@ class DataloaderSection(Section):
 
     section: ClassVar[str] = "dataloader"
     batch_size: int | None = row(
-        Integer(1), "samples per micro-batch on one rank", knob=Knob(words="micro-batch {}", cost="nothing")
+        Integer(1), "samples per micro-batch on one rank", knob=TunerKnob(words="micro-batch {}", cost="nothing")
     )
     num_workers: int | None = row(
-        Integer(0, 1024), "worker processes on one rank", knob=Knob(words="{} workers", cost="workers")
+        Integer(0, 1024), "worker processes on one rank", knob=TunerKnob(words="{} workers", cost="workers")
     )
     prefetch_factor: int | None = row(
         Integer(1),
         "batches loaded ahead per worker",
-        knob=Knob(words="{} batches ahead per worker", cost="workers", choices=(2, 4, 8)),
+        knob=TunerKnob(words="{} batches ahead per worker", cost="workers", choices=(2, 4, 8)),
     )
     pin_memory: bool | None = row(
         Boolean(),
         "copy batches into page-locked memory",
-        knob=Knob(words="pinned memory {}", cost="workers", choices=(False, True)),
+        knob=TunerKnob(words="pinned memory {}", cost="workers", choices=(False, True)),
     )
 
 
@@ -487,10 +489,14 @@ class OptimizerSection(Section):
 
     section: ClassVar[str] = "optimizer"
     learning_rate: float | None = row(
-        Number(above=0.0), "the first group's base rate; other groups keep their ratio", is_bounded=True
+        Number(above=0.0),
+        "learning rate of the first parameter group, before the schedule; other groups keep their ratio",
+        is_bounded=True,
     )
     weight_decay: float | None = row(
-        Number(at_least=0.0), "the first group's base value; others keep their ratio", is_bounded=True
+        Number(at_least=0.0),
+        "weight decay of the first parameter group; other groups keep their ratio",
+        is_bounded=True,
     )
 
 
@@ -502,24 +508,26 @@ class ParallelismSection(Section):
     strategy: str | None = row(
         OneOf(tuple(STRATEGIES)),
         "how parameters, gradients and optimizer state are sharded",
-        knob=Knob(words="strategy {}", cost="move"),
+        knob=TunerKnob(words="strategy {}", cost="move"),
         replaces=("parallelism.shard_degree",),
     )
     shard_degree: int | None = row(
-        Integer(1), "ranks that share one copy of the sharded state", knob=Knob(words="shard degree {}", cost="move")
+        Integer(1),
+        "ranks that share one copy of the sharded state",
+        knob=TunerKnob(words="shard degree {}", cost="move"),
     )
     unit: int | str | None = row(
         BlocksOrWhole(),
-        "what is gathered at once",
-        knob=Knob(words="{} blocks per unit", cost="move", choices=(1, 2, 4)),
+        "transformer blocks per FSDP unit, whose parameters are all-gathered together",
+        knob=TunerKnob(words="{} blocks per unit", cost="move", choices=(1, 2, 4)),
     )
     activation_checkpoint: float | None = row(
         Number(at_least=0.0, at_most=1.0),
-        "share of blocks recomputed",
-        knob=Knob(words="{} of activations computed again", cost="wrap", choices=(0.0, 0.25, 0.5, 0.75, 1.0)),
+        "share of blocks whose activations are recomputed",
+        knob=TunerKnob(words="{} of activations computed again", cost="wrap", choices=(0.0, 0.25, 0.5, 0.75, 1.0)),
     )
     prefetch: int | str | None = row(
-        OrTorch(Integer(0)), "units gathered ahead", knob=Knob(words="{} units ahead", cost="wrap", choices=(1, 2))
+        OrTorch(Integer(0)), "units gathered ahead", knob=TunerKnob(words="{} units ahead", cost="wrap", choices=(1, 2))
     )
 
     def _refused_pairs(self) -> Iterator[Refusal]:
@@ -540,7 +548,7 @@ class CommunicationSection(Section):
     bucket_cap_mb: float | str | None = row(
         OrTorch(_MEBIBYTES),
         "size of a gradient bucket in MiB",
-        knob=Knob(words="{} MiB per bucket", cost="wrap", choices=(1.0, 5.0, 25.0, 100.0)),
+        knob=TunerKnob(words="{} MiB per bucket", cost="wrap", choices=(1.0, 5.0, 25.0, 100.0)),
     )
 
 
@@ -592,13 +600,15 @@ class TuningSection(Section):
     section: ClassVar[str] = "tuning"
     mode: str | None = row(OneOf(("off", "advise", "auto")), "what the tuner may do")
     knobs: Mapping[str, KnobBounds] | None = row(
-        KnobRules({path: key.rule for path, key in _TUNABLE.items()}), "what the tuner may choose from"
+        KnobBoundsRule({path: key.rule for path, key in _TUNABLE.items()}), "what the tuner may choose from"
     )
     headroom: float | None = row(Number(at_least=0.0, at_most=0.5), "share of memory to leave free")
-    memory_bytes: int | None = row(Integer(1), "memory that a rank may take of its device, where not all there is")
+    memory_bytes: int | None = row(Integer(1), "device memory that one rank may use; absent: all of it")
     probe_steps: int | None = row(Integer(1), "steps measured per trial")
     probe_budget: float | None = row(Number(at_least=0.0, at_most=1.0), "share of training's time that trials may cost")
-    goal: float | None = row(Number(above=0.0), "samples per second that are enough, where not as many as there can be")
+    goal: float | None = row(
+        Number(above=0.0), "stop tuning at this many samples per second; absent: as many as possible"
+    )
 
 
 SECTION_TYPES: tuple[type[Section], ...] = (

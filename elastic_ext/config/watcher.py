@@ -396,8 +396,8 @@ class ConfigWatcher:
         self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
-        kept = "no config" if self._held is None else self._held.label
-        _logger.log(self._warning_level, "%s was refused, %s stays: %s", self.path, kept, self._refusal)
+        kept = "the start-up values stay in force" if self._held is None else f"{self._held.label} stays"
+        _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, kept, self._refusal)
 
 
 def _do_nothing() -> None: ...

@@ -38,9 +38,10 @@ class StepPlan:
         return min(size for sizes in self.micro_batches for size in sizes if size)
 
     def weight(self, rank: int, micro_step: int) -> float:
-        """The factor for the mean loss of a rank's micro-batch: its samples * the number of ranks / the global batch.
+        """The loss weight of a rank's micro-batch: its samples * the number of ranks / the global batch.
 
-        With it gradients that are averaged over the ranks are those of the mean over the whole global batch.
+        With it as a factor of the mean loss, gradients that are averaged over the ranks are those of the mean over the
+        whole global batch.
         """
         return self.micro_batches[rank][micro_step] * len(self.micro_batches) / self.global_batch
 
@@ -53,7 +54,10 @@ class BatchPlan:
     num_ranks: int
     micro_batch: int
     weights: tuple[float, ...] | None = None
-    """The proportions of the ranks' shares; None: equal shares. A last step too small for these has equal ones too."""
+    """The share weights: the proportions of the ranks' shares; None: equal shares.
+
+    A last step too small for these has equal shares too.
+    """
     drop_last: bool = False
     is_even: bool = True
     """Whether all ranks have equally many micro-batches in every step.
@@ -88,11 +92,11 @@ class BatchPlan:
             return self.full_step
         if batch == 0:
             return None
-        weights = self.weights if can_cut(batch, self.num_ranks, self.micro_batch, self.weights) else None
-        return plan_step(batch, self.num_ranks, self.micro_batch, weights)
+        share_weights = self.weights if can_cut(batch, self.num_ranks, self.micro_batch, self.weights) else None
+        return plan_step(batch, self.num_ranks, self.micro_batch, share_weights)
 
     def carried_over(self, sizes: tuple[int, ...], remaining: int | None) -> tuple[int, ...] | None:
-        """``sizes`` of the micro-batch in hand; None where the coming step begins with such a micro-batch anyway."""
+        """The ``carried`` for ``next_step``, if a batch of ``sizes`` is in hand; None where it changes nothing."""
         usual = self.next_step(remaining)
         begins_so = usual is not None and sizes == tuple(each[0] for each in usual.micro_batches)
         return None if begins_so else sizes
@@ -105,8 +109,8 @@ class BatchPlan:
         first = tuple((size,) for size in carried)
         if missing < self.num_ranks:
             return StepPlan(global_batch=num_carried, micro_batches=first)
-        weights = self.weights if can_cut(missing, self.num_ranks, self.micro_batch, self.weights) else None
-        rest = plan_step(missing, self.num_ranks, self.micro_batch, weights)
+        share_weights = self.weights if can_cut(missing, self.num_ranks, self.micro_batch, self.weights) else None
+        rest = plan_step(missing, self.num_ranks, self.micro_batch, share_weights)
         micro_batches = tuple(one + more for one, more in zip(first, rest.micro_batches, strict=True))
         return StepPlan(global_batch=num_carried + missing, micro_batches=micro_batches)
 
@@ -125,22 +129,24 @@ class BatchPlan:
         return [least + part + (rank in more) for rank, (part, _) in enumerate(parts)]
 
 
-def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Each rank's samples: as equal as whole numbers allow, or in proportion to ``weights``; at least one each."""
+def shares(global_batch: int, num_ranks: int, share_weights: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Each rank's samples: as equal as whole numbers allow, or in proportion to the share weights; at least one."""
     if global_batch < num_ranks:
         raise ValueError(
             f"a global batch of {global_batch} samples leaves some of {num_ranks} ranks without any; "
             f"use at least {num_ranks}"
         )
-    if weights is None:
+    if share_weights is None:
         return tuple(global_batch // num_ranks + (rank < global_batch % num_ranks) for rank in range(num_ranks))
-    if len(weights) != num_ranks or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ValueError(f"the weights are {list(weights)}; allowed: {num_ranks} finite numbers > 0, one per rank")
-    exact = [global_batch * weight / sum(weights) for weight in weights]
+    if len(share_weights) != num_ranks or not all(math.isfinite(weight) and weight > 0 for weight in share_weights):
+        raise ValueError(
+            f"share_weights are {list(share_weights)}; allowed: {num_ranks} finite numbers > 0, one per rank"
+        )
+    exact = [global_batch * weight / sum(share_weights) for weight in share_weights]
     if all(round(share) >= 1 and abs(share - round(share)) < 1e-9 * global_batch for share in exact):
         return tuple(map(round, exact))
     spare = global_batch - num_ranks  # one each is given out beforehand
-    exact = [spare * weight / sum(weights) for weight in weights]
+    exact = [spare * weight / sum(share_weights) for weight in share_weights]
     whole = [math.floor(share) for share in exact]
     by_rest = sorted(range(num_ranks), key=lambda rank: (whole[rank] - exact[rank], rank))
     for rank in by_rest[: spare - sum(whole)]:
@@ -148,24 +154,26 @@ def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = 
     return tuple(1 + share for share in whole)
 
 
-def can_cut(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequence[float] | None = None) -> bool:
+def can_cut(global_batch: int, num_ranks: int, micro_batch: int, share_weights: Sequence[float] | None = None) -> bool:
     """Whether ``plan_step`` can cut this global batch; equal shares always can be cut."""
-    _, largest = _count(shares(global_batch, num_ranks, weights), micro_batch)
+    _, largest = _count(shares(global_batch, num_ranks, share_weights), micro_batch)
     return largest <= micro_batch + 1
 
 
-def plan_step(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequence[float] | None = None) -> StepPlan:
+def plan_step(
+    global_batch: int, num_ranks: int, micro_batch: int, share_weights: Sequence[float] | None = None
+) -> StepPlan:
     """Cut ``global_batch`` into equally many micro-batches on every rank, of ``micro_batch`` samples at most.
 
     Where that would leave a rank without samples in some micro-step (only possible with a micro-batch of 1, or with
-    weights), micro-batches are one sample larger; where even that does not help, ValueError says what to change.
+    share weights), micro-batches are one sample larger; where even that does not help, ValueError says what to change.
     """
-    each = shares(global_batch, num_ranks, weights)
+    each = shares(global_batch, num_ranks, share_weights)
     num_micro_steps, largest = _count(each, micro_batch)
     if largest > micro_batch + 1:
         raise ValueError(
             f"shares of {min(each)} to {max(each)} samples cannot be cut into equally many micro-batches of at most "
-            f"{micro_batch}; use a micro-batch of at least {largest}, or weights that differ less"
+            f"{micro_batch}; use a micro-batch of at least {largest}, or share_weights that differ less"
         )
     if num_micro_steps * num_ranks > _MOST_MICRO_BATCHES:  # each of them is written down
         raise ValueError(
@@ -177,7 +185,7 @@ def plan_step(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequ
 
 
 def next_batch(remaining: int, global_batch: int, num_ranks: int, *, drop_last: bool = False) -> int:
-    """How many samples the next step takes of what remains of an epoch; 0 when none may be taken.
+    """The number of samples that the next step takes of what remains of an epoch; 0 when none may be taken.
 
     A tail with fewer samples than ranks joins the last full batch, or is left out with ``drop_last``, which leaves out
     every batch that is not full.

@@ -1,5 +1,5 @@
-"""Loops over a dataset whose samples are asked for by index, one epoch after another; a position in the epoch's order
-says where a loop stands.
+"""Loops over a map-style dataset, which is asked for samples by index, one epoch after another; a position in the
+epoch's order says where a loop stands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["BatchLoop", "Epochs", "IndexedEpochs"]
 
 
 # --- the loops over a dataset, one after another: what a loader asks of them, with or without indices ----------------
-# A dataset that is asked for samples by index is in IndexedEpochs, one that gives its samples itself in iterable.py.
+# A map-style dataset is in IndexedEpochs, one that gives its samples itself in iterable.py.
 
 
 class BatchLoop(Protocol):
@@ -58,8 +58,8 @@ class BatchLoop(Protocol):
 class Epochs(Protocol):
     """The loops over one dataset, one after another: each goes on from a loaded state, or is over the next epoch."""
 
-    auto_collation: bool
-    """Whether several samples are asked for at once, as a list."""
+    fetches_lists: bool
+    """Whether a worker's task is a list of indices that torch's worker loop collates; else one index or request."""
 
     @property
     def worker_dataset(self) -> Any:
@@ -161,7 +161,7 @@ class Epochs(Protocol):
 
 
 class IndexedEpochs:
-    """The epochs of a dataset with indices, in a sampler's order: one of samples, or of whole batches of samples."""
+    """The epochs of a map-style dataset, in a sampler's order: one of samples, or of whole batches of samples."""
 
     num_workers = None
     keeps_workers = False
@@ -181,7 +181,7 @@ class IndexedEpochs:
     ) -> None:
         self.worker_dataset = SeededDataset(dataset) if seeds_samples else dataset
         self.collate_fn = collate_fn
-        self.auto_collation = is_of_batches or batch_size is not None
+        self.fetches_lists = is_of_batches or batch_size is not None
         self.last_loop: IndexedLoop | None = None
         self._sampler = sampler
         self._batch_size = batch_size or 1
@@ -290,7 +290,7 @@ class IndexedEpochs:
             self.last_loop.plan(plan, rank)
 
     def leave_epoch(self) -> None:
-        if self.last_loop is not None and self.last_loop.has_ended and self._now.is_left:
+        if self.last_loop is not None and self.last_loop.has_ended and self._now.starts_next_epoch:
             self._place, self.last_loop = replace(self._now, is_over=True), None
 
     def set_epoch(self, epoch: int) -> None:
@@ -328,7 +328,7 @@ class IndexedEpochs:
         missing = sorted({"epoch", "position", "is_over", "order"} - set(state))
         if missing:
             raise ValueError(
-                f"the state has no {', '.join(missing)}, and is not one of a loader over a dataset with indices; "
+                f"the state has no {', '.join(missing)}, and is not one of a loader over a map-style dataset; "
                 "give the loader the dataset with which the state was saved"
             )
         is_over, epoch = bool(state["is_over"]), int(state["epoch"])
@@ -339,7 +339,7 @@ class IndexedEpochs:
             self._sampler.load_state_dict({key: value for key, value in state.items() if key != "completed"})
         self.last_loop = None
         if is_over:
-            self._place = EpochPosition(epoch=epoch, is_left=True, is_over=True)
+            self._place = EpochPosition(epoch=epoch, starts_next_epoch=True, is_over=True)
             return
         completed = tuple((int(start), int(stop)) for start, stop in state.get("completed", ()))
         self._place = EpochPosition(epoch=epoch, position=int(state["position"]), completed=completed)
@@ -348,7 +348,7 @@ class IndexedEpochs:
         loop = self.last_loop
         self.load_state_dict(state)
         if loop is not None and not loop.has_ended:
-            place = replace(self._place, epoch=self.epoch, is_left=False, is_over=False)
+            place = replace(self._place, epoch=self.epoch, starts_next_epoch=False, is_over=False)
             if self._place.is_over:  # the loop stays in that epoch, and has no samples left
                 place = replace(place, position=int(state["position"]))
             loop.go_to(self._order(place), place.position, place.completed)
@@ -363,19 +363,19 @@ class IndexedEpochs:
     def _now(self) -> EpochPosition:
         """The position of the loop under way, or where the last one left the epoch, or where the next one begins.
 
-        Its ``is_left``: without a trainer an epoch is left once a loop over it has begun; with one, once a step of it
-        was committed, or where it has no step left.
+        Its ``starts_next_epoch``: without a trainer an epoch is left once a loop over it has begun; with one, once a
+        step of it was committed, or where it has no step left.
         """
         place = self._place
         if self.last_loop is None:
             return place if place.epoch == self.epoch else place.at(self.epoch)
         position, completed = self.last_loop.standing
-        is_left = (
+        starts_next_epoch = (
             self._given_plan is None
             or position != place.position
             or self._given_plan.next_step(self.last_loop.remaining) is None
         )
-        return replace(place, position=position, completed=completed, is_left=is_left)
+        return replace(place, position=position, completed=completed, starts_next_epoch=starts_next_epoch)
 
     def _to_come(self) -> EpochPosition:
         """Where the next loop begins; the sampler's own epoch may have been set meanwhile."""
@@ -420,8 +420,8 @@ class IndexedEpochs:
         num_rounds, rest = divmod(size, shares[self._sampler.rank])
         if rest:
             raise ValueError(
-                f"batch_size is {size}, and this rank has {shares[self._sampler.rank]} samples of a round "
-                f"(share_weights {list(shares)}); give each rank as many times its share"
+                f"batch_size {size} is not a multiple of this rank's share weight {shares[self._sampler.rank]} "
+                f"(share_weights {list(shares)}); use k * share_weights[rank] with one k for all ranks"
             )
         return BatchPlan(
             global_batch=num_rounds * sum(shares),

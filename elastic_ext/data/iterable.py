@@ -22,7 +22,15 @@ from elastic_ext.errors import WorkerDiedError
 from .batch_plan import BatchPlan
 from .order import Chunk, chunks
 from .prefetch import BatchNotReady
-from .streams import Stream, StreamAnswer, StreamRequest, StreamsPosition, StreamsProgress, WorkerStream, can_tell_state
+from .streams import (
+    Stream,
+    StreamAnswer,
+    StreamCounters,
+    StreamRequest,
+    StreamsPosition,
+    StreamsProgress,
+    can_tell_state,
+)
 from .workers.producer import BatchProducer
 
 __all__ = ["NO_STATE", "StreamMaker", "StreamedEpochs", "StreamedLoop"]
@@ -37,12 +45,12 @@ __all__ = ["NO_STATE", "StreamMaker", "StreamedEpochs", "StreamedLoop"]
 
 NO_STATE = (
     "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
-    "pass all samples before"
+    "have all samples before drawn and dropped"
 )
 
 
 class StreamMaker(Protocol):
-    """What asks data workers for batches of their streams."""
+    """What submits requests to data workers and takes their batches: a ``BatchProducer``, as streams use it."""
 
     @property
     def num_ahead(self) -> int:
@@ -66,13 +74,13 @@ class _RequestedBatch:
     """A batch that a worker was asked for, of samples of its stream."""
 
     chunk: Chunk
-    stream: WorkerStream
+    stream: StreamCounters
     start: int
     """The number of the batch's first sample in the stream."""
     number: int
     """The number of the request."""
-    turn: int
-    """The worker whose turn it is after this batch was asked for."""
+    next_worker: int
+    """The index of the worker whose turn it is after this batch was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,8 @@ class StreamSettings:
     """Makes a batch of samples."""
     told_length: int | None = None
     """How many samples the dataset's ``__len__`` says it has; where more come, each batch of them is warned of."""
-    passes_samples: bool = False
-    """Whether samples are drawn and dropped to come to a place where the dataset has told no state."""
+    skips_by_drawing: bool = False
+    """Whether the stream may go to a place without a saved state by drawing and dropping samples."""
     wants_states: bool = False
     """Whether the dataset is to tell its state after every batch."""
     in_order: bool = True
@@ -128,7 +136,7 @@ class StreamedLoop:
         self.wants_states = settings.wants_states
         """Whether somebody may want to go on from any batch, so that streams have to tell their states."""
         self.seed = settings.seed
-        """The seed by which a data pipe shuffles."""
+        """The seed by which an IterDataPipe shuffles."""
         self._maker = maker
         self._settings = settings
         self._batch_size = settings.batch_size
@@ -167,7 +175,7 @@ class StreamedLoop:
             if answer.num_samples == chunk.num_samples:
                 return self._handed_out(chunk, answer.batch)
             if answer.is_lost:
-                stream.handed, self._progress.handed = start, stream.number
+                stream.handed, self._progress.next_to_hand_out = start, stream.number
                 self._find_again(stream, chunk)
                 self._take_back(chunk)
                 continue
@@ -287,7 +295,7 @@ class StreamedLoop:
             start = stream.asked
             number = self._submit(stream, start, chunk.num_samples)
             stream.asked = start + chunk.num_samples
-            self._asked.append(_RequestedBatch(chunk, stream, start, number, self._progress.asked))
+            self._asked.append(_RequestedBatch(chunk, stream, start, number, self._progress.next_to_request))
 
     @property
     def _keeps_order(self) -> bool:
@@ -302,8 +310,8 @@ class StreamedLoop:
         by_number = {asked.number: asked for asked in first.values()}
         return by_number[self._maker.first_made(list(by_number))]
 
-    def _submit(self, stream: WorkerStream, start: int, num_samples: int, *, is_raw: bool = False) -> int:
-        mark = None if stream.is_found else stream.marks[0]
+    def _submit(self, stream: StreamCounters, start: int, num_samples: int, *, is_raw: bool = False) -> int:
+        resume_point = None if stream.is_found else stream.resume_points[0]
         stream.is_found = True
         request = StreamRequest(
             stream.number,
@@ -311,17 +319,17 @@ class StreamedLoop:
             self._attempt,
             start,
             num_samples,
-            stream.passed,
-            mark,
+            stream.committed,
+            resume_point,
             is_raw,
             # A plan's batch has what is left of several streams.
             is_whole=self._settings.drop_last or self._plan is not None,
-            is_marked=self.wants_states or self._plan is not None,
+            wants_state=self.wants_states or self._plan is not None,
             seed=self.seed,
         )
         return self._maker.submit([request], stream.number)
 
-    def _taken(self, stream: WorkerStream, number: int) -> StreamAnswer:
+    def _taken(self, stream: StreamCounters, number: int) -> StreamAnswer:
         try:
             answer = self._maker.take(number)
         except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
@@ -329,22 +337,22 @@ class StreamedLoop:
                 f"making a batch of the stream of worker {stream.number} raised StopIteration"
             ) from error
         assert isinstance(answer, StreamAnswer)
-        if answer.mark is not None and answer.mark.num_samples > stream.marks[-1].num_samples:
-            stream.marks.append(answer.mark)
+        if answer.resume_point is not None and answer.resume_point.num_samples > stream.resume_points[-1].num_samples:
+            stream.resume_points.append(answer.resume_point)
         return answer
 
     def _count_as_handed_out(self, asked: _RequestedBatch) -> None:
         """Count a batch as handed out, also where it cannot be made."""
         self._asked.remove(asked)
-        asked.stream.handed, self._progress.handed = asked.start + asked.chunk.num_samples, asked.turn
+        asked.stream.handed, self._progress.next_to_hand_out = asked.start + asked.chunk.num_samples, asked.next_worker
 
-    def _find_again(self, stream: WorkerStream, chunk: Chunk) -> None:
+    def _find_again(self, stream: StreamCounters, chunk: Chunk) -> None:
         """Have a stream's new worker told where to go on; WorkerDiedError, once, where that place is not known.
 
         The chunk that the stream was to give is then to come from another.
         """
-        if stream.passed and stream.marks[0].state is None and not self._settings.passes_samples:
-            stream.end = stream.passed  # after a rollback too
+        if stream.committed and stream.resume_points[0].state is None and not self._settings.skips_by_drawing:
+            stream.end = stream.committed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
                 f"data worker {stream.number} died, and where its stream goes on is not known, so the rest of that "
@@ -353,11 +361,11 @@ class StreamedLoop:
             )
         stream.is_found = False
 
-    def _pieced_together(self, stream: WorkerStream, chunk: Chunk) -> list[Any] | None:
+    def _pieced_together(self, stream: StreamCounters, chunk: Chunk) -> list[Any] | None:
         """Samples for a batch from a stream that has too few and from those after it; None where all are over."""
         self._take_back()
         samples: list[Any] = []
-        each: WorkerStream | None = stream
+        each: StreamCounters | None = stream
         while each is not None:
             answer = self._raw(each, chunk, chunk.num_samples - len(samples))
             samples += answer.batch or []
@@ -369,7 +377,7 @@ class StreamedLoop:
             each = self._progress.next_stream()
         return None  # all of them are over now
 
-    def _raw(self, stream: WorkerStream, chunk: Chunk, num_samples: int) -> StreamAnswer:
+    def _raw(self, stream: StreamCounters, chunk: Chunk, num_samples: int) -> StreamAnswer:
         """The answer with the next samples of one stream, not collated."""
         while True:
             answer = self._taken(stream, self._submit(stream, stream.asked, num_samples, is_raw=True))
@@ -412,7 +420,7 @@ class StreamedEpochs:
     remaining = seed = None
     draws_order = False
     num_ranks = 1
-    auto_collation = False
+    fetches_lists = False
     keeps_workers = True  # they share the samples out among them
     has_own_positions = True
 
@@ -441,12 +449,14 @@ class StreamedEpochs:
         self._seed = seed
         self._generator = generator
         self._drawn_seed: int | None = None
-        self._pipe_seed: int | None = None  # by which a data pipe shuffles in the loop under way, or in the one to come
+        self._pipe_seed: int | None = None  # by which an IterDataPipe shuffles in this loop, or in the one to come
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
         self._position: StreamsPosition | None = None  # where the next loop begins; None: at an epoch's beginning
-        self._left: StreamsPosition | None = None  # in a copy, which has no loop: where the original's loop stood
+        self._position_of_original: StreamsPosition | None = (
+            None  # in a copy, which has no loop: where the original's loop stood
+        )
         self._wants_states = False  # somebody has asked where a loop stands, or gone on there
         self._is_begun = False  # whether a loop over this epoch was begun, so that the next loop is over the next
         self._is_over = False  # whether the epoch is over, by a state that was loaded or by leave_epoch()
@@ -476,7 +486,7 @@ class StreamedEpochs:
     def why_no_position(self) -> str | None:
         """Why a later loop cannot go on where this one is; None if it can."""
         loop = self.last_loop
-        if self._can_go_on or loop is None or loop.position.is_over or not any(loop.position.num_passed):
+        if self._can_go_on or loop is None or loop.position.is_over or not any(loop.position.num_committed):
             return None
         return NO_STATE
 
@@ -486,8 +496,8 @@ class StreamedEpochs:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which has no loop under way: it tells where that loop stands."""
-        left = self._left if self.last_loop is None else self.last_loop.position
-        return {**self.__dict__, "last_loop": None, "_left": left}
+        left = self._position_of_original if self.last_loop is None else self.last_loop.position
+        return {**self.__dict__, "last_loop": None, "_position_of_original": left}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
@@ -506,7 +516,7 @@ class StreamedEpochs:
             self.set_epoch(named)
         elif self._is_begun:
             self.epoch += 1
-        self._is_begun, self._is_over, self._next_epoch, self._left = True, False, None, None
+        self._is_begun, self._is_over, self._next_epoch, self._position_of_original = True, False, None, None
         if self._is_pipe and not self._goes_on_shuffled:
             self._pipe_seed = self._seed_of_epoch() if self._drawn_seed is None else self._drawn_seed
         self.last_loop = StreamedLoop(
@@ -517,7 +527,7 @@ class StreamedEpochs:
                 drop_last=self._drop_last,
                 collate_fn=self._collate_fn,
                 told_length=self._told_length,
-                passes_samples=self._can_go_on,
+                skips_by_drawing=self._can_go_on,
                 wants_states=self._wants_states,
                 in_order=self._in_order,
                 seed=self._pipe_seed or 0,
@@ -548,8 +558,8 @@ class StreamedEpochs:
             self.last_loop.plan(plan, rank)
 
     def leave_epoch(self) -> None:
-        if self.last_loop is not None and self.last_loop.has_ended and any(self.last_loop.position.num_passed):
-            self.last_loop, self._left, self._is_over = None, None, True
+        if self.last_loop is not None and self.last_loop.has_ended and any(self.last_loop.position.num_committed):
+            self.last_loop, self._position_of_original, self._is_over = None, None, True
 
     def set_epoch(self, epoch: int) -> None:
         if self._is_under_way:
@@ -557,7 +567,7 @@ class StreamedEpochs:
             return
         if epoch != self.epoch or self.last_loop is not None:
             self._position = None
-        self.last_loop = self._left = None
+        self.last_loop = self._position_of_original = None
         self.epoch = epoch
         self._is_begun = False
         if hasattr(self._dataset, "set_epoch"):
@@ -575,7 +585,7 @@ class StreamedEpochs:
             self.last_loop.wants_states = True
         position = self._position
         if position is None:
-            position = self._left if self.last_loop is None else self.last_loop.position
+            position = self._position_of_original if self.last_loop is None else self.last_loop.position
         state = {
             "epoch": self.epoch,
             "is_over": self._is_over if position is None else position.is_over,
@@ -586,15 +596,15 @@ class StreamedEpochs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "streams" not in state:
             raise ValueError(
-                f"the state is of a dataset whose samples are asked for by index ({sorted(state)}), and this one is an "
+                f"the state is of a map-style dataset, asked for by index ({sorted(state)}), and this one is an "
                 "IterableDataset; give the loader the dataset with which the state was saved"
             )
         position = None if state["streams"] is None or state["is_over"] else StreamsPosition.of(state["streams"])
-        if position is not None and any(position.num_passed) and not self._can_go_on:
+        if position is not None and any(position.num_committed) and not self._can_go_on:
             raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
         self._wants_states = True
         self.epoch = int(state["epoch"])
-        self.last_loop = self._left = None
+        self.last_loop = self._position_of_original = None
         self._is_begun = self._is_over = bool(state["is_over"])
         self._position, self._next_epoch = position, None
         self._pipe_seed = state.get("pipe_seed")
@@ -607,8 +617,8 @@ class StreamedEpochs:
         position = self._position or StreamsPosition.start(loop.num_workers)
         if position.num_workers != loop.num_workers:
             raise ValueError(
-                f"the loop under way has {loop.num_workers} workers, and where it is to go back to was saved with "
-                f"{position.num_workers}; leave the loop first"
+                f"the state was saved with {position.num_workers} workers, and the running loop has "
+                f"{loop.num_workers}; leave the loop before rewinding"
             )
         loop.seed = self._pipe_seed or 0
         loop.go_to(replace(position, is_over=False))
@@ -616,7 +626,7 @@ class StreamedEpochs:
 
     @property
     def _goes_on_shuffled(self) -> bool:
-        """Whether the next loop goes on with one whose data pipe was shuffled by a known seed."""
+        """Whether the next loop goes on with one whose IterDataPipe was shuffled by a known seed."""
         return self._position is not None and self._pipe_seed is not None
 
     @property
@@ -630,7 +640,7 @@ class StreamedEpochs:
         return num_samples // size if self._drop_last else -(-num_samples // size)
 
     def _seed_of_epoch(self) -> int:
-        """The seed by which a data pipe shuffles where none was drawn: alike on all ranks, without asking."""
+        """The seed by which an IterDataPipe shuffles where none was drawn: alike on all ranks, without asking."""
         seed = self._seed
         if seed is None:
             seed = 0 if self._generator is None else self._generator.initial_seed()
@@ -644,7 +654,7 @@ class StreamedEpochs:
 
 @dataclass(frozen=True)
 class _SharesPipe:
-    """Shuffles a data pipe alike on all ranks, and gives each worker of each rank its share, as torch's loader does."""
+    """Shuffles an IterDataPipe alike on all ranks, and gives each worker of each rank its share, as torch does."""
 
     rank: int
     num_ranks: int

@@ -39,7 +39,7 @@ from .indexed import BatchLoop, Epochs, IndexedEpochs
 from .iterable import StreamedEpochs
 from .sampler import BatchSamplerAdapter, DistributedSamplerAdapter, ElasticDistributedSampler
 from .workers.producer import BatchProducer
-from .workers.worker_process import Work
+from .workers.worker_process import WorkerSpec
 
 __all__ = ["ElasticDataLoader", "LoaderConfigFollower", "Ordering", "epochs_of", "fixed_settings", "why_not_change"]
 
@@ -85,8 +85,8 @@ def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, 
 def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> IndexedEpochs:
     if fast_forward:
         raise ValueError(
-            "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
-            "anywhere at once"
+            "fast_forward is for an IterableDataset; a map-style dataset, which is asked for samples by index, "
+            "goes on anywhere at once"
         )
     seed = ordering.seed
     if seed is None:
@@ -190,7 +190,7 @@ class LoaderConfigFollower:
         self._seen = new
         reason = _why_not_alone(new, self._num_ranks) or self._check(new)
         if reason is not None:
-            _logger.warning("%s of %s is not taken: %s", new.label, self._watcher.path, reason)
+            _logger.warning("%s of %s was refused: %s", new.label, self._watcher.path, reason)
             return
         self._apply(self._in_force, new)
         self._in_force = new
@@ -226,12 +226,12 @@ class ElasticDataLoader(DataLoader[_Sample]):
     """Batches of a dataset; arguments as torch's DataLoader has them, and some more.
 
     ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
-    ranks. A ``sampler`` draws it otherwise; it has to give the same order wherever it is asked, for which its
-    ``generator`` is seeded so. Each loop over the loader is another epoch, unless ``set_epoch`` names one.
+    ranks. A ``sampler`` draws it otherwise: its ``generator`` is seeded from ``seed`` and the epoch, so that all ranks
+    draw the same order. Each loop over the loader is another epoch, unless ``set_epoch`` names one.
 
     ``config_file`` is followed by a loader that has no trainer. ``seed_samples`` has the random numbers of a sample
-    depend on ``seed``, epoch and index alone. ``fast_forward`` lets an IterableDataset that cannot tell where it is
-    pass all samples that it has to leave behind.
+    depend on ``seed``, epoch and index alone. ``fast_forward``: an IterableDataset without
+    ``state_dict`` is resumed by drawing and dropping the samples that are consumed already.
 
     By itself it gives all samples, or those of an ElasticDistributedSampler's rank; with a trainer those of the
     trainer's rank.
@@ -581,20 +581,20 @@ class ElasticDataLoader(DataLoader[_Sample]):
             context = multiprocessing.get_context(context)
         worker_dataset = self._epochs.worker_dataset
         producer = BatchProducer(
-            Work(
+            WorkerSpec(
                 dataset=worker_dataset,
                 collate_fn=self._epochs.collate_fn,
                 base_seed=self._draw_seed(),
-                auto_collation=self._epochs.auto_collation,
+                auto_collation=self._epochs.fetches_lists,
                 worker_init_fn=self.worker_init_fn,
-                told_dataset=None if worker_dataset is self.dataset else self.dataset,
+                user_dataset=None if worker_dataset is self.dataset else self.dataset,
             ),
             context=context,
             timeout_seconds=self.timeout,
             num_workers=num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
             pin=self._pin(),
-            in_turn=self.in_order,
+            round_robin=self.in_order,
         )
         self._producers.add(producer)
         return producer
@@ -650,8 +650,8 @@ class _Loop:
         loader, loop = self._loader, self._loop
         if not loader.is_alone and loader._epochs.last_loop is not loop:
             raise ValueError(
-                "another loop over this loader has begun, and a trainer counts what one takes: this one is over; for a "
-                "loop within a loop make a loader that no trainer has"
+                "only one loop over a trainer's loader runs at a time, and a newer one has begun; for a loop within a "
+                "loop make a second loader that no trainer has"
             )
         if loader._config_follower is not None:
             loader._config_follower.look()

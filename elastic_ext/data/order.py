@@ -22,10 +22,10 @@ __all__ = [
     "Drawn",
     "EpochPosition",
     "EvenOrder",
-    "InTurn",
     "Order",
     "Ranges",
     "RemainingOrder",
+    "SequentialOrder",
     "Shuffled",
     "chunks",
     "num_chunks",
@@ -42,23 +42,23 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPosition:
-    """An epoch, and which of its samples are consumed, before and after a loop; immutable."""
+    """Which samples of an epoch are consumed, and which epoch the next loop is over; immutable."""
 
     epoch: int = 0
     position: int = 0
     """All samples before this position are consumed."""
     completed: Ranges = ()
     """Ranges after ``position`` that are consumed too, where batches are handed out in the order they are made in."""
-    is_left: bool = False
-    """Whether a loop took samples of the epoch, or there were none: the next loop is over another epoch."""
+    starts_next_epoch: bool = False
+    """Whether the next loop is over another epoch, since a loop took samples of this one or there were none."""
     is_over: bool = False
     """Whether a loaded state says that no more samples of the epoch come."""
     next_epoch: int | None = None
     """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
-        """The position once an epoch is set: an epoch that no loop has taken from goes on, any other begins anew."""
-        goes_on = epoch == self.epoch and not self.is_left
+        """This position with another epoch set: an epoch that no loop has taken from goes on, any other begins anew."""
+        goes_on = epoch == self.epoch and not self.starts_next_epoch
         return (
             EpochPosition(epoch=epoch, position=self.position, completed=self.completed)
             if goes_on
@@ -69,7 +69,7 @@ class EpochPosition:
         """The position at which the next loop begins."""
         if self.next_epoch is not None:
             return self.at(self.next_epoch)
-        return EpochPosition(epoch=self.epoch + 1) if self.is_left else self
+        return EpochPosition(epoch=self.epoch + 1) if self.starts_next_epoch else self
 
 
 def position_and_completed(remaining: Ranges, num_samples: int) -> tuple[int, Ranges]:
@@ -111,7 +111,7 @@ class Order(Protocol):
         """Plain values that tell this order from others: equal where the orders are."""
 
 
-class InTurn:
+class SequentialOrder:
     """The order in which samples lie in the dataset."""
 
     def __init__(self, num_samples: int) -> None:
@@ -125,12 +125,13 @@ class InTurn:
 
 
 class Shuffled:
-    """A random order that ``seed`` and ``epoch`` choose, computed where it is asked for and not kept in memory.
+    """A random order that ``seed`` and ``epoch`` choose: up to ``_MOST_SORTED`` samples kept, above computed by blocks.
 
-    With up to ``_MOST_SORTED`` samples the indices are sorted by random numbers, and kept. With more a position goes
-    through rounds of additions, multiplications and shifts, with keys drawn from seed and epoch. Each of these can be
-    undone, so that a round is a bijection of all numbers with as many bits as the largest index; the rounds are
-    repeated until the result is an index (cycle walking).
+    With up to ``_MOST_SORTED`` samples (65,536) the indices are sorted by random numbers, and kept as an array. With
+    more only the last block of positions is kept: a position goes through rounds of additions, multiplications and
+    shifts, with keys drawn from seed and epoch. Each of these can be undone, so that a round is a bijection of all
+    numbers with as many bits as the largest index; the rounds are repeated until the result is an index (cycle
+    walking).
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -245,7 +246,7 @@ class BatchOrder:
 
 
 class EvenOrder:
-    """An order cut short, or with some of the first samples again at its end, so that all ranks have as many."""
+    """An order cut short, or padded with its first samples again, so that all ranks have equally many samples."""
 
     def __init__(self, order: Order, num_samples: int) -> None:
         self._order = order
@@ -309,7 +310,7 @@ def _bounded(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
 
 
 def told_length(thing: Any) -> int | None:
-    """The length that an object tells; None where it has none."""
+    """The length that ``thing`` declares by ``__len__``; None where it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):  # it may have the method, and no length
@@ -372,8 +373,8 @@ class Chunk:
 
     start: int
     stop: int
-    passes: int
-    """The position at which the micro-step of this micro-batch ends, over all ranks."""
+    micro_step_stop: int
+    """The position at which the micro-step of this micro-batch ends, with the parts of all ranks."""
     ends_step: bool
     """Whether this is the last micro-batch of its step."""
     sizes: tuple[int, ...] = field(default=(), compare=False)
@@ -428,7 +429,7 @@ class Cursor:
         if position < 0 or (num_samples is not None and position > num_samples):
             raise ValueError(f"the position is {position}; allowed: 0 to {num_samples}, the samples of the epoch")
         self.num_samples = num_samples
-        self.passed = position
+        self.committed = position
         """The position before which all samples are consumed, and after which none is."""
         self.handed = position
         """The position before which all samples are handed out, by all ranks together."""
@@ -436,11 +437,11 @@ class Cursor:
     @property
     def remaining(self) -> int | None:
         """Samples that are not consumed; None where the epoch never ends."""
-        return None if self.num_samples is None else self.num_samples - self.passed
+        return None if self.num_samples is None else self.num_samples - self.committed
 
     def hand_out(self, chunk: Chunk) -> None:
         """Count a micro-batch as handed out; the other ranks hand out theirs of the same micro-step."""
-        self.handed = chunk.passes
+        self.handed = chunk.micro_step_stop
 
     def hand_out_rest(self) -> None:
         """Count all that is left as handed out, by the other ranks."""
@@ -449,12 +450,12 @@ class Cursor:
 
     def commit(self, position: int | None = None) -> bool:
         """Count what was handed out, up to ``position`` or all, as consumed; gives whether that was anything."""
-        before = self.passed
-        self.passed = self.handed if position is None else position
-        return self.passed != before
+        before = self.committed
+        self.committed = self.handed if position is None else position
+        return self.committed != before
 
     def rollback(self) -> bool:
         """Have all be handed out again that is not consumed; gives whether that was anything."""
-        has_moved = self.passed != self.handed
-        self.handed = self.passed
+        has_moved = self.committed != self.handed
+        self.handed = self.committed
         return has_moved

@@ -99,14 +99,14 @@ _NOT_TAKEN: Any = object()
 
 
 class Maker(Protocol):
-    """What makes batches, some of them before they are taken."""
+    """What submits batches to be made, some of them ahead, and gives them: a ``BatchProducer`` to an IndexedLoop."""
 
     @property
     def num_ahead(self) -> int:
         """How many batches to ask for before the first of them is taken."""
 
-    def submit(self, indices: list[Any], *, turn: int) -> int:
-        """Have a batch made of these indices, the one after ``turn`` others of the loop; gives its number."""
+    def submit(self, indices: list[Any], *, batch_index: int) -> int:
+        """Have the batch ``batch_index`` of the loop, counted from 0, made of these indices; gives its number."""
 
     def take(self, number: int) -> Any:
         """The batch of that number, once it is made."""
@@ -168,7 +168,7 @@ class IndexedLoop:
         self._as_they_come = as_they_come
         self.carried: tuple[int, ...] | None = None
         self._handed: deque[Chunk] = deque()  # to the loop, and not consumed
-        self._num_passed = 0
+        self._num_committed = 0
         self._maker = maker
         self._plan, self._rank = plan, rank
         self._can_recut = can_recut
@@ -180,7 +180,7 @@ class IndexedLoop:
     def __len__(self) -> int:
         """How many batches the loop hands out in all: those that it has, and the rest as they are cut now."""
         left = (self.cursor.num_samples or 0) - self.cursor.handed
-        return self._num_passed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
+        return self._num_committed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
 
     def __next__(self) -> Any:
         self._ask()
@@ -219,9 +219,9 @@ class IndexedLoop:
     def standing(self) -> tuple[int, Ranges]:
         """The position in ``order`` before which all is consumed, and the ranges after it that are consumed."""
         if self._rest is self.order and not self._early:
-            return self.cursor.passed, ()
+            return self.cursor.committed, ()
         early = [(chunk.start, chunk.stop) for chunk in self._early]
-        starts = [self.cursor.passed, *[stop for _, stop in early]]
+        starts = [self.cursor.committed, *[stop for _, stop in early]]
         stops = [*[start for start, _ in early], self._rest.num_samples]
         left = tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
         if isinstance(self._rest, RemainingOrder):
@@ -253,14 +253,14 @@ class IndexedLoop:
         handed = self._handed
         num_consumed = len(handed) if num_batches is None else min(num_batches, len(handed))
         last = handed[num_consumed - 1] if num_consumed else None
-        self._num_passed += num_consumed
+        self._num_committed += num_consumed
         if num_consumed == len(handed):
             handed.clear()
             self.cursor.commit()
         elif last is not None:
             for _ in range(num_consumed):
                 handed.popleft()
-            self.cursor.commit(last.passes)
+            self.cursor.commit(last.micro_step_stop)
         if last is not None:
             self.carried = None
             if not last.ends_step:
@@ -279,7 +279,7 @@ class IndexedLoop:
         keeps_places = self._rest is self.order and not self._early and not completed
         if not keeps_places or order.state_dict() != self.order.state_dict():
             self.close()
-        self._num_passed += len(self._handed)
+        self._num_committed += len(self._handed)
         self._handed.clear()
         self._begin_at(order, position, completed)
         self._cut()
@@ -310,7 +310,7 @@ class IndexedLoop:
         cursor = self.cursor
         self.carried = self._plan.carried_over(self._handed[0].sizes, cursor.remaining) if self._handed else None
         to_come = chunks(
-            self._plan, self._rank, position=cursor.passed, num_samples=cursor.num_samples, carried=self.carried
+            self._plan, self._rank, position=cursor.committed, num_samples=cursor.num_samples, carried=self.carried
         )
         self._to_come = islice(to_come, len(self._handed), None)
         self._ask(list(dict.fromkeys(prefetched for asked in before for prefetched in asked.prefetched)))
@@ -323,7 +323,7 @@ class IndexedLoop:
             return
         most = max(self._maker.num_ahead, 1)
         end = max((prefetched.stop for prefetched in on_the_way), default=0)
-        while len(self._asked) < most or self._asked[-1].chunk.passes < end:
+        while len(self._asked) < most or self._asked[-1].chunk.micro_step_stop < end:
             chunk = next(self._to_come, None)
             if chunk is None:
                 return
@@ -355,10 +355,12 @@ class IndexedLoop:
     @property
     def _num_begun(self) -> int:
         """How many batches of the loop were handed out, or are asked for."""
-        return self._num_passed + len(self._handed) + len(self._asked)
+        return self._num_committed + len(self._handed) + len(self._asked)
 
-    def _submit(self, start: int, stop: int, turn: int) -> _PrefetchedBatch:
-        return _PrefetchedBatch(start, stop, self._maker.submit(self._rest.indices(start, stop), turn=turn))
+    def _submit(self, start: int, stop: int, batch_index: int) -> _PrefetchedBatch:
+        return _PrefetchedBatch(
+            start, stop, self._maker.submit(self._rest.indices(start, stop), batch_index=batch_index)
+        )
 
     def _batch_of(self, asked: _BatchToHandOut) -> Any:
         chunk, prefetched = asked.chunk, asked.prefetched
@@ -383,7 +385,7 @@ class IndexedLoop:
             if (prefetched[0].start, prefetched[0].stop) == (chunk.start, chunk.stop):
                 raise
             # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
-            again = self._maker.submit(self._rest.indices(chunk.start, chunk.stop), turn=self._num_begun)
+            again = self._maker.submit(self._rest.indices(chunk.start, chunk.stop), batch_index=self._num_begun)
             return self._maker.take(again)
 
     def _taken(self, prefetched: _PrefetchedBatch) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from elastic_ext.records.text import check_flag
 
-from .order import Drawn, InTurn, Order, Shuffled, told_length
+from .order import Drawn, Order, SequentialOrder, Shuffled, told_length
 from .seeding import seeded
 
 __all__ = ["BatchSamplerAdapter", "DistributedSamplerAdapter", "ElasticDistributedSampler"]
@@ -31,10 +31,11 @@ class ElasticDistributedSampler(Sampler[Any]):
     """This rank's samples of an epoch, in an order that all ranks share: of ``dataset``, or as ``sampler`` draws it.
 
     ``sampler`` may be any that a seed makes repeatable: its ``generator``, and this process's random numbers while it
-    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as a list;
-    ``shuffle`` by itself keeps none, whatever the size.
+    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as a list. By
+    ``shuffle`` up to 65,536 samples are kept as an array; the order of more is computed block by block.
 
-    ``share_weights`` are whole numbers, one per rank: what each has of a round, by default 1.
+    ``share_weights`` are whole numbers, one per rank: what each has of a round of sum(share_weights) samples, by
+    default 1.
 
     Where the last samples are not enough for a round some ranks have fewer of it, unless ``drop_last`` leaves them out,
     or ``pad`` gives the others samples of the epoch's beginning again; ``num_padded`` says how many.
@@ -90,7 +91,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             self._order = self._drawn(self.sampler)
         elif self.dataset is not None:
             size = len(self.dataset)
-            self._order = Shuffled(size, seed=self.seed, epoch=self.epoch) if self.shuffle else InTurn(size)
+            self._order = Shuffled(size, seed=self.seed, epoch=self.epoch) if self.shuffle else SequentialOrder(size)
         assert self._order is not None
         return self._order
 
@@ -113,7 +114,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             return self.order.num_samples
 
     def draw_anew(self) -> None:
-        """Draw the order from ``sampler`` again, which may have changed; not from one that gives samples once."""
+        """Forget the order, so that ``sampler`` draws it again when needed; not if that gives its samples once."""
         if self.sampler is not None and not isinstance(self.sampler, Iterator):
             self._order = None
 
@@ -163,7 +164,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         if rest and position + self._round <= self.order.num_samples:
             raise ValueError(
                 f"rank {self.rank} has taken {rest} of the {self.share_weights[self.rank]} samples that it has of a "
-                "round, where no position says what the ranks have taken; take whole rounds before state_dict()"
+                "round, so that one position cannot describe all ranks; call state_dict() after whole rounds"
             )
         position = min(position + (self._round if rest else 0), self.order.num_samples)
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
@@ -271,7 +272,7 @@ class DistributedSamplerAdapter(ElasticDistributedSampler):
 
 
 class BatchSamplerAdapter(ElasticDistributedSampler):
-    """An ElasticDistributedSampler that gives this rank every batch of its own batch sampler.
+    """An ElasticDistributedSampler that gives all batches of this rank's batch sampler.
 
     Batches are not shared out here: the batch samplers of the ranks may do that, by giving each rank others.
     """

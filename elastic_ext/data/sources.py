@@ -16,7 +16,7 @@ __all__ = [
     "BatchDrawingSource",
     "CountedSource",
     "EndingSource",
-    "FixedBatches",
+    "FixedBatchSizes",
     "LeavableSource",
     "MicroBatchSource",
     "OrderedSource",
@@ -40,7 +40,10 @@ class MicroBatchSource(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Samples per micro-batch on one rank, as the loader was made; None where it has sizes of its own."""
+        """Samples per micro-batch on one rank, as the loader was made.
+
+        A loader with these methods whose sizes cannot be set gives None: a trainer then treats it as a plain loader.
+        """
 
     @property
     def drop_last(self) -> bool:
@@ -95,8 +98,8 @@ class ResumableSource(MicroBatchSource, Protocol):
     def load_state_dict(self, state: Any) -> None:
         """Have the next loop go on from a state.
 
-        At an epoch's end that may be the next epoch, or the empty rest of the one that is over, as ``remaining`` then
-        says; a trainer passes such a rest itself.
+        A state saved at an epoch's end may resume at the next epoch, or with ``remaining`` 0 in the finished one; the
+        trainer then goes to the next epoch by itself.
         """
 
 
@@ -110,7 +113,7 @@ class RewindableSource(ResumableSource, Protocol):
 
 @runtime_checkable
 class OwnPositions(RewindableSource, Protocol):
-    """A RewindableSource that may have another position on each rank, so that as many ranks have to resume."""
+    """A RewindableSource that may have a position per rank: a run then resumes with the same number of ranks."""
 
     @property
     def has_own_positions(self) -> bool:
@@ -142,7 +145,7 @@ class OrderedSource(MicroBatchSource, Protocol):
 
 @runtime_checkable
 class BatchDrawingSource(Protocol):
-    """A loader with sizes of its own whose batches each rank may draw for itself, so that they should differ."""
+    """A loader whose batch sampler each rank may draw by itself; ranks compare their batches, which should differ."""
 
     @property
     def draws_batches(self) -> bool:
@@ -181,12 +184,12 @@ class ReenteredSource(Protocol):
     """A loader over which the next loop may begin before the last step of the one before has ended."""
 
     is_in_step: Callable[[], bool]
-    """Whether a micro-step is under way."""
+    """Set by the trainer: says whether a micro-step is under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FixedBatches:
-    """A loader whose batch size is its own: the same on every rank, one batch after another."""
+class FixedBatchSizes:
+    """The batch sizes of a loader that cannot be told others: equal on every rank, but for the last batch."""
 
     micro_batch: int
     num_batches: int | None = None
@@ -195,7 +198,7 @@ class FixedBatches:
     """Samples in the last batch; None where it is as large as the others."""
 
     @classmethod
-    def of(cls, loader: Any) -> FixedBatches | None:
+    def of(cls, loader: Any) -> FixedBatchSizes | None:
         """What a DataLoader's settings say of its batches; None if they do not give a batch size."""
         sampler = getattr(loader, "batch_sampler", None)
         # accelerate's DataLoaderDispatcher; a batch sampler that accelerate has wrapped; torch's own.
@@ -207,7 +210,7 @@ class FixedBatches:
         return cls._known(size, loader if sampler is None else sampler, sampler)
 
     @classmethod
-    def _known(cls, size: object, sized: object, sampler: object) -> FixedBatches | None:
+    def _known(cls, size: object, sized: object, sampler: object) -> FixedBatchSizes | None:
         if type(size) is not int or size < 1:
             return None
         # Over an iterable dataset a DataLoader's own length is only a guess; its batch sampler has none then.
@@ -221,7 +224,7 @@ class FixedBatches:
         return cls(micro_batch=size, num_batches=num_batches, last_batch=last if last and 0 < last < size else None)
 
     @classmethod
-    def _of_sampler(cls, sampler: Any) -> FixedBatches | None:
+    def _of_sampler(cls, sampler: Any) -> FixedBatchSizes | None:
         """The batches of a batch sampler, through those that accelerate puts around it."""
         inner = getattr(sampler, "batch_sampler", None)
         if inner is None:
@@ -234,12 +237,12 @@ class FixedBatches:
             return whole._without(sampler.skip_batches)
         return cls._sharded(sampler, whole) if hasattr(sampler, "even_batches") else None
 
-    def _without(self, num_skipped: int) -> FixedBatches:
+    def _without(self, num_skipped: int) -> FixedBatchSizes:
         left = 0 if self.num_batches is None else self.num_batches - num_skipped
-        return replace(self, num_batches=left) if left > 0 else FixedBatches(micro_batch=self.micro_batch)
+        return replace(self, num_batches=left) if left > 0 else FixedBatchSizes(micro_batch=self.micro_batch)
 
     @classmethod
-    def _sharded(cls, shard: Any, whole: FixedBatches) -> FixedBatches | None:
+    def _sharded(cls, shard: Any, whole: FixedBatchSizes) -> FixedBatchSizes | None:
         """A rank's part of batches: each goes to one rank, or is sliced among all ranks.
 
         Where ``even_batches`` makes up for what is missing with samples from the beginning, all of them are whole.
@@ -261,7 +264,7 @@ class FixedBatches:
         return cls(micro_batch=size, num_batches=num_batches or None, last_batch=last if last and last < size else None)
 
     @classmethod
-    def _dispatched(cls, loader: Any, whole: FixedBatches | None) -> FixedBatches | None:
+    def _dispatched(cls, loader: Any, whole: FixedBatchSizes | None) -> FixedBatchSizes | None:
         """A rank's slices of what the first rank reads at once: one batch, or as many as there are ranks."""
         if whole is None:
             return None

@@ -13,13 +13,13 @@ from .seeding import Copied
 
 __all__ = [
     "START",
-    "Mark",
+    "ResumePoint",
     "Stream",
     "StreamAnswer",
+    "StreamCounters",
     "StreamRequest",
     "StreamsPosition",
     "StreamsProgress",
-    "WorkerStream",
     "can_tell_state",
 ]
 
@@ -30,16 +30,16 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A place in a stream from which it can go on."""
+class ResumePoint:
+    """A place in a stream from which it can go on: how many samples lie before it, and the dataset's state there."""
 
     num_samples: int
     """How many samples of the stream lie before this place."""
     state: Copied | None = None
-    """What the dataset's ``state_dict`` gave there; None: to come there, all samples before it are passed."""
+    """What the dataset's ``state_dict`` gave there; None: all samples before it are drawn and dropped."""
 
 
-START = Mark(0)
+START = ResumePoint(0)
 
 _SAMPLE_SECONDS_PER_STATE_SECOND = 50.0
 """How long samples have to take before the dataset tells another state, as a multiple of the time that a state takes.
@@ -58,19 +58,20 @@ class StreamRequest:
     attempt: int
     """How often this loop has gone to another position before."""
     start: int
+    """The number, in the stream, of the first sample that is wanted."""
     num_samples: int
     keep_from: int
     """The number of the first sample that may be asked for again; those before it are dropped."""
-    mark: Mark | None = None
+    resume_point: ResumePoint | None = None
     """A place at or before ``start`` to go to if the stream is not there; None: it answers that it is lost."""
     is_raw: bool = False
     """Whether the samples are wanted as a list, not collated."""
     is_whole: bool = False
     """Whether only a full batch is wanted: fewer samples are counted, and not collated."""
-    is_marked: bool = False
+    wants_state: bool = False
     """Whether the dataset has to tell its state after this batch, however long that takes."""
     seed: int = 0
-    """The seed by which a data pipe shuffles in this loop, alike in all workers and on all ranks."""
+    """The seed by which an IterDataPipe shuffles in this loop, alike in all workers and on all ranks."""
 
     def __repr__(self) -> str:
         last = self.start + self.num_samples - 1
@@ -85,10 +86,10 @@ class StreamAnswer:
     batch: Any = None
     num_samples: int = 0
     """Samples in the batch; fewer than asked for where the stream ends."""
-    mark: Mark | None = None
+    resume_point: ResumePoint | None = None
     """The place behind the last sample, where the dataset has told its state."""
     is_lost: bool = False
-    """Whether the stream is not where the request begins: ask again, with a mark."""
+    """Whether the stream is not where the request begins: ask again, with a resume point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def can_tell_state(dataset: Any) -> bool:
 
 
 class PipeSharing(Protocol):
-    """Shares the samples of a data pipe out among workers and ranks."""
+    """Shares the samples of an IterDataPipe out among workers and ranks."""
 
     def __call__(self, dataset: Any, seed: int, /) -> None: ...
 
@@ -112,7 +113,7 @@ class PipeSharing(Protocol):
 class Stream:
     """One worker's samples of an IterableDataset: ``stream[request]`` is the answer to a StreamRequest.
 
-    A state may be large, and often nobody goes on from it. So where no request needs one (``is_marked``) the dataset
+    A state may be large, and often nobody goes on from it. So where no request needs one (``wants_state``) the dataset
     tells a state only once samples have taken fifty times as long as the last state took. Whoever goes on from the
     last state draws the samples after it again and drops them: that takes at most fifty times as long as a state, or
     as long as a batch.
@@ -147,10 +148,10 @@ class Stream:
 
     def __getitem__(self, request: StreamRequest) -> StreamAnswer:
         if (request.loop, request.attempt) != (self._loop, self._attempt) or request.start < self._at - len(self._kept):
-            if request.mark is None:
+            if request.resume_point is None:
                 return StreamAnswer(is_lost=True)
             self._seed = request.seed
-            self._go_to(request.mark, is_new=request.loop != self._loop)
+            self._go_to(request.resume_point, is_new=request.loop != self._loop)
             self._loop, self._attempt = request.loop, request.attempt
         began = self._clock()
         error = self._pass_to(request.keep_from, keeps=False)
@@ -170,15 +171,17 @@ class Stream:
         for sample in samples:
             if type(sample) is _Failed:
                 raise sample.error
-        mark = None
+        resume_point = None
         # Of a stream that has ended the state may be that of the next epoch's beginning.
         if self._tells_state and not self._has_ended and self._at == request.start + len(samples):
-            mark = self._marked(request.is_marked)
+            resume_point = self._resume_point_here(request.wants_state)
         if request.is_raw:
-            return StreamAnswer(samples, len(samples), mark)
+            return StreamAnswer(samples, len(samples), resume_point)
         if request.is_whole and len(samples) < request.num_samples:
-            return StreamAnswer(None, len(samples), mark)
-        return StreamAnswer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
+            return StreamAnswer(None, len(samples), resume_point)
+        return StreamAnswer(
+            self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), resume_point
+        )
 
     def _pass_to(self, place: int, *, keeps: bool) -> BaseException | None:
         """Draw all samples before a place; gives the exception that came instead of the last one, if one did.
@@ -208,33 +211,33 @@ class Stream:
             self._kept.append(sample)
         return failed
 
-    def _marked(self, is_wanted: bool) -> Mark | None:
+    def _resume_point_here(self, is_wanted: bool) -> ResumePoint | None:
         """The place behind the drawn samples with the dataset's state, if it is wanted or has become due."""
         if not is_wanted and self._num_seconds < self._due_seconds:
             return None
         began = self._clock()
-        mark = Mark(self._at, Copied.of(self.dataset.state_dict()))
+        resume_point = ResumePoint(self._at, Copied.of(self.dataset.state_dict()))
         self._num_seconds, self._due_seconds = 0.0, _SAMPLE_SECONDS_PER_STATE_SECOND * (self._clock() - began)
-        return mark
+        return resume_point
 
-    def _go_to(self, mark: Mark, *, is_new: bool) -> None:
+    def _go_to(self, resume_point: ResumePoint, *, is_new: bool) -> None:
         self._kept.clear()
         self._has_ended = False
-        self._at = 0 if mark.state is None else mark.num_samples
+        self._at = 0 if resume_point.state is None else resume_point.num_samples
         self._num_seconds = self._due_seconds = 0.0
         try:
-            self._iterator = self._begun(mark, is_new=is_new)
+            self._iterator = self._begun(resume_point, is_new=is_new)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             self._iterator = _Raising(error)
 
-    def _begun(self, mark: Mark, *, is_new: bool) -> Iterator[Any]:
+    def _begun(self, resume_point: ResumePoint, *, is_new: bool) -> Iterator[Any]:
         if self._tells_state:
             if is_new:
                 self._first_state = Copied.of(self.dataset.state_dict())
-            state = self._first_state if mark.state is None else mark.state
-            if state is not None and (mark.state is not None or not is_new):
+            state = self._first_state if resume_point.state is None else resume_point.state
+            if state is not None and (resume_point.state is not None or not is_new):
                 self.dataset.load_state_dict(state.value())  # a new loop begins where the dataset is, as torch's does
         if self._share_out is not None:
             self._share_out(self.dataset, self._seed)
@@ -252,26 +255,29 @@ class _Raising(Iterator[Any]):
 
 
 # --- the streams of a loop, one of each worker, how far each has come, and whose turn it is --------------------------
-# A sample is *asked* for, *handed* out, and at last *passed*: consumed. Each is counted stream by stream, and has whose
-# turn is next.
+# A sample is *asked* for, *handed* out, and at last *committed*: consumed. Each is counted stream by stream, and has
+# whose turn is next.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamsPosition:
     """How far each worker's stream is consumed, and whose turn is next."""
 
-    num_passed: tuple[int, ...]
-    marks: tuple[Mark, ...]
+    num_committed: tuple[int, ...]
+    """How many samples of each stream are consumed."""
+    resume_points: tuple[ResumePoint, ...]
     """For each stream a place to go on from, at or before what is consumed."""
     num_workers: int
     """The number of workers; 0: the only stream is this process's own."""
-    turn: int = 0
+    next_worker: int = 0
+    """The index of the worker whose stream gives the next batch."""
     is_over: bool = False
+    """Whether no more samples come from any stream."""
 
     @classmethod
     def start(cls, num_workers: int) -> StreamsPosition:
         num_streams = max(num_workers, 1)
-        return cls(num_passed=(0,) * num_streams, marks=(START,) * num_streams, num_workers=num_workers)
+        return cls(num_committed=(0,) * num_streams, resume_points=(START,) * num_streams, num_workers=num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """This position as plain values, but for what the dataset's own states hold."""
@@ -280,13 +286,13 @@ class StreamsPosition:
             "streams": [
                 {
                     "passed": passed,
-                    "at": mark.num_samples,
-                    "has_state": mark.state is not None,
-                    "state": None if mark.state is None else mark.state.value(),
+                    "at": resume_point.num_samples,
+                    "has_state": resume_point.state is not None,
+                    "state": None if resume_point.state is None else resume_point.state.value(),
                 }
-                for passed, mark in zip(self.num_passed, self.marks, strict=True)
+                for passed, resume_point in zip(self.num_committed, self.resume_points, strict=True)
             ],
-            "turn": self.turn,
+            "turn": self.next_worker,
             "is_over": self.is_over,
         }
 
@@ -295,24 +301,25 @@ class StreamsPosition:
         """The position that ``state_dict`` gave."""
         streams = state["streams"]
         return cls(
-            num_passed=tuple(int(each["passed"]) for each in streams),
-            marks=tuple(
-                Mark(int(each["at"]), Copied.of(each["state"]) if each["has_state"] else None) for each in streams
+            num_committed=tuple(int(each["passed"]) for each in streams),
+            resume_points=tuple(
+                ResumePoint(int(each["at"]), Copied.of(each["state"]) if each["has_state"] else None)
+                for each in streams
             ),
             num_workers=int(state["num_workers"]),
-            turn=int(state["turn"]),
+            next_worker=int(state["turn"]),
             is_over=bool(state["is_over"]),
         )
 
 
 @dataclass(slots=True, eq=False)
-class WorkerStream:
-    """The stream of one data worker. All numbers count its samples."""
+class StreamCounters:
+    """How many samples of one worker's stream are requested, handed out and consumed, as the loop counts them."""
 
     number: int
-    passed: int
+    committed: int
     """How many samples are consumed."""
-    marks: deque[Mark]
+    resume_points: deque[ResumePoint]
     """Places to go on from, in order; the first is at or before what is consumed."""
     asked: int = 0
     """How many samples are asked for."""
@@ -321,19 +328,19 @@ class WorkerStream:
     end: int | None = None
     """How many samples the stream has, once that is known."""
     is_found: bool = False
-    """Whether the stream's worker knows where to go on."""
+    """Whether the worker was told where its stream goes on."""
 
     def __post_init__(self) -> None:
-        self.asked = self.handed = self.passed
+        self.asked = self.handed = self.committed
 
     @property
     def is_over(self) -> bool:
         return self.end is not None and self.asked >= self.end
 
-    def drop_marks(self) -> None:
-        """Drop the marks that are not needed any more: all before the last one that is at or before ``passed``."""
-        while len(self.marks) > 1 and self.marks[1].num_samples <= self.passed:
-            self.marks.popleft()
+    def drop_resume_points(self) -> None:
+        """Drop the resume points that are not needed any more: all before the last one at or before ``committed``."""
+        while len(self.resume_points) > 1 and self.resume_points[1].num_samples <= self.committed:
+            self.resume_points.popleft()
 
 
 class StreamsProgress:
@@ -342,68 +349,73 @@ class StreamsProgress:
     def __init__(self, position: StreamsPosition) -> None:
         self.num_workers = position.num_workers
         self.streams = [
-            WorkerStream(number, passed, deque([mark]))
-            for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
+            StreamCounters(number, passed, deque([resume_point]))
+            for number, (passed, resume_point) in enumerate(
+                zip(position.num_committed, position.resume_points, strict=True)
+            )
         ]
-        self.asked = self.handed = self._passed = position.turn
+        self.next_to_request = self.next_to_hand_out = self._next_to_commit = position.next_worker
+        """Which worker's stream is next requested, next handed out and next consumed."""
         self.is_over = False
 
     @property
     def position(self) -> StreamsPosition:
         """How far each stream is consumed, as a position that a loop can go on from."""
         return StreamsPosition(
-            num_passed=tuple(stream.passed for stream in self.streams),
-            marks=tuple(stream.marks[0] for stream in self.streams),
+            num_committed=tuple(stream.committed for stream in self.streams),
+            resume_points=tuple(stream.resume_points[0] for stream in self.streams),
             num_workers=self.num_workers,
-            turn=self._passed,
+            next_worker=self._next_to_commit,
             is_over=self.is_over,
         )
 
-    def next_stream(self, num_asked: Mapping[int, int] | None = None) -> WorkerStream | None:
+    def next_stream(self, num_asked: Mapping[int, int] | None = None) -> StreamCounters | None:
         """The stream to ask next, of those that may have more samples; None where all have ended.
 
         It is the one whose turn it is, or, with ``num_asked`` (requests without an answer, by stream), the one with
         fewest of these.
         """
-        in_turn = [self.streams[(self.asked + number) % len(self.streams)] for number in range(len(self.streams))]
+        in_turn = [
+            self.streams[(self.next_to_request + number) % len(self.streams)] for number in range(len(self.streams))
+        ]
         left = [stream for stream in in_turn if not stream.is_over]
         if not left:
             return None
         stream = left[0] if num_asked is None else min(left, key=lambda stream: num_asked.get(stream.number, 0))
-        self.asked = (stream.number + 1) % len(self.streams)
+        self.next_to_request = (stream.number + 1) % len(self.streams)
         return stream
 
     @property
     def place(self) -> tuple[tuple[int, ...], int]:
         """How far each stream is handed out, and whose turn is next; for ``commit``."""
-        return tuple(stream.handed for stream in self.streams), self.handed
+        return tuple(stream.handed for stream in self.streams), self.next_to_hand_out
 
     def commit(self, place: tuple[tuple[int, ...], int] | None = None) -> None:
         """Count what was handed out, up to ``place`` or all of it, as consumed."""
-        handed, turn = place or self.place
-        for stream, passed in zip(self.streams, handed, strict=True):
-            stream.passed = passed
-            stream.drop_marks()
-        self._passed = turn
+        handed, next_worker = place or self.place
+        for stream, committed in zip(self.streams, handed, strict=True):
+            stream.committed = committed
+            stream.drop_resume_points()
+        self._next_to_commit = next_worker
 
     def rollback(self) -> bool:
         """Have all be handed out again that is not consumed; gives whether that was anything."""
-        has_moved = any(stream.handed != stream.passed for stream in self.streams)
+        has_moved = any(stream.handed != stream.committed for stream in self.streams)
         if has_moved:
             self.is_over = False
             for stream in self.streams:
-                stream.handed = stream.passed
-            self.handed = self._passed
+                stream.handed = stream.committed
+            self.next_to_hand_out = self._next_to_commit
         return has_moved
 
     def take_back(self) -> None:
         """Have all be asked for again that was not handed out."""
         for stream in self.streams:
             stream.asked = stream.handed
-        self.asked = self.handed
+        self.next_to_request = self.next_to_hand_out
 
     def hand_out_asked(self) -> None:
         """Count all that was asked for as handed out."""
         for stream in self.streams:
             stream.handed = stream.asked
-        self.handed = self.asked
+        self.next_to_hand_out = self.next_to_request

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
-from elastic_ext.ranks.heartbeat import Activity, Pulse
+from elastic_ext.ranks.heartbeat import Activity, Heartbeat
 from elastic_ext.records.metrics import StepWindow
 
 from .memory.analyzer import Analyzer
@@ -36,14 +36,14 @@ _MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has no
 _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
-class Recorder(Pulse):
+class Recorder(Heartbeat):
     """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on all calls to the heartbeat."""
 
     is_seen = True
 
     def __init__(
         self,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         probe: Probe,
         windows: WindowAccumulator,
         *,
@@ -58,7 +58,7 @@ class Recorder(Pulse):
         """
         self.analyzer: Analyzer | None = None
         """What measures and works out the memory that steps take."""
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._timeline = timeline = windows.timeline
         self._probe = probe
         self._windows = windows
@@ -80,10 +80,10 @@ class Recorder(Pulse):
         self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long
         self._num_long = 0  # steps in a row that took much longer
 
-    # ---- what a pulse is told ----
+    # ---- what a heartbeat is told ----
 
     def enter(self, micro_step: int) -> None:
-        self._pulse.enter(micro_step)
+        self._heartbeat.enter(micro_step)
         if self._num_unmeasured_left:
             self._probe.enter_unmeasured_micro_step()
             self._timeline.enter(Phase.STEP)
@@ -100,7 +100,7 @@ class Recorder(Pulse):
             self._timeline.begin_step()
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
-        self._pulse.leave(step, num_boundaries, micro_step)
+        self._heartbeat.leave(step, num_boundaries, micro_step)
         self._probe.leave_micro_step()
         if self._num_unmeasured_left:
             self._leave_unmeasured(num_boundaries, micro_step)
@@ -120,13 +120,13 @@ class Recorder(Pulse):
             self._measure_again()
         if activity is Activity.RESUMING and self._has_begun:
             self._close()  # training goes back: what it has come to is told before
-        with self._pulse.during(activity), self.spending(self._phase_of(activity)):
+        with self._heartbeat.during(activity), self.spending(self._phase_of(activity)):
             yield
         if activity in _OTHER_STEPS:
             self._is_changed = True
 
     def note(self, activity: Activity) -> None:
-        self._pulse.note(activity)
+        self._heartbeat.note(activity)
         self._measure_again()
         if self._has_begun:
             self._timeline.enter(self._phase_of(activity))
@@ -135,17 +135,17 @@ class Recorder(Pulse):
         return self.spending(Phase.COMMUNICATION)
 
     def pass_step(self, step: int) -> None:
-        self._pulse.pass_step(step)
+        self._heartbeat.pass_step(step)
 
     def note_save(self) -> None:
-        self._pulse.note_save()
+        self._heartbeat.note_save()
 
     def note_change(self) -> None:
-        self._pulse.note_change()
+        self._heartbeat.note_change()
         self._windows.expect_change()
 
     def end(self) -> None:
-        self._pulse.end()
+        self._heartbeat.end()
         if not self._is_over:
             self._is_over = True
             self._measure_again()

@@ -1,4 +1,4 @@
-"""A rank's heartbeat, called pulse: how far the rank has come, written where its agent sees it; and its stacks, written
+"""A rank's heartbeat: how far the rank has come, written where its agent sees it; and its stacks, written
 when they are asked for.
 """
 
@@ -28,14 +28,14 @@ from .processes import do_in_forked_processes, is_alive, process_of, this_proces
 
 __all__ = [
     "Activity",
-    "FilePulse",
+    "FileHeartbeat",
+    "Heartbeat",
+    "HeartbeatReading",
     "OwnStacks",
-    "Pulse",
-    "PulseReading",
     "ask_for_stacks",
-    "begin_pulse",
-    "pulse_file",
-    "read_pulse",
+    "begin_heartbeat",
+    "heartbeat_file",
+    "read_heartbeat",
     "stacks_file",
     "stacks_pipe",
 ]
@@ -164,7 +164,7 @@ _STEP, _BETWEEN = int(Activity.STEP), int(Activity.BETWEEN)  # which are written
 _SAVE = 1 << 32  # beside the micro-step: a save has begun since the last boundary, between two steps
 
 
-class Pulse:
+class Heartbeat:
     """A rank's heartbeat: what it does and how far it has come. This class, for no agent, writes nothing."""
 
     is_seen = False
@@ -199,7 +199,7 @@ class Pulse:
         """Note that training has ended in this process, and write nothing any more."""
 
 
-class FilePulse(Pulse):
+class FileHeartbeat(Heartbeat):
     """A rank's heartbeat in a file that its agent reads; one thread of the rank calls this."""
 
     is_seen = True
@@ -229,7 +229,7 @@ class FilePulse(Pulse):
         except OSError:
             self._withdraw_stacks()
             raise
-        do_in_forked_processes(self, FilePulse.leave_to_parent)
+        do_in_forked_processes(self, FileHeartbeat.leave_to_parent)
 
     # Training waits for these two: what they write, and how, is chosen to take little.
 
@@ -324,7 +324,7 @@ class FilePulse(Pulse):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PulseReading:
+class HeartbeatReading:
     """A rank's heartbeat as it was read at one moment."""
 
     pid: int
@@ -356,28 +356,28 @@ class PulseReading:
     """The inode of the file of stacks; if the descriptor has another one, the script has replaced the file."""
 
 
-def begin_pulse(folder: Path | None, *, rank: int, restart: int, run_dir: Path) -> Pulse:
+def begin_heartbeat(folder: Path | None, *, rank: int, restart: int, run_dir: Path) -> Heartbeat:
     """The heartbeat of this rank, in an agent's ``folder``; one that writes nothing where there is no agent.
 
     Nothing is written either where another live process has that rank's, as where a script starts another that trains.
     """
     if folder is None:
-        return Pulse()
-    path = pulse_file(folder, rank)
-    found = read_pulse(path)
+        return Heartbeat()
+    path = heartbeat_file(folder, rank)
+    found = read_heartbeat(path)
     if found is not None and found.pid != os.getpid() and found.activity is not Activity.ENDED:
         other = process_of(found.pid)
         if other is not None and other.start_ticks == found.start_ticks and is_alive(other):
-            _logger.debug("process %d has the pulse of rank %d, and this one has none", found.pid, rank)
-            return Pulse()
+            _logger.debug("process %d has the heartbeat of rank %d, and this one has none", found.pid, rank)
+            return Heartbeat()
     try:
-        return FilePulse(path, rank=rank, restart=restart, stacks=stacks_file(run_dir, rank))
+        return FileHeartbeat(path, rank=rank, restart=restart, stacks=stacks_file(run_dir, rank))
     except OSError as error:
         _logger.warning("the agent does not see how far rank %d has come: %s", rank, error)
-        return Pulse()
+        return Heartbeat()
 
 
-def pulse_file(folder: Path, rank: int) -> Path:
+def heartbeat_file(folder: Path, rank: int) -> Path:
     """The file of a rank's heartbeat."""
     return folder / f"pulse-{rank}"
 
@@ -392,7 +392,7 @@ def stacks_file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"stacks-{rank}.txt"
 
 
-def read_pulse(path: Path) -> PulseReading | None:
+def read_heartbeat(path: Path) -> HeartbeatReading | None:
     """A rank's heartbeat as it is now; None where the file cannot be read, or is of another format."""
     before = b""
     try:
@@ -410,7 +410,7 @@ def read_pulse(path: Path) -> PulseReading | None:
     return None
 
 
-def _reading(data: bytes) -> PulseReading | None:
+def _reading(data: bytes) -> HeartbeatReading | None:
     magic, version, _, *told, inode, descriptor, _ = _FIXED.unpack_from(data)
     if magic != _MAGIC or version != _FORMAT:
         return None
@@ -418,7 +418,7 @@ def _reading(data: bytes) -> PulseReading | None:
     _, since, activity, micro_step, step, num_boundaries, alike, inside = _MOVING.unpack_from(data, _FIXED.size)
     if activity not in Activity.__members__.values():
         return None
-    return PulseReading(
+    return HeartbeatReading(
         pid=pid,
         start_ticks=start_ticks,
         thread=thread,

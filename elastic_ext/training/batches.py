@@ -17,7 +17,7 @@ from elastic_ext.data.sources import (
     BatchDrawingSource,
     CountedSource,
     EndingSource,
-    FixedBatches,
+    FixedBatchSizes,
     LeavableSource,
     MicroBatchSource,
     OrderedSource,
@@ -199,7 +199,7 @@ class Batches:
         """The dataloader, where it draws an order that has to be the same on all ranks; else None."""
         self.drawing = loader if isinstance(loader, BatchDrawingSource) and loader.draws_batches else None
         """The dataloader, where each rank draws batches of its own; else None."""
-        self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
+        self._fixed = None if self.source is not None or loader is None else FixedBatchSizes.of(loader)
         if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(
                 f"micro_batch_size is {micro_batch_size}, and a dataloader has a batch size; give one of them"
@@ -207,7 +207,7 @@ class Batches:
         if self.source is None and share_weights is not None:
             raise ValueError("share_weights needs a dataloader that gives ranks unequal parts, an ElasticDataLoader")
         if micro_batch_size is not None:
-            self._fixed = FixedBatches(micro_batch=micro_batch_size)
+            self._fixed = FixedBatchSizes(micro_batch=micro_batch_size)
         if global_batch_size is not None and self.source is None and self._fixed is None:
             raise ValueError(
                 f"global_batch_size is {global_batch_size}, and the size of a micro-batch is not known; pass the "
@@ -409,7 +409,7 @@ class Batches:
     def begin_epoch(self) -> None:
         """Begin an epoch; a loader with sizes of its own may have more or fewer batches than in the last one."""
         self.end_epoch()
-        fixed = FixedBatches.of(self.loader) if self.source is None and self.loader is not None else None
+        fixed = FixedBatchSizes.of(self.loader) if self.source is None and self.loader is not None else None
         if fixed is not None and self._fixed is not None:
             if fixed.micro_batch != self._fixed.micro_batch:
                 raise ValueError(

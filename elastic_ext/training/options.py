@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from elastic_ext.config.agreement import AgreementInterval
-from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule
+from elastic_ext.config.lr_scaling import LEARNING_RATE_RULES, LearningRateRule
 from elastic_ext.fsdp.checkpoint.folder.claim import check_job
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
@@ -92,7 +92,7 @@ class StepOptions:
 
     share_weights: Sequence[float] | None = None
     """Unequal parts of a step: one weight for each data-parallel rank."""
-    learning_rate_rule: BatchRule = "none"
+    learning_rate_rule: LearningRateRule = "none"
     """How learning rates follow a global batch that changes: "none", "linear", "sqrt", or "adascale", which measures
     how noisy gradients are."""
     rollback: Literal["gradients", "full"] = "gradients"
@@ -108,7 +108,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         check_choice("rollback", self.rollback, ("gradients", "full"))
-        check_choice("learning_rate_rule", self.learning_rate_rule, BATCH_RULES)
+        check_choice("learning_rate_rule", self.learning_rate_rule, LEARNING_RATE_RULES)
         check_choice("guard", self.guard, ("auto", "always", "never"))
         check_choice("when_not_finite", self.when_not_finite, WHEN_NOT_FINITE)
         check_flag("sync_every_micro_step", self.sync_every_micro_step)

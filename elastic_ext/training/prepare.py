@@ -48,7 +48,7 @@ from .session import Session, raise_on_all
 from .steps.device_memory import DeviceMemory
 from .steps.oom_guard import Guarding
 from .steps.retry import Attempts, Growing
-from .steps.steps import PulsingSteps, Steps
+from .steps.steps import HeartbeatSteps, Steps
 from .training import Training
 
 __all__ = ["prepare", "record"]
@@ -85,7 +85,7 @@ def record(
     probe = Probe(timeline.enter, model, optimizers, is_on_accelerator=device.type != "cpu")
     analyzer = None if analyze is None else analyze(probe)
     recorder = Recorder(
-        follower.pulse,
+        follower.heartbeat,
         probe,
         WindowAccumulator(
             timeline,
@@ -176,7 +176,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
         training.parallelism = Parallelism(training.spread, training.optimizers, session)
         training.gradients.on_unused = training.spread.expect_unused
         training.gradients.before_step = session.keep_up_with_model
-    training.steps = (PulsingSteps if follower.pulse.is_seen else Steps)(training)
+    training.steps = (HeartbeatSteps if follower.heartbeat.is_seen else Steps)(training)
     training.attempts = Attempts(training)
     training.saved_state = TrainingState(training)
     _compare_at_agreements(training)

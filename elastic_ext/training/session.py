@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from elastic_ext.config.batch_rules import rate_factor
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
+from elastic_ext.config.lr_scaling import rate_factor
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, StepError
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.group import Ranks
@@ -290,7 +290,7 @@ class Session:
             raise StepError(
                 "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
             )
-        return self.follower.pulse.during(Activity.OUTSIDE)
+        return self.follower.heartbeat.during(Activity.OUTSIDE)
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, with all ranks; gives its folder."""
@@ -422,7 +422,7 @@ class Session:
         """Have all parts follow a change of plan that was made, and report it."""
         self.steps.weigh_anew()
         self._learning.forget()
-        self.follower.pulse.note_change()
+        self.follower.heartbeat.note_change()
         self._training.growing.forget()
         self._training.guarding.expect_more()
         if self.follower.ranks.rank == 0:
@@ -462,7 +462,7 @@ class Session:
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
-        self.follower.pulse.note(Activity.BETWEEN)
+        self.follower.heartbeat.note(Activity.BETWEEN)
         if self._training.recorder is not None:
             self._training.recorder.begin_epoch()
         if epoch == self._counts.unfinished_epoch:
@@ -478,7 +478,7 @@ class Session:
     def end_epoch(self, error: BaseException | None) -> None:
         """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
         self._is_in_epoch = False
-        self.follower.pulse.note(Activity.OUTSIDE)
+        self.follower.heartbeat.note(Activity.OUTSIDE)
         if self._training.recorder is not None:
             self._training.recorder.end_epoch()
         self._progress.end()
@@ -632,7 +632,7 @@ class Session:
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         largest = self._batches.largest
-        self.follower.pulse.note_change()
+        self.follower.heartbeat.note_change()
         self._begin_batches(new)
         if self._batches.largest > largest:
             self._training.guarding.expect_more()

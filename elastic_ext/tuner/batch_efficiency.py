@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from elastic_ext.config.batch_rules import rate_factor
 from elastic_ext.config.keys import TuningSection
+from elastic_ext.config.lr_scaling import rate_factor
 from elastic_ext.records.metrics import JobFacts, LearningFacts
 
 from .decisions import Decision

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 from elastic_ext.config.keys import KEYS as ALL_KEYS
-from elastic_ext.config.keys import TORCH, Cost, Knob, KnobBounds, TuningSection
+from elastic_ext.config.keys import TORCH, Cost, KnobBounds, TunerKnob, TuningSection
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.strategies import STRATEGIES, Sharding
 
@@ -46,7 +46,7 @@ MOST_POINTS = 20_000
 
 KEYS: Mapping[str, str] = {path.rpartition(".")[2]: path for path, key in ALL_KEYS.items() if key.knob is not None}
 """The config key of each field of a point."""
-KNOBS: Mapping[str, Knob] = {
+KNOBS: Mapping[str, TunerKnob] = {
     path.rpartition(".")[2]: key.knob for path, key in ALL_KEYS.items() if key.knob is not None
 }
 """The knob of each field of a point, from the table of config keys."""

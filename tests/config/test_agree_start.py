@@ -141,7 +141,7 @@ def start_at_other_steps(rank: int, folder: Path) -> None:
 def test_ranks_that_start_at_different_steps_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     outcomes = ranks.run_outcomes(2, start_at_other_steps, tmp_path, deadline_seconds=45.0)
     for text in errors_of(outcomes, but=-1):
-        assert text.startswith(f"{UNLIKE}steps behind is 0 on rank 0, 40 on rank 1")
+        assert text.startswith(f"{UNLIKE}steps already taken is 0 on rank 0, 40 on rank 1")
 
 
 def wrong_in_another_way(rank: int, folder: Path, arguments: list[dict[str, Any]], word: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.config.control_word import AgreementPace, Lag, RankReport, RoundPlace, choose
+from elastic_ext.config.control_word import IntervalEstimator, Lag, RankReport, RoundPlace, choose
 from tests.support.configs import unhurried
 
 HERE = RoundPlace(boundary=3, step=40)
@@ -113,7 +113,7 @@ def test_a_report_comes_back_from_its_bytes(report: RankReport) -> None:
 
 
 def paced(cost_seconds: float, step_seconds: list[float], **arguments: float) -> int:
-    pace = AgreementPace(pulse_seconds=cost_seconds, **arguments)  # type: ignore[arg-type]
+    pace = IntervalEstimator(pulse_seconds=cost_seconds, **arguments)  # type: ignore[arg-type]
     for seconds in step_seconds:
         pace.note_step(seconds)
     return pace.interval()
@@ -165,7 +165,7 @@ def test_the_interval_keeps_the_share_and_is_the_smallest_that_does(
 def test_what_an_agreement_takes_of_the_training_thread_counts_too(
     pulse_seconds: float, agreement_seconds: list[float], interval: int
 ) -> None:
-    pace = AgreementPace(pulse_seconds=pulse_seconds)
+    pace = IntervalEstimator(pulse_seconds=pulse_seconds)
     for _ in range(8):
         pace.note_step(0.01)
     for seconds in agreement_seconds:
@@ -179,7 +179,7 @@ def test_what_an_agreement_takes_of_the_training_thread_counts_too(
 def test_what_boundaries_take_without_an_agreement_comes_off_the_share_up_to_half_of_it(
     idle_seconds: list[float], interval: int
 ) -> None:
-    pace = AgreementPace(pulse_seconds=0.001)
+    pace = IntervalEstimator(pulse_seconds=0.001)
     for _ in range(8):
         pace.note_step(0.01)
     for seconds in idle_seconds:

@@ -37,7 +37,7 @@ KEY_ROW = """
     read_ahead_mb: int | None = row(
         Integer(1, 512),
         "MiB of files read ahead",
-        knob=Knob(words="{} MiB read ahead", cost="workers", choices=(16, 64)),
+        knob=TunerKnob(words="{} MiB read ahead", cost="workers", choices=(16, 64)),
     )"""
 STRATEGY = "half_shard"
 STRATEGY_ROW = f"""

@@ -13,7 +13,7 @@ from elastic_ext.config.keys import (
     BlocksOrWhole,
     Bounds,
     Integer,
-    KnobRules,
+    KnobBoundsRule,
     Number,
     OneOf,
     Text,
@@ -116,18 +116,18 @@ def test_two_choices_that_are_no_numbers_are_no_range() -> None:
 
 
 def test_knobs_name_every_fault_and_the_nearest_known_knob() -> None:
-    rule = KnobRules({"dataloader.batch_size": Integer(1), "parallelism.prefetch": Integer(0)})
-    with pytest.raises(ValueError, match="known knobs") as caught:
+    rule = KnobBoundsRule({"dataloader.batch_size": Integer(1), "parallelism.prefetch": Integer(0)})
+    with pytest.raises(ValueError, match="tunable keys") as caught:
         rule.check({"dataloader.batch_sise": [1, 2], "parallelism.prefetch": [2, 1], "dataloader.batch_size": [0, 1]})
     text = str(caught.value)
-    assert '"dataloader.batch_sise" is none, the nearest is "dataloader.batch_size"' in text
+    assert '"dataloader.batch_sise" is not one, the nearest is "dataloader.batch_size"' in text
     assert 'for "parallelism.prefetch" [min, max]' in text
     assert 'for "dataloader.batch_size" [min, max]' in text
 
 
 def test_knobs_with_names_made_to_steer_a_terminal_are_shown_harmless() -> None:
-    with pytest.raises(ValueError, match="known knobs") as caught:
-        KnobRules({"a": Integer(1)}).check({"\x1b[2J\n": [1, 2]})
+    with pytest.raises(ValueError, match="tunable keys") as caught:
+        KnobBoundsRule({"a": Integer(1)}).check({"\x1b[2J\n": [1, 2]})
     assert str(caught.value).isprintable()
 
 
@@ -142,7 +142,7 @@ def test_every_knob_of_the_table_can_be_given_bounds(path: str) -> None:
     "path", ["checkpoint.steps", "tuning.mode", "tuning.knobs", "version", "user.mixup", "apply_at_step"]
 )
 def test_what_is_not_for_tuning_is_no_knob(path: str) -> None:
-    with pytest.raises(ValueError, match="is none, the nearest is"):
+    with pytest.raises(ValueError, match="is not one, the nearest is"):
         KEYS["tuning.knobs"].rule.check({path: [1, 2]})
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule, rate_factor
+from elastic_ext.config.lr_scaling import LEARNING_RATE_RULES, LearningRateRule, rate_factor
 
-RULES: tuple[BatchRule, ...] = get_args(BatchRule)
+RULES: tuple[LearningRateRule, ...] = get_args(LearningRateRule)
 batches = st.integers(1, 2**40)
 rules = st.sampled_from(RULES)
 noise_scales = st.none() | st.floats(0.0, 2.0**40)
@@ -30,12 +30,12 @@ noise_scales = st.none() | st.floats(0.0, 2.0**40)
         ("sqrt", 1, 2, math.sqrt(2.0)),
     ],
 )
-def test_factors(rule: BatchRule, reference: int, batch: int, factor: float) -> None:
+def test_factors(rule: LearningRateRule, reference: int, batch: int, factor: float) -> None:
     assert rate_factor(rule, reference, batch) == factor
 
 
 def test_the_rules_are_those_of_the_table() -> None:
-    assert RULES == BATCH_RULES == ("none", "linear", "sqrt", "adascale")
+    assert RULES == LEARNING_RATE_RULES == ("none", "linear", "sqrt", "adascale")
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,15 @@ def test_by_the_noise_of_gradients_a_factor_lies_between_1_and_linear(
 
 
 @given(rules, batches, noise_scales)
-def test_a_batch_that_keeps_its_size_changes_not_a_bit(rule: BatchRule, batch: int, noise_scale: float | None) -> None:
+def test_a_batch_that_keeps_its_size_changes_not_a_bit(
+    rule: LearningRateRule, batch: int, noise_scale: float | None
+) -> None:
     assert rate_factor(rule, batch, batch, noise_scale) == 1.0
 
 
 @given(rules, batches, batches, noise_scales)
 def test_a_larger_batch_never_has_a_smaller_rate(
-    rule: BatchRule, reference: int, batch: int, noise_scale: float | None
+    rule: LearningRateRule, reference: int, batch: int, noise_scale: float | None
 ) -> None:
     factor = rate_factor(rule, reference, batch, noise_scale)
     assert 0.0 < factor < math.inf
@@ -78,7 +80,7 @@ def test_a_larger_batch_never_has_a_smaller_rate(
 
 @given(rules, batches, batches, batches, noise_scales)
 def test_two_changes_make_the_factor_of_both_together(
-    rule: BatchRule, first: int, second: int, third: int, noise_scale: float | None
+    rule: LearningRateRule, first: int, second: int, third: int, noise_scale: float | None
 ) -> None:
     together = rate_factor(rule, first, second, noise_scale) * rate_factor(rule, second, third, noise_scale)
     assert together == pytest.approx(rate_factor(rule, first, third, noise_scale), rel=1e-12)
@@ -90,7 +92,7 @@ def test_the_square_of_sqrt_is_linear(reference: int, batch: int) -> None:
 
 
 @given(rules, st.integers(-5, 0), batches)
-def test_batches_without_samples_are_refused(rule: BatchRule, empty: int, batch: int) -> None:
+def test_batches_without_samples_are_refused(rule: LearningRateRule, empty: int, batch: int) -> None:
     for reference, other in ((empty, batch), (batch, empty)):
         with pytest.raises(ValueError, match=rf"batches are {reference} and {other} samples; allowed: at least 1"):
             rate_factor(rule, reference, other)
@@ -98,5 +100,5 @@ def test_batches_without_samples_are_refused(rule: BatchRule, empty: int, batch:
 
 @pytest.mark.parametrize("rule", ["cubic", "Linear", "", None])
 def test_an_unknown_rule_is_refused_with_those_that_there_are(rule: Any) -> None:
-    with pytest.raises(ValueError, match=r"the batch-size rule is .*; allowed: none, linear, sqrt, adascale"):
+    with pytest.raises(ValueError, match=r"learning_rate_rule is .*; allowed: none, linear, sqrt, adascale"):
         rate_factor(rule, 1, 2)

@@ -206,7 +206,7 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
     ):
         plan_step(2, 4, 1)
     with pytest.raises(ValueError, match="use a micro-batch of at least 17"):
-        plan_step(18, 2, 2, weights=[1000.0, 1.0])
+        plan_step(18, 2, 2, share_weights=[1000.0, 1.0])
     with pytest.raises(ValueError, match="2 finite numbers > 0"):
         shares(4, 2, [1.0, math.nan])
 

@@ -41,7 +41,7 @@ def test_ranks_and_sizes_that_change_take_every_sample_once(num_samples: int, da
                 assert chunk.num_samples > 0
                 handed += range(chunk.start, chunk.stop)
                 cursor.hand_out(chunk)
-            assert len({(chunk.passes, chunk.ends_step) for chunk in micro_step}) == 1
+            assert len({(chunk.micro_step_stop, chunk.ends_step) for chunk in micro_step}) == 1
             if micro_step[0].ends_step:
                 for cursor in cursors:
                     cursor.commit()
@@ -51,15 +51,15 @@ def test_ranks_and_sizes_that_change_take_every_sample_once(num_samples: int, da
                 if num_steps < 0:
                     break
         else:
-            left = num_samples - cursors[0].passed
+            left = num_samples - cursors[0].committed
             assert left < plan.num_ranks or (plan.drop_last and left < plan.global_batch)
             assert taken == list(range(num_samples - left))
             return
         if is_rolled_back:
             for cursor in cursors:
                 cursor.rollback()
-        assert {cursor.passed for cursor in cursors} == {len(taken)}
-        position = cursors[0].passed
+        assert {cursor.committed for cursor in cursors} == {len(taken)}
+        position = cursors[0].committed
 
 
 def test_what_is_cut_at_a_step_goes_on_as_it_would_have() -> None:
@@ -67,7 +67,7 @@ def test_what_is_cut_at_a_step_goes_on_as_it_would_have() -> None:
     whole = list(chunks(plan, 1, position=0, num_samples=40))
     for number, chunk in enumerate(whole):
         if chunk.ends_step:
-            assert list(chunks(plan, 1, position=chunk.passes, num_samples=40)) == whole[number + 1 :]
+            assert list(chunks(plan, 1, position=chunk.micro_step_stop, num_samples=40)) == whole[number + 1 :]
 
 
 def test_an_epoch_that_never_ends_goes_on() -> None:

@@ -32,7 +32,7 @@ class Scripted:
         self._choices = iter([*choices, *([0] * 10_000)])
         self._asked: list[list[Any] | None] = []
 
-    def submit(self, indices: list[Any], *, turn: int) -> int:
+    def submit(self, indices: list[Any], *, batch_index: int) -> int:
         self._asked.append(indices)
         return len(self._asked) - 1
 

@@ -225,7 +225,7 @@ def test_a_loop_in_a_loop_of_a_trainers_loader_ends_the_outer_one_and_says_so() 
     next(outer)
     loader.commit()
     next(iter(loader))
-    with pytest.raises(ValueError, match="another loop over this loader has begun"):
+    with pytest.raises(ValueError, match="a newer one has begun"):
         next(outer)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.data.order import Drawn, InTurn, Order, Shuffled
+from elastic_ext.data.order import Drawn, Order, SequentialOrder, Shuffled
 
 SIZES = st.one_of(st.integers(0, 300), st.integers(65_500, 65_600), st.integers(65_537, 140_000))
 
@@ -102,11 +102,16 @@ def test_what_a_sampler_drew_is_kept_as_it_came(indices: list[Any]) -> None:
 
 
 def test_in_turn_is_as_the_dataset_lies() -> None:
-    assert InTurn(5).indices(2, 9) == [2, 3, 4]
+    assert SequentialOrder(5).indices(2, 9) == [2, 3, 4]
 
 
 def test_states_tell_orders_apart() -> None:
-    states: list[Order] = [InTurn(5), InTurn(6), Shuffled(5, seed=0, epoch=0), Shuffled(5, seed=1, epoch=0)]
+    states: list[Order] = [
+        SequentialOrder(5),
+        SequentialOrder(6),
+        Shuffled(5, seed=0, epoch=0),
+        Shuffled(5, seed=1, epoch=0),
+    ]
     states += [Shuffled(5, seed=0, epoch=1), Shuffled(10**6, seed=0, epoch=1), Drawn(range(5))]
     told = [state.state_dict() for state in states]
     assert all(told.count(one) == 1 for one in told)

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from elastic_ext import MicroBatchSource
-from elastic_ext.data.sources import FixedBatches
+from elastic_ext.data.sources import FixedBatchSizes
 from tests.support.training import Slices, make_data
 
 
@@ -81,7 +81,7 @@ class LoaderWithoutLength(Loader):
 
 
 def batches_of(loader: Any) -> tuple[int, int | None, int | None] | None:
-    known = FixedBatches.of(loader)
+    known = FixedBatchSizes.of(loader)
     return None if known is None else (known.micro_batch, known.num_batches, known.last_batch)
 
 
@@ -198,7 +198,7 @@ def test_what_is_known_is_what_the_loader_hands_out(
     )
     loader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last)
     sizes = [len(batch) for (batch,) in loader]
-    known = FixedBatches.of(loader)
+    known = FixedBatchSizes.of(loader)
     assert known is not None
     if sizes:
         last = known.micro_batch if known.last_batch is None else known.last_batch
@@ -218,7 +218,7 @@ def test_what_is_known_is_what_the_loader_hands_out(
 def test_a_global_batch_is_so_many_batches_of_every_rank(
     micro_batch: int, global_batch: int, num_ranks: int, num_micro_steps: int
 ) -> None:
-    assert FixedBatches(micro_batch=micro_batch).num_micro_steps(global_batch, num_ranks) == num_micro_steps
+    assert FixedBatchSizes(micro_batch=micro_batch).num_micro_steps(global_batch, num_ranks) == num_micro_steps
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_global_batch_of_no_whole_number_of_batches_is_refused_with_the_neares
         f"({num_ranks} ranks with micro-batches of {micro_batch}); use {nearest}, or an "
     )
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
-        FixedBatches(micro_batch=micro_batch).num_micro_steps(global_batch, num_ranks)
+        FixedBatchSizes(micro_batch=micro_batch).num_micro_steps(global_batch, num_ranks)
     assert str(refused.value).endswith("or an ElasticDataLoader, which cuts any size")
 
 
@@ -251,7 +251,7 @@ def test_a_global_batch_of_no_whole_number_of_batches_is_refused_with_the_neares
 def test_the_last_step_of_an_epoch_holds_what_is_left(
     num_taken: int, sizes: tuple[int, ...], global_batch: int
 ) -> None:
-    batches = FixedBatches(micro_batch=4, num_batches=8, last_batch=2)
+    batches = FixedBatchSizes(micro_batch=4, num_batches=8, last_batch=2)
     step = batches.next_step(num_taken, num_micro_steps=3, num_ranks=2)
     assert step.micro_batches == (sizes, sizes)
     assert step.global_batch == global_batch
@@ -270,7 +270,7 @@ def test_the_steps_of_an_epoch_take_every_sample_once(
 ) -> None:
     num_batches = -(-num_samples // size)
     last = num_samples - (num_batches - 1) * size
-    batches = FixedBatches(micro_batch=size, num_batches=num_batches, last_batch=last if last < size else None)
+    batches = FixedBatchSizes(micro_batch=size, num_batches=num_batches, last_batch=last if last < size else None)
     num_taken = total = 0
     while num_taken < num_batches:
         step = batches.next_step(num_taken, num_micro_steps, num_ranks)
@@ -282,7 +282,7 @@ def test_the_steps_of_an_epoch_take_every_sample_once(
 
 
 def test_batches_without_an_end_make_full_steps_for_ever() -> None:
-    batches = FixedBatches(micro_batch=4)
+    batches = FixedBatchSizes(micro_batch=4)
     for num_taken in (0, 3, 1_000_000):
         assert batches.next_step(num_taken, num_micro_steps=3, num_ranks=2).micro_batches == ((4, 4, 4), (4, 4, 4))
 

@@ -21,7 +21,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.seeding import Copied
-from elastic_ext.data.streams import START, Mark, Stream, StreamAnswer, StreamRequest
+from elastic_ext.data.streams import START, ResumePoint, Stream, StreamAnswer, StreamRequest
 from elastic_ext.errors import WorkerDiedError
 from tests.support.pools import kill_for_good, worker_pids
 from tests.support.thinning import each_once, the_first
@@ -102,14 +102,14 @@ def changed(loader: ElasticDataLoader, **values: Any) -> None:
 
 
 def asked(
-    start: int, num_samples: int, *, keep_from: int = 0, mark: Mark | None = None, is_marked: bool = True
+    start: int, num_samples: int, *, keep_from: int = 0, mark: ResumePoint | None = None, is_marked: bool = True
 ) -> StreamRequest:
-    return StreamRequest(0, 1, 0, start, num_samples, keep_from, mark, is_marked=is_marked)
+    return StreamRequest(0, 1, 0, start, num_samples, keep_from, mark, wants_state=is_marked)
 
 
-def marked(num_samples: int) -> Mark:
+def marked(num_samples: int) -> ResumePoint:
     """So far in a dataset that tells it."""
-    return Mark(num_samples, Copied.of({"at": num_samples}))
+    return ResumePoint(num_samples, Copied.of({"at": num_samples}))
 
 
 def test_a_stream_gives_again_what_it_may_be_asked_for_again() -> None:
@@ -165,12 +165,12 @@ def test_a_state_that_nobody_is_known_to_want_is_told_when_samples_have_taken_fi
     dataset = Costly(4000)
     stream = Stream(dataset, listed, auto_collation=True, clock=lambda: dataset.now)
     marks = [
-        stream[asked(start, 10, keep_from=start, mark=START if start == 0 else None, is_marked=False)].mark
+        stream[asked(start, 10, keep_from=start, mark=START if start == 0 else None, is_marked=False)].resume_point
         for start in range(0, 2000, 10)
     ]
     told = [marked(place) for place in range(10, 2000, 250)]
     assert [mark for mark in marks if mark is not None] == told
-    assert stream[asked(2000, 10, keep_from=2000)].mark == marked(2010)
+    assert stream[asked(2000, 10, keep_from=2000)].resume_point == marked(2010)
     assert dataset.num_told == 1 + len(told) + 1  # the first where the loop begins
 
 

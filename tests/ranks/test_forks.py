@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ext.fsdp.checkpoint.folder.claim import Claim
 from elastic_ext.ranks.board import Board
-from elastic_ext.ranks.heartbeat import begin_pulse
+from elastic_ext.ranks.heartbeat import begin_heartbeat
 from elastic_ext.ranks.processes import do_in_forked_processes
 from elastic_ext.training.checkpoints.signals import Leaving
 from tests.support.stores import PlainStore
@@ -114,7 +114,7 @@ def test_a_second_trainer_adds_no_hook(tmp_path: Path, monkeypatch: pytest.Monke
         hooks.clear()
         leaving = Leaving(Board(PlainStore(), "job"), ToldToEnd(), seconds=1.0)
         leaving.start()
-        pulse = begin_pulse(tmp_path, rank=0, restart=0, run_dir=tmp_path)
+        pulse = begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)
         claim = Claim(tmp_path, f"run-{number}", patience_seconds=0)
         assert pulse.is_seen
         leaving.stop()

@@ -22,12 +22,12 @@ from torch import nn
 from elastic_ext import StepError, follow_config
 from elastic_ext.ranks.heartbeat import (
     Activity,
-    FilePulse,
-    Pulse,
-    PulseReading,
-    begin_pulse,
-    pulse_file,
-    read_pulse,
+    FileHeartbeat,
+    Heartbeat,
+    HeartbeatReading,
+    begin_heartbeat,
+    heartbeat_file,
+    read_heartbeat,
     stacks_file,
     stacks_pipe,
 )
@@ -40,22 +40,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def pulse(tmp_path: Path) -> Iterator[FilePulse]:
+def pulse(tmp_path: Path) -> Iterator[FileHeartbeat]:
     """One in the folder of the test."""
-    made = begin_pulse(tmp_path, rank=3, restart=2, run_dir=tmp_path / "run")
-    assert isinstance(made, FilePulse)
+    made = begin_heartbeat(tmp_path, rank=3, restart=2, run_dir=tmp_path / "run")
+    assert isinstance(made, FileHeartbeat)
     yield made
     made.end()
 
 
-def said(folder: Path) -> PulseReading:
+def said(folder: Path) -> HeartbeatReading:
     return reading_of(folder, 3)
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_pulse_says_who_writes_it_and_that_it_starts(tmp_path: Path, pulse: FilePulse) -> None:
+def test_a_new_pulse_says_who_writes_it_and_that_it_starts(tmp_path: Path, pulse: FileHeartbeat) -> None:
     found = said(tmp_path)
     assert (found.pid, found.rank, found.restart) == (os.getpid(), 3, 2)
     assert (found.activity, found.step, found.num_boundaries, found.num_alike) == (Activity.STARTING, 0, 0, 0)
@@ -63,7 +63,7 @@ def test_a_new_pulse_says_who_writes_it_and_that_it_starts(tmp_path: Path, pulse
 
 
 def test_steps_are_counted_and_timed_without_what_lies_between_their_micro_steps(
-    tmp_path: Path, pulse: FilePulse
+    tmp_path: Path, pulse: FileHeartbeat
 ) -> None:
     pulse.enter(0)
     first = said(tmp_path)
@@ -83,7 +83,7 @@ def test_steps_are_counted_and_timed_without_what_lies_between_their_micro_steps
     assert inside <= after.last_step_seconds <= inside + outside - 0.02 + 1e-9
 
 
-def test_what_was_going_on_before_goes_on_after_something_else(tmp_path: Path, pulse: FilePulse) -> None:
+def test_what_was_going_on_before_goes_on_after_something_else(tmp_path: Path, pulse: FileHeartbeat) -> None:
     pulse.enter(0)
     with contextlib.suppress(KeyError), pulse.during(Activity.SAVING), pulse.during(Activity.BOUNDARY):
         assert said(tmp_path).activity is Activity.BOUNDARY
@@ -91,7 +91,7 @@ def test_what_was_going_on_before_goes_on_after_something_else(tmp_path: Path, p
     assert said(tmp_path).activity is Activity.STEP
 
 
-def test_after_a_change_steps_count_as_first_ones(tmp_path: Path, pulse: FilePulse) -> None:
+def test_after_a_change_steps_count_as_first_ones(tmp_path: Path, pulse: FileHeartbeat) -> None:
     for step in (1, 2):
         pulse.enter(0)
         pulse.leave(step, step, 0)
@@ -100,7 +100,7 @@ def test_after_a_change_steps_count_as_first_ones(tmp_path: Path, pulse: FilePul
     assert (said(tmp_path).num_alike, said(tmp_path).num_boundaries) == (0, 2)
 
 
-def test_nothing_is_written_after_the_end(tmp_path: Path, pulse: FilePulse) -> None:
+def test_nothing_is_written_after_the_end(tmp_path: Path, pulse: FileHeartbeat) -> None:
     pulse.end()
     pulse.enter(0)
     pulse.leave(1, 1, 0)
@@ -109,24 +109,24 @@ def test_nothing_is_written_after_the_end(tmp_path: Path, pulse: FilePulse) -> N
 
 
 def test_without_an_agent_nothing_is_written(tmp_path: Path) -> None:
-    nobody = begin_pulse(None, rank=0, restart=0, run_dir=tmp_path)
+    nobody = begin_heartbeat(None, rank=0, restart=0, run_dir=tmp_path)
     nobody.enter(0)
     with nobody.during(Activity.SAVING):
         nobody.leave(1, 1, 0)
     nobody.end()
-    assert type(nobody) is Pulse
+    assert type(nobody) is Heartbeat
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_gone_leaves_training_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert type(begin_pulse(tmp_path / "gone", rank=1, restart=0, run_dir=tmp_path / "run")) is Pulse
+    assert type(begin_heartbeat(tmp_path / "gone", rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
     assert "does not see how far rank 1 has come" in caplog.text
 
 
-def test_what_is_no_pulse_is_read_as_none(tmp_path: Path, pulse: FilePulse) -> None:
-    whole = pulse_file(tmp_path, 3).read_bytes()
+def test_what_is_no_pulse_is_read_as_none(tmp_path: Path, pulse: FileHeartbeat) -> None:
+    whole = heartbeat_file(tmp_path, 3).read_bytes()
     path = tmp_path / "pulse-9"
-    assert read_pulse(path) is None
+    assert read_heartbeat(path) is None
     for data in (
         b"",
         whole[:-1],
@@ -136,16 +136,16 @@ def test_what_is_no_pulse_is_read_as_none(tmp_path: Path, pulse: FilePulse) -> N
         whole[:80] + struct.pack("=q", 99) + whole[88:],  # another activity
     ):
         path.write_bytes(data)
-        assert read_pulse(path) is None
+        assert read_heartbeat(path) is None
     path.write_bytes(whole)
-    assert read_pulse(path) == said(tmp_path)
+    assert read_heartbeat(path) == said(tmp_path)
 
 
 def test_no_reader_sees_half_of_what_is_written(tmp_path: Path) -> None:
     with worker("gets on", tmp_path):
         seen = set()
         for _ in range(3000):
-            found = read_pulse(pulse_file(tmp_path, 0))
+            found = read_heartbeat(heartbeat_file(tmp_path, 0))
             if found is None:
                 continue
             entered = found.activity is Activity.STEP
@@ -159,8 +159,8 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from elastic_ext.ranks.heartbeat import begin_pulse
-pulse = begin_pulse(Path(sys.argv[1]), rank=0, restart=0, run_dir=Path(sys.argv[1]))
+from elastic_ext.ranks.heartbeat import begin_heartbeat
+pulse = begin_heartbeat(Path(sys.argv[1]), rank=0, restart=0, run_dir=Path(sys.argv[1]))
 pulse.enter(2)
 child = os.fork()
 if child == 0:
@@ -176,11 +176,11 @@ os.waitpid(child, 0)
 
 def test_the_pulse_of_a_process_that_is_alive_is_left_to_it(tmp_path: Path) -> None:
     with worker("is in a step", tmp_path) as other:
-        assert type(begin_pulse(tmp_path, rank=0, restart=0, run_dir=tmp_path)) is Pulse
+        assert type(begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)) is Heartbeat
         assert reading_of(tmp_path).pid == other.process.pid
         other.process.kill()
         other.process.wait()
-        mine = begin_pulse(tmp_path, rank=0, restart=0, run_dir=tmp_path)
+        mine = begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)
         assert reading_of(tmp_path).pid == os.getpid()
         mine.end()
 
@@ -193,14 +193,14 @@ def test_a_signal_has_the_stacks_added_to_a_file_of_the_owner_alone(tmp_path: Pa
     file.parent.mkdir()
     file.write_text("from before\n")
     file.chmod(0o600)
-    made = begin_pulse(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
     os.kill(os.getpid(), said(tmp_path).stacks_signal)
     text = file.read_text()
     assert text.startswith("from before\n")
     assert "test_a_signal_has_the_stacks_added" in text
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     made.end()
-    fresh = begin_pulse(tmp_path / "run", rank=4, restart=0, run_dir=tmp_path / "run")
+    fresh = begin_heartbeat(tmp_path / "run", rank=4, restart=0, run_dir=tmp_path / "run")
     assert stat.S_IMODE(stacks_file(tmp_path / "run", 4).stat().st_mode) == 0o600
     fresh.end()
 
@@ -213,7 +213,7 @@ def test_signals_that_somebody_has_taken_are_left_alone(tmp_path: Path) -> None:
     with open(tmp_path / "theirs", "w+") as theirs:
         faulthandler.register(in_c, theirs)
         try:
-            made = begin_pulse(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+            made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
             number = said(tmp_path).stacks_signal
             assert number not in (0, in_c, in_python)
             made.end()
@@ -233,7 +233,7 @@ def test_a_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path, caplo
     target.touch()
     (tmp_path / "run").mkdir()
     stacks_file(tmp_path / "run", 3).symlink_to(target)
-    made = begin_pulse(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
     assert said(tmp_path).stacks_signal == 0
     assert "cannot write its stacks" in caplog.text
     made.enter(0)

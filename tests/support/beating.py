@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_ext.agent.workers.monitor import Watched
-from elastic_ext.ranks.heartbeat import Activity, PulseReading, begin_pulse, pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import Activity, HeartbeatReading, begin_heartbeat, heartbeat_file, read_heartbeat
 from elastic_ext.ranks.processes import process_of
 
 __all__ = ["Worker", "reading_of", "state_of", "until", "worker"]
@@ -69,9 +69,9 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def reading_of(folder: Path, rank: int = 0) -> PulseReading:
+def reading_of(folder: Path, rank: int = 0) -> HeartbeatReading:
     """What its pulse says, as soon as it can be read: a worker that takes very short steps writes all the time."""
-    return until(lambda: read_pulse(pulse_file(folder, rank)))
+    return until(lambda: read_heartbeat(heartbeat_file(folder, rank)))
 
 
 # --- what workers do ------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def main(does: str, folder: Path, rank: int) -> None:
     if does == "starts another":
         with worker("is in a step", folder, rank):
             return waits_to_be_ended(ready)
-    pulse = begin_pulse(folder, rank=rank, restart=0, run_dir=folder / "run")
+    pulse = begin_heartbeat(folder, rank=rank, restart=0, run_dir=folder / "run")
     if does == "is outside":
         pulse.note(Activity.OUTSIDE)
         return waits_to_be_ended(ready)

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from elastic_ext.data.workers.pool import Pool
 from elastic_ext.data.workers.worker import THREAD_NAME
-from elastic_ext.data.workers.worker_process import Work
+from elastic_ext.data.workers.worker_process import WorkerSpec
 
 if TYPE_CHECKING:
     import pytest
@@ -72,9 +72,9 @@ def as_they_are(samples: Any) -> Any:
 
 def work(
     doing: Mapping[int, Callable[[], Any]] | None = None, *, collate_fn: Callable[[Any], Any] = as_they_are, **more: Any
-) -> Work:
+) -> WorkerSpec:
     """Samples, as lists unless told otherwise."""
-    return Work(dataset=Samples(doing or {}), collate_fn=collate_fn, **{"base_seed": 7, **more})
+    return WorkerSpec(dataset=Samples(doing or {}), collate_fn=collate_fn, **{"base_seed": 7, **more})
 
 
 @dataclass

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from elastic_ext.ranks.heartbeat import Activity, PulseReading
+from elastic_ext.ranks.heartbeat import Activity, HeartbeatReading
 from elastic_ext.records.json import records_of
 
 __all__ = [
@@ -105,7 +105,7 @@ class HangLimits:
         slowest = sorted(durations)[math.ceil(0.99 * len(durations)) - 1] if durations else 0.0
         return max(self.least_seconds, self.factor * slowest)
 
-    def seconds_for(self, reading: PulseReading, durations: Sequence[float], longest_between: float = 0.0) -> float:
+    def seconds_for(self, reading: HeartbeatReading, durations: Sequence[float], longest_between: float = 0.0) -> float:
         """The limit for what a worker does by its heartbeat; infinite outside of steps.
 
         ``longest_between`` is the longest time, in seconds, that it has been between two steps so far.
@@ -128,7 +128,7 @@ class WorkerLook:
 
     rank: int
     pid: int
-    reading: PulseReading | None
+    reading: HeartbeatReading | None
     """The worker's heartbeat; None where it writes none."""
     process_state: str
     """Linux' letter: R runs, S sleeps, D sleeps and cannot be woken, T is stopped; empty where that is not known."""
@@ -347,7 +347,7 @@ def ranks_in_words(standings: Sequence[WorkerStanding]) -> str:
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, passed: float) -> None:
+def _note(worker: _Worker, look: WorkerLook, reading: HeartbeatReading, now: float, passed: float) -> None:
     """Note in ``worker`` what a look shows: its activity and for how long, and the durations of its steps."""
     key = (reading.pid, reading.restart, reading.activity, reading.since_ns)
     if key != worker.key:
@@ -368,12 +368,12 @@ def _may_wait_for(waiting: WorkerStanding, other: WorkerStanding) -> bool:
     return other.place is None or waiting.place is None or other.place <= waiting.place
 
 
-def _place(reading: PulseReading) -> Place:
+def _place(reading: HeartbeatReading) -> Place:
     is_together = reading.activity in _TOGETHER
     return reading.num_boundaries, reading.micro_step, int(reading.has_begun_save), int(is_together)
 
 
-def _where(reading: PulseReading) -> str:
+def _where(reading: HeartbeatReading) -> str:
     """What a worker does, in words."""
     if reading.activity is not Activity.STEP:
         return _WORDS[reading.activity]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.ranks.heartbeat import PulseReading, pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import HeartbeatReading, heartbeat_file, read_heartbeat
 from elastic_ext.ranks.processes import ProcessIdentity
 from elastic_ext.records.agent import WorkerSeen, WorkersRecord, WorkerState
 from elastic_ext.records.metrics import RankMetrics
@@ -244,7 +244,7 @@ class Monitor:
         self._table = ProcessTable()
         self._judge = Judge(limits)
         self._due_at = clock()
-        self._readings: dict[ProcessIdentity, PulseReading] = {}  # the last that could be read
+        self._readings: dict[ProcessIdentity, HeartbeatReading] = {}  # the last that could be read
         self._rates: dict[ProcessIdentity, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
         self._metrics: dict[int, tuple[int, RankMetrics]] = {}  # rank -> when its file was written; what it says
 
@@ -303,9 +303,9 @@ class Monitor:
         if self._gpus is not None:
             self._gpus.close()
 
-    def _reading(self, worker: Watched, sample: ProcessSample) -> PulseReading | None:
+    def _reading(self, worker: Watched, sample: ProcessSample) -> HeartbeatReading | None:
         """The last heartbeat that was read of a worker, or of its child process that trains; None before the first."""
-        reading = read_pulse(pulse_file(self._pulse_dir, worker.rank))
+        reading = read_heartbeat(heartbeat_file(self._pulse_dir, worker.rank))
         if reading is not None and reading.pid in (worker.process.pid, *sample.children):
             self._readings[worker.process] = reading
         return self._readings.get(worker.process)
@@ -316,7 +316,7 @@ class Monitor:
         now: float,
         restart: int,
         sample: ProcessSample | None,
-        reading: PulseReading | None,
+        reading: HeartbeatReading | None,
         standing: WorkerStanding | None,
         uses: Mapping[int, GpuUse],
     ) -> WorkerSeen:
@@ -353,7 +353,7 @@ class Monitor:
         )
 
     def _progress(
-        self, worker: Watched, now: float, restart: int, sample: ProcessSample, reading: PulseReading | None
+        self, worker: Watched, now: float, restart: int, sample: ProcessSample, reading: HeartbeatReading | None
     ) -> tuple[int | None, float | None]:
         """The last step of a worker and its steps per second, by its heartbeat, else by its metrics file."""
         if reading is None:

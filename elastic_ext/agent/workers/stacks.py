@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path, PurePath
 
-from elastic_ext.ranks.heartbeat import PulseReading, ask_for_stacks, pulse_file, read_pulse, stacks_pipe
+from elastic_ext.ranks.heartbeat import HeartbeatReading, ask_for_stacks, heartbeat_file, read_heartbeat, stacks_pipe
 from elastic_ext.ranks.processes import ProcessIdentity, process_of
 from elastic_ext.records.files import write_whole
 
@@ -134,7 +134,7 @@ def _ranks(found: Sequence[Where]) -> str:
 
 
 # --- what every thread of a node's workers does, asked before anything is done about a hang --------------------------
-# A worker with a pulse writes its Python functions itself, at a signal, whatever it hangs in; of others, and of one
+# A worker with a heartbeat writes its Python functions itself, at a signal, whatever it hangs in; of others, and of one
 # that is stopped, there is what the system tells of its threads, and what ``py-spy`` finds where it is installed.
 
 _POLL_SECONDS = 0.05
@@ -204,7 +204,7 @@ class _StacksRequest:
 
     worker: Watched
     state: str
-    reading: PulseReading | None = None
+    reading: HeartbeatReading | None = None
     file: int = -1
     start: int = 0
     """The offset in the file at which this answer begins."""
@@ -258,7 +258,7 @@ def capture(
 def _prepared(worker: Watched, pulse_dir: Path) -> _StacksRequest:
     """The request for a worker's stacks, with the open file that the worker writes them to, if it does."""
     asked = _StacksRequest(worker=worker, state=_state_of(worker.process.pid))
-    reading = asked.reading = read_pulse(pulse_file(pulse_dir, worker.rank))
+    reading = asked.reading = read_heartbeat(heartbeat_file(pulse_dir, worker.rank))
     if reading is None or reading.stacks_signal == 0:
         return asked
     if _state_of(reading.pid) in ("T", "t"):
@@ -277,7 +277,7 @@ def _prepared(worker: Watched, pulse_dir: Path) -> _StacksRequest:
 def _send_signal(asked: _StacksRequest) -> None:
     """Signal a worker, so that its faulthandler writes the stacks even where no Python code can run."""
     reading = asked.reading
-    assert reading is not None, "its pulse says where it writes"
+    assert reading is not None, "its heartbeat says where it writes"
     try:
         process = os.pidfd_open(reading.pid)
     except OSError:
@@ -292,7 +292,7 @@ def _send_signal(asked: _StacksRequest) -> None:
         os.close(process)
 
 
-def _open_stacks(reading: PulseReading) -> int:
+def _open_stacks(reading: HeartbeatReading) -> int:
     """The open file that a process writes its stacks to; OSError where its descriptor is of another file by now."""
     path = f"/proc/{reading.pid}/fd/{reading.stacks_descriptor}"
     if os.stat(path).st_ino != reading.stacks_inode:

@@ -25,27 +25,27 @@ from typing import Any, Protocol
 
 from elastic_ext.records.json import JsonRecord
 
-from .worker_process import Seat, Work, end_with_parent, run
+from .worker_process import Seat, WorkerSpec, end_with_parent, run
 
 __all__ = [
     "GONE_SECONDS",
     "MESSAGE_BYTES",
     "Child",
     "Ending",
+    "ForkServerStarter",
     "MultiprocessingChild",
-    "NurseryStarter",
     "SeparateStarter",
     "Starter",
     "WorkerOutcome",
     "in_words",
     "is_readable",
-    "run_nursery",
+    "run_fork_server",
 ]
 
 
 # --- a worker process as the one that has it started sees it; and the ways there are to start one --------------------
 # With ``spawn`` and ``forkserver`` it is multiprocessing's, started from this process; with ``fork`` it is forked by a
-# *nursery*, a fork server of the pool's own: see NurseryStarter.
+# fork server of the pool's own (not multiprocessing's): see ForkServerStarter.
 
 GONE_SECONDS = 5.0
 """How long to wait for the end of a process that is gone, or was killed, to be seen."""
@@ -113,7 +113,7 @@ class Starter(Protocol):
 
 
 class MultiprocessingChild:
-    """A worker or a nursery that multiprocessing starts, by any start method; any thread may ask how it ended."""
+    """A worker or a fork server that multiprocessing starts, by any start method; any thread may ask how it ended."""
 
     def __init__(
         self, context: BaseContext, name: str, target: Callable[..., None], arguments: tuple[object, ...]
@@ -163,18 +163,18 @@ class MultiprocessingChild:
 class SeparateStarter:
     """Starts each worker by itself, with ``spawn`` or ``forkserver``: it shares no memory with this process."""
 
-    def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
-        self._work = work
+    def __init__(self, spec: WorkerSpec, context: BaseContext, fork_lock: AbstractContextManager[object]) -> None:
+        self._spec = spec
         self._context = context
-        self._may_start = may_start
+        self._fork_lock = fork_lock
 
     def prepare(self) -> None:
         """Nothing to do: each worker is started by itself."""
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """Start a worker with these ends of its pipes, of which it has copies."""
-        with self._may_start:  # the dataset is pickled
-            return MultiprocessingChild(self._context, seat.name, run, (self._work, seat, indices, results, ()))
+        with self._fork_lock:  # the dataset is pickled
+            return MultiprocessingChild(self._context, seat.name, run, (self._spec, seat, indices, results, ()))
 
     def retire(self) -> None:
         """Nothing to do: there is no process besides the workers."""
@@ -201,7 +201,7 @@ def is_readable(descriptor: int, timeout_seconds: float = 0.0) -> bool:
     return bool(poll.poll(timeout_seconds * 1000))
 
 
-# --- what a nursery's process runs: it forks the workers of one pool, and tells how each has ended -------------------
+# --- what a fork server's process runs: it forks the workers of one pool, and tells how each has ended ---------------
 # It does nothing else, on one thread: nobody holds a lock when it forks.
 #
 # An *order* asks for a worker; with it come the worker's ends of its pipes, and its *line*: a socket on which the pool
@@ -226,10 +226,10 @@ class WorkerOutcome(JsonRecord):
     """The number of the error that kept the worker from being forked; 0 where none did."""
 
 
-def run_nursery(
-    work: Work, context: BaseContext, orders: socket.socket, parents_end: socket.socket, mask: AbstractSet[int]
+def run_fork_server(
+    spec: WorkerSpec, context: BaseContext, orders: socket.socket, parents_end: socket.socket, mask: AbstractSet[int]
 ) -> None:
-    """Run a nursery in this process: fork workers until the pool wants no more, and wait until the last has ended.
+    """Run a fork server in this process: fork workers until the pool wants no more, and wait until the last has ended.
 
     It is begun with all signals blocked; ``mask`` has those that are to be blocked in workers. What is sent to a whole
     process group or job reaches the workers alone.
@@ -238,14 +238,14 @@ def run_nursery(
     parents_end.close()
     multiprocessing.current_process().daemon = False  # which may have no children
     _give_signals_back(mask)
-    _NurseryProcess(work, context, orders).run()
+    _ForkServerProcess(spec, context, orders).run()
 
 
-class _NurseryProcess:
-    """A nursery in its own process: forks workers as the pool orders them, and tells how each has ended."""
+class _ForkServerProcess:
+    """A fork server in its own process: forks workers as the pool orders them, and tells how each has ended."""
 
-    def __init__(self, work: Work, context: BaseContext, orders: socket.socket) -> None:
-        self._work = work
+    def __init__(self, spec: WorkerSpec, context: BaseContext, orders: socket.socket) -> None:
+        self._spec = spec
         self._context = context
         self._orders = orders
         self._is_open = True
@@ -310,7 +310,7 @@ class _NurseryProcess:
             return
         own = [self._signals, self._orders, line, *[each for _, each in self._workers.values()]]
         process: Any = self._context.Process(  # type: ignore[attr-defined]  # every context has one
-            target=run, args=(self._work, seat, indices, results, own), name=seat.name, daemon=True
+            target=run, args=(self._spec, seat, indices, results, own), name=seat.name, daemon=True
         )
         try:
             process.start()
@@ -343,13 +343,13 @@ def _tell(line: socket.socket, report: WorkerOutcome) -> None:
 
 def _give_signals_back(mask: AbstractSet[int]) -> None:
     """Have workers take signals as if they were forked by the process that forked the fork server."""
-    nursery = os.getpid()
+    fork_server = os.getpid()
     is_deaf = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     if is_deaf:  # then nobody is told of ends
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def in_worker() -> None:
-        if os.getppid() != nursery:  # a process that a worker forks
+        if os.getppid() != fork_server:  # a process that a worker forks
             return
         if is_deaf:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -376,17 +376,17 @@ def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
 # a message. What the other end does, and the words for it, stand above.
 
 
-class NurseryStarter:
-    """Starts each worker with ``fork``, from a nursery, and from a new nursery where that has died; on one thread.
+class ForkServerStarter:
+    """Starts each worker with ``fork``, from a fork server, and from a new one where that has died; on one thread.
 
-    The first nursery may be forked on the thread that loops: workers then have that thread's thread-local values.
+    The first fork server may be forked on the thread that loops: workers then have that thread's thread-local values.
     """
 
-    def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
-        self._work = work
+    def __init__(self, spec: WorkerSpec, context: BaseContext, fork_lock: AbstractContextManager[object]) -> None:
+        self._spec = spec
         self._context = context
-        self._may_start = may_start
-        self._nursery: _Nursery | None = None
+        self._fork_lock = fork_lock
+        self._fork_server: _ForkServer | None = None
 
     def prepare(self) -> None:
         """Fork the first fork server here, if this is the process's first thread: it must not end before workers do."""
@@ -396,31 +396,31 @@ class NurseryStarter:
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """Start a worker with these ends of its pipes, of which it has copies."""
-        if self._nursery is not None and self._nursery.is_lost:
+        if self._fork_server is not None and self._fork_server.is_lost:
             self.close()
-        return (self._nursery or self._fork()).start(seat, indices, results)
+        return (self._fork_server or self._fork()).start(seat, indices, results)
 
     def retire(self) -> None:
         """Start no more workers; those that there are may end first."""
-        if self._nursery is not None:
-            self._nursery.retire()
+        if self._fork_server is not None:
+            self._fork_server.retire()
 
     def close(self) -> None:
         """End the fork server, with the workers that there still are."""
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
-    def _fork(self) -> _Nursery:
-        with self._may_start:
-            self._nursery = _Nursery(self._work, self._context)
-        return self._nursery
+    def _fork(self) -> _ForkServer:
+        with self._fork_lock:
+            self._fork_server = _ForkServer(self._spec, self._context)
+        return self._fork_server
 
 
-class _Nursery:
-    """A nursery as its pool sees it: the process, and the socket on which the pool orders workers."""
+class _ForkServer:
+    """A fork server as its pool sees it: the process, and the socket on which the pool orders workers."""
 
-    def __init__(self, work: Work, context: BaseContext) -> None:
+    def __init__(self, spec: WorkerSpec, context: BaseContext) -> None:
         self._orders, theirs = _sockets()
         self._is_ending = threading.Lock()  # asked for on two threads
         self._how = ""
@@ -429,8 +429,8 @@ class _Nursery:
             on_failure.callback(self._orders.close)
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none may come before it is ready
             try:
-                arguments = (work, context, theirs, self._orders, mask)
-                self._process = MultiprocessingChild(context, "elastic_ext nursery", run_nursery, arguments)
+                arguments = (spec, context, theirs, self._orders, mask)
+                self._process = MultiprocessingChild(context, "elastic_ext fork server", run_fork_server, arguments)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             on_failure.pop_all()
@@ -446,7 +446,7 @@ class _Nursery:
         descriptors = [theirs.fileno(), indices.fileno(), results.fileno()]
         with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, as the line says too
             socket.send_fds(self._orders, [seat.to_json().encode()], descriptors)
-        return _NurseryChild(self, line)
+        return _ForkServerChild(self, line)
 
     def lost(self) -> str:
         """How the fork server has died, with which a worker was seen to end."""
@@ -471,11 +471,11 @@ class _Nursery:
             return self._how
 
 
-class _NurseryChild:
+class _ForkServerChild:
     """A worker that a fork server has forked, as its pool sees it."""
 
-    def __init__(self, nursery: _Nursery, line: socket.socket) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: _ForkServer, line: socket.socket) -> None:
+        self._fork_server = fork_server
         self._line = line
         self._watched = line.fileno()
         self._pid: int | None = None
@@ -498,7 +498,7 @@ class _NurseryChild:
 
     def kill(self) -> None:
         """Have the fork server kill the worker at once."""
-        with contextlib.suppress(OSError):  # its nursery has died
+        with contextlib.suppress(OSError):  # its fork server has died
             self._line.shutdown(socket.SHUT_WR)
 
     def ending(self) -> Ending:
@@ -523,8 +523,8 @@ class _NurseryChild:
             error = OSError(report.error, os.strerror(report.error)) if report.error else None
             return Ending.of(report.pid, report.code, error)
         which = "it" if self._pid is None else f"pid {self._pid}"
-        how = f"{which} went with the process that workers are forked from, and {self._nursery.lost()}"
-        return Ending(how, went_with=self._nursery.pid)
+        how = f"{which} died together with its fork server, and {self._fork_server.lost()}"
+        return Ending(how, went_with=self._fork_server.pid)
 
     def _unknown(self) -> Ending:
         return Ending("it ended, nobody knows how") if self._pid is None else Ending.of(self._pid, None)

@@ -23,9 +23,9 @@ from elastic_ext.errors import ElasticError, WorkerDiedError
 from elastic_ext.torch_private.loading import private_parts, thread_state
 
 from .worker import NOTHING, Raised, Spawner, Started, Task, Unstarted, Worker, in_short, reraise
-from .worker_process import MADE, Seat, Work
+from .worker_process import MADE, Seat, WorkerSpec
 
-__all__ = ["Crew", "Pool", "TaskAssigner", "Work"]
+__all__ = ["Crew", "Pool", "TaskAssigner", "WorkerSpec"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ class Crew:
     """The workers of a pool: starts and retires them by a spawner, and waits for them. It is called on one thread."""
 
     def __init__(
-        self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
+        self, spec: WorkerSpec, context: BaseContext, end_seconds: float, fork_lock: AbstractContextManager[object]
     ) -> None:
         self.ready: list[Worker] = []
         """The workers that may be given tasks."""
         self.num_wanted = 0
         self._is_first = False
-        self._base_seed = work.base_seed
+        self._base_seed = spec.base_seed
         self._slots: dict[int, Worker | None] = {}  # None: being started
         self._num_starts: dict[int, int] = {}  # by slot
         self._num_unstarted = 0  # since a worker was last ready
@@ -58,7 +58,7 @@ class Crew:
         self._unstarted: Unstarted | None = None  # why no more are started for now
         self._poll = select.poll()
         self._polled: dict[int, Worker] = {}  # by each descriptor of theirs
-        self._spawner = Spawner(work, context, end_seconds, may_start)
+        self._spawner = Spawner(spec, context, end_seconds, fork_lock)
         self.news = self._spawner.news
         """What the spawner tells of started workers; not empty when ``absorb`` has something to do."""
         self._poll.register(self._spawner.news_descriptor, select.POLLIN)
@@ -210,27 +210,27 @@ class Crew:
 class TaskAssigner:
     """Gives tasks to the workers of a crew, and keeps those for which there is none yet.
 
-    With ``in_turn`` batch i of a loop goes to worker i mod n, as in torch, so that each worker makes the same batches
-    each time. Else the worker with least to do is given the next task, and of several such the one whose turn it is.
-    Tasks of a worker that is not there go to others, except of the first workers: these are waited for.
+    With ``round_robin`` batch i of a loop goes to worker i mod n, as in torch, so that each worker makes the same
+    batches each time. Else the worker with least to do is given the next task, and of several such the one whose turn
+    it is. Tasks of a worker that is not there go to others, except of the first workers: these are waited for.
     """
 
-    def __init__(self, crew: Crew, *, in_turn: bool = False) -> None:
+    def __init__(self, crew: Crew, *, round_robin: bool = False) -> None:
         self.waiting: deque[Task] = deque()
         """The tasks that no worker has, in order."""
         self._crew = crew
-        self._in_turn = in_turn
+        self._round_robin = round_robin
 
     def choose_slot(self, task: Task) -> None:
         """Choose the slot with least to do for a task, if any worker may make it; tasks that wait for one count too."""
-        if self._in_turn or task.slot is not None or self._crew.num_wanted == 0:
+        if self._round_robin or task.slot is not None or self._crew.num_wanted == 0:
             return
         num_slots = self._crew.num_wanted
         loads = dict.fromkeys(range(num_slots), 0) | {each.slot: len(each.tasks) for each in self._crew.ready}
         for each in self.waiting:
             if each.dealt_to is not None:
                 loads[each.dealt_to] = loads.get(each.dealt_to, 0) + 1
-        least = min(range(num_slots), key=lambda slot: (loads[slot], (slot - task.turn) % num_slots))
+        least = min(range(num_slots), key=lambda slot: (loads[slot], (slot - task.batch_index) % num_slots))
         if self._crew.awaits(least) or any(each.slot == least for each in self._crew.ready):
             task.dealt_to = least
 
@@ -265,7 +265,7 @@ class TaskAssigner:
         for task in self.waiting:
             worker = self.worker_for(task)
             if worker is not None and (
-                worker.slot == self._slot_for(task) or task.turn % num_dealt_to < num_ready or not worker.tasks
+                worker.slot == self._slot_for(task) or task.batch_index % num_dealt_to < num_ready or not worker.tasks
             ):
                 self.give(task, worker)
             else:
@@ -274,8 +274,8 @@ class TaskAssigner:
 
     def _slot_for(self, task: Task) -> int | None:
         """The slot of the worker that has to make a task; None where any may."""
-        if task.slot is None and self._in_turn:
-            return task.turn % max(self._crew.num_wanted, 1)
+        if task.slot is None and self._round_robin:
+            return task.batch_index % max(self._crew.num_wanted, 1)
         return task.dealt_to if task.slot is None else task.slot
 
     def take_back(self, tasks: Iterable[Task]) -> None:
@@ -299,21 +299,21 @@ class Pool:
 
     ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without hearing from a worker; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
-    gives what is to be taken, or its future. ``in_turn`` workers are given batches one after another, else whoever has
-    least to do is. Processes are started on another thread, which holds ``may_start``, a lock, as it forks: a thread
+    gives what is to be taken, or its future. With ``round_robin`` workers are given batches in turn, else whoever has
+    least to do is. Processes are started on another thread, which holds ``fork_lock`` as it forks or pickles: a thread
     that loads samples holds it meanwhile, so that no process is forked while that thread holds locks of the dataset's.
     """
 
     def __init__(
         self,
-        work: Work,
+        spec: WorkerSpec,
         *,
         context: BaseContext,
         timeout_seconds: float = 0.0,
         end_seconds: float = 5.0,
         finish: Callable[[Any], Future[Any] | Any] | None = None,
-        may_start: AbstractContextManager[object] | None = None,
-        in_turn: bool = False,
+        fork_lock: AbstractContextManager[object] | None = None,
+        round_robin: bool = False,
     ) -> None:
         self._parts = private_parts()
         self._thread_state = thread_state()  # another thread forks
@@ -321,9 +321,9 @@ class Pool:
         self._finish = finish
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
         self._num_submitted = self._num_settled = 0
-        self._crew = Crew(work, context, end_seconds, may_start or nullcontext())
+        self._crew = Crew(spec, context, end_seconds, fork_lock or nullcontext())
         self._news = self._crew.news
-        self._assigner = TaskAssigner(self._crew, in_turn=in_turn)
+        self._assigner = TaskAssigner(self._crew, round_robin=round_robin)
 
     def __enter__(self) -> Pool:
         return self
@@ -359,9 +359,12 @@ class Pool:
                     f"{num_workers} workers were ready; see what worker_init_fn and the dataset's own start do"
                 )
 
-    def submit(self, number: int, indices: Any, slot: int | None = None, turn: int | None = None) -> None:
-        """Have a batch made by the worker of ``slot``, by the one whose ``turn`` it is, or by any. Numbers grow."""
-        task = Task(number, indices, slot, turn=self._num_submitted if turn is None else turn)
+    def submit(self, number: int, indices: Any, slot: int | None = None, batch_index: int | None = None) -> None:
+        """Have a batch made by the worker of ``slot``, by the one whose turn it is at ``batch_index``, or by any.
+
+        Numbers grow.
+        """
+        task = Task(number, indices, slot, batch_index=self._num_submitted if batch_index is None else batch_index)
         self._assigner.choose_slot(task)
         worker = None
         if not (self._news or self._assigner.waiting or self._crew.num_starting):

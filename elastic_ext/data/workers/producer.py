@@ -12,7 +12,7 @@ from typing import Any
 
 from .pool import Pool
 from .worker import name_samples
-from .worker_process import TrackedIndices, Work
+from .worker_process import TrackedIndices, WorkerSpec
 
 __all__ = ["BatchProducer", "Pinning"]
 
@@ -27,16 +27,16 @@ class Pinning:
         self.pin = pin
         self._thread: ThreadPoolExecutor | None = None
 
-    def begin(self, batch: Any) -> Future[Any] | Any:
-        """The batch itself, or a future of the pinned batch."""
+    def pin_later(self, batch: Any) -> Future[Any] | Any:
+        """The batch itself, or a future of the batch as the pinning thread pins it."""
         if self.pin is None:
             return batch
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic_ext pinning")
         return self._thread.submit(self.pin, batch)
 
-    def done(self, batch: Any) -> Any:
-        """The batch, pinned in the calling thread while ``pin`` is set."""
+    def pin_now(self, batch: Any) -> Any:
+        """Pin the batch in the calling thread while ``pin`` is set, and give it."""
         return batch if self.pin is None else self.pin(batch)
 
     def close(self) -> None:
@@ -54,19 +54,19 @@ class BatchProducer:
 
     def __init__(
         self,
-        work: Work,
+        spec: WorkerSpec,
         *,
         context: BaseContext,
         timeout_seconds: float,
         num_workers: int,
         prefetch_factor: int,
         pin: Callable[[Any], Any] | None = None,
-        in_turn: bool = True,
+        round_robin: bool = True,
     ) -> None:
-        self._work = work
+        self._spec = spec
         self._context = context
         self._timeout_seconds = timeout_seconds
-        self._in_turn = in_turn
+        self._round_robin = round_robin
         self._pinning = Pinning(pin)
         self._num_workers = 0
         self._is_closed = False
@@ -112,14 +112,17 @@ class BatchProducer:
         self._fills_in = self._num_workers == 0
         self._have(num_workers)
 
-    def submit(self, indices: list[Any], slot: int | None = None, *, turn: int | None = None) -> int:
-        """Have a batch of these indices made, by the worker of ``slot`` or whose ``turn`` it is; gives its number."""
+    def submit(self, indices: list[Any], slot: int | None = None, *, batch_index: int | None = None) -> int:
+        """Have a batch of these indices made, by the worker of ``slot`` if given; gives its number.
+
+        It is the batch number ``batch_index`` of the loop, by which workers take turns.
+        """
         self._number += 1
         if self._makes_here():
             self._own[self._number] = indices
         else:
             assert self._pool is not None
-            self._pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot, turn)
+            self._pool.submit(self._number, indices if self._spec.auto_collation else indices[0], slot, batch_index)
         return self._number
 
     def take(self, number: int) -> Any:
@@ -128,7 +131,7 @@ class BatchProducer:
         if indices is not None:
             try:
                 with self._is_making:
-                    batch = self._pinning.done(self._made(indices))
+                    batch = self._pinning.pin_now(self._made(indices))
             except KeyboardInterrupt:  # it is asked for again then
                 raise
             except BaseException:  # a dataset's SystemExit too
@@ -172,24 +175,24 @@ class BatchProducer:
         self._num_workers = num_workers
         if self._pool is None:
             self._pool = Pool(
-                self._work,
+                self._spec,
                 context=self._context,
                 timeout_seconds=self._timeout_seconds,
-                finish=self._pinning.begin,
-                may_start=self._is_making,
-                in_turn=self._in_turn,
+                finish=self._pinning.pin_later,
+                fork_lock=self._is_making,
+                round_robin=self._round_robin,
             )
         self._pool.resize(num_workers, is_first=is_first)
 
     def _made(self, indices: list[Any]) -> Any:
-        work = self._work
-        dataset = work.dataset
+        spec = self._spec
+        dataset = spec.dataset
         tracked = TrackedIndices(indices)
         try:
-            if not work.auto_collation:
-                return work.collate_fn(dataset[indices[0]])
+            if not spec.auto_collation:
+                return spec.collate_fn(dataset[indices[0]])
             at_once = getattr(dataset, "__getitems__", None)
-            return work.collate_fn(at_once(indices) if at_once else [dataset[index] for index in tracked])
+            return spec.collate_fn(at_once(indices) if at_once else [dataset[index] for index in tracked])
         except Exception as error:
             name_samples(error, tracked.at, indices)
             raise

@@ -24,8 +24,8 @@ from elastic_ext.errors import WorkerDiedError
 from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.torch_private.loading import PrivateParts, remove_shared_memory_of
 
-from .fork_server import GONE_SECONDS, Ending, NurseryStarter, SeparateStarter, Starter, is_readable
-from .worker_process import READY, STACK_SIGNAL, STOP, Inbox, PipeOutbox, Seat, Work
+from .fork_server import GONE_SECONDS, Ending, ForkServerStarter, SeparateStarter, Starter, is_readable
+from .worker_process import READY, STACK_SIGNAL, STOP, Inbox, PipeOutbox, Seat, WorkerSpec
 
 __all__ = [
     "NOTHING",
@@ -195,7 +195,7 @@ class Task:
     indices: Any
     slot: int | None = None
     """The slot of the worker that has to make it; None: any."""
-    turn: int = 0
+    batch_index: int = 0
     """How many batches of the loop come before this one."""
     dealt_to: int | None = None
     """The slot that had least to do when the task was submitted; its worker may still be starting."""
@@ -208,7 +208,7 @@ class Task:
     """The number of this outcome among those of the pool's tasks, in the order in which they came."""
     num_deaths: int = 0
     num_losses: int = 0
-    """How often its worker went with its fork server while it made this."""
+    """How often its worker died together with its fork server while it made this."""
     is_forgotten: bool = False
     """Whether nobody wants the batch any more."""
     probes_for: Task | None = None
@@ -283,7 +283,7 @@ def _died_over(indices: Any, ending: Ending) -> WorkerDiedError:
 
 def _lost_over(indices: Any, how: str) -> WorkerDiedError:
     return WorkerDiedError(
-        f"{_MOST_LOSSES} times workers went with the process that they were forked from while they made "
+        f"{_MOST_LOSSES} times workers died together with their fork server while they made "
         f"{in_short(indices)} of the dataset (the last: {how}); look into the kernel's log for memory that ran out",
         indices=indices if isinstance(indices, list) else [indices],
     )
@@ -316,11 +316,11 @@ class Spawner:
     """The thread that starts and ends a pool's workers: takes orders from one thread, and has ``news`` for it."""
 
     def __init__(
-        self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
+        self, spec: WorkerSpec, context: BaseContext, end_seconds: float, fork_lock: AbstractContextManager[object]
     ) -> None:
         self._end_seconds = end_seconds
         is_fork = context.get_start_method() == "fork"
-        self._starter: Starter = (NurseryStarter if is_fork else SeparateStarter)(work, context, may_start)
+        self._starter: Starter = (ForkServerStarter if is_fork else SeparateStarter)(spec, context, fork_lock)
         self.news: deque[Started | Unstarted] = deque()
         self.error: Exception | None = None
         """The exception that the thread died of; None unless it did."""

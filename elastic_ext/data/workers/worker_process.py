@@ -37,7 +37,7 @@ __all__ = [
     "PipeOutbox",
     "Seat",
     "TrackedIndices",
-    "Work",
+    "WorkerSpec",
     "end_with_parent",
     "run",
 ]
@@ -142,14 +142,14 @@ class Inbox:
 
 
 # --- what a worker process runs: torch's own loop, with the parent at the other end of two pipes ---------------------
-# Nothing here runs in the parent but the making of a ``Work``.
+# Nothing here runs in the parent but the making of a ``WorkerSpec``.
 
 READY = -1
 """The number of a worker's first message, that it can take tasks: its pid, and the pipe of its stacks."""
 STOP = -2
 """The number of the last message to a worker."""
 MADE = -3
-"""The number of the message that a batch is made, before the batch is sent: a later death is not of its samples."""
+"""The number of the message that a batch is made, before the batch is sent: a later death is not blamed on it."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
 """The signal that has a worker write down the stacks of its threads."""
 
@@ -159,8 +159,8 @@ _LONG_SECONDS = 1e-3  # to make a batch; of quicker ones a second thread costs m
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What workers make batches from, the same for all workers of a pool, by the arguments of torch's DataLoader."""
+class WorkerSpec:
+    """What all workers of a pool make batches with: dataset, collate_fn and seed, as torch's DataLoader takes them."""
 
     dataset: Any
     """A dataset that is asked for samples by index."""
@@ -169,7 +169,7 @@ class Work:
     auto_collation: bool = True
     """Whether a task is a list of indices, whose samples are collated; else one index, whatever that is."""
     worker_init_fn: Callable[[int], None] | None = None
-    told_dataset: Any = None
+    user_dataset: Any = None
     """What ``get_worker_info`` gives instead of ``dataset``, where that is one of ours around the user's."""
 
 
@@ -192,7 +192,7 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-def run(work: Work, seat: Seat, indices: Connection, results: Connection, inherited: Iterable[_Closable]) -> None:
+def run(spec: WorkerSpec, seat: Seat, indices: Connection, results: Connection, inherited: Iterable[_Closable]) -> None:
     """Make batches until told to stop, or until the parent is gone. ``inherited``: what only the parent is to hold."""
     end_with_parent()
     for each in inherited:
@@ -200,25 +200,25 @@ def run(work: Work, seat: Seat, indices: Connection, results: Connection, inheri
     parts = private_parts()
     stack_read, stack_write = os.pipe()
     faulthandler.register(STACK_SIGNAL, file=stack_write)
-    by_list = work.auto_collation and not getattr(work.dataset, "__getitems__", None)
+    by_list = spec.auto_collation and not getattr(spec.dataset, "__getitems__", None)
     queues = ParentQueues(indices.fileno(), results.fileno(), parts, seat.slot, stack_read, tracks_indices=by_list)
     parts.run_loop(
         queues,
-        dataset=work.dataset,
-        auto_collation=work.auto_collation,
-        collate_fn=work.collate_fn,
-        worker_init_fn=work.worker_init_fn if work.told_dataset is None else partial(_begin, work, parts),
+        dataset=spec.dataset,
+        auto_collation=spec.auto_collation,
+        collate_fn=spec.collate_fn,
+        worker_init_fn=spec.worker_init_fn if spec.user_dataset is None else partial(_begin, spec, parts),
         base_seed=seat.base_seed,
         worker_id=seat.slot,
         num_workers=seat.num_workers,
     )
 
 
-def _begin(work: Work, parts: PrivateParts, slot: int) -> None:
+def _begin(spec: WorkerSpec, parts: PrivateParts, slot: int) -> None:
     """Have ``get_worker_info`` give the user's dataset, then call the user's ``worker_init_fn``."""
-    parts.tell_dataset(work.told_dataset)
-    if work.worker_init_fn is not None:
-        work.worker_init_fn(slot)
+    parts.tell_dataset(spec.user_dataset)
+    if spec.worker_init_fn is not None:
+        spec.worker_init_fn(slot)
 
 
 def end_with_parent() -> None:

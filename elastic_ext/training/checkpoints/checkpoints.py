@@ -28,7 +28,7 @@ from elastic_ext.fsdp.checkpoint.loading.source import Opened
 from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
 from elastic_ext.fsdp.checkpoint.saving.saver import AsyncSaveMode
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
-from elastic_ext.ranks.heartbeat import Activity, Pulse
+from elastic_ext.ranks.heartbeat import Activity, Heartbeat
 from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
 
 from .state import PASSES_BY_ITSELF, BoundaryState, Resumed, TrainingState
@@ -89,7 +89,7 @@ class Checkpoints:
         startup: Mapping[str, object],
         interval: CheckpointInterval | None,
         options: CheckpointOptions,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
     ) -> None:
         self.job = job
         """The job's checkpoints, of which these are this training's."""
@@ -99,7 +99,7 @@ class Checkpoints:
         """The global step of ``path``."""
         self._state = state
         self._counts = state.counts
-        self._pulse = pulse  # where it is noted that training waits for storage
+        self._heartbeat = heartbeat  # where it is noted that training waits for storage
         self._warns = options.when_save_fails == "warn"  # of a save that fails, instead of raising
         self._names_of_now: set[str] = set()  # of all checkpoints that this run has saved of the same step as ``path``
         self._back_at: int | None = None  # the global step that training went back to last
@@ -233,7 +233,7 @@ class Checkpoints:
 
     def fence(self) -> None:
         """Wait until staging is done, so that parameters and optimizer state may change."""
-        with self._pulse.during(Activity.SAVING):
+        with self._heartbeat.during(Activity.SAVING):
             self.job.saver.finish_staging()
 
     def moment(self, *, is_between: bool = False) -> BoundaryState:
@@ -241,7 +241,7 @@ class Checkpoints:
 
         ``is_between`` is as ``TrainingState.moment`` takes it.
         """
-        with self._pulse.during(Activity.SAVING):
+        with self._heartbeat.during(Activity.SAVING):
             return self._state.moment(is_between=is_between)
 
     def save_now(self, moment: BoundaryState | None = None) -> Path:
@@ -302,7 +302,7 @@ class Checkpoints:
 
     def make_ready(self) -> None:
         """Allocate the memory for async saves, on a thread; with all ranks."""
-        with self._pulse.during(Activity.SAVING):
+        with self._heartbeat.during(Activity.SAVING):
             self.job.saver.make_ready(ToSave(self._state.collect))
 
     def end(self) -> None:
@@ -415,8 +415,8 @@ class Checkpoints:
         """
         if not self.job.saver.can_save:
             return self._save_and_wait(name, moment)
-        self._pulse.note_save()
-        with self._pulse.during(Activity.SAVING):
+        self._heartbeat.note_save()
+        with self._heartbeat.during(Activity.SAVING):
             path = self.job.save_async(self._request(name, moment, overlaps=mode.overlaps), mode)
         if path is not None and mode.starts:
             self._note(path)
@@ -424,9 +424,9 @@ class Checkpoints:
 
     def _save_and_wait(self, name: str, moment: BoundaryState) -> Path:
         """Save a checkpoint while training waits; gives its folder."""
-        self._pulse.note_save()
+        self._heartbeat.note_save()
         self._finish_save()
-        with self._pulse.during(Activity.SAVING):
+        with self._heartbeat.during(Activity.SAVING):
             path = self.job.save(self._request(name, moment))
         self._note(path)
         return path
@@ -474,7 +474,7 @@ class Checkpoints:
         """Wait for the save under way, and raise its failure or warn of it."""
         self._tell_failure()
         try:
-            with self._pulse.during(Activity.SAVING):
+            with self._heartbeat.during(Activity.SAVING):
                 self.job.saver.settle()
         except CheckpointError as error:
             self._note_failure(error)
@@ -499,14 +499,14 @@ class Checkpoints:
 
         ``take_up`` is given the checkpoint's config.
         """
-        with self._pulse.during(Activity.RESUMING):
+        with self._heartbeat.during(Activity.RESUMING):
             self.job.run.claim()
         return self.options.resume != "never" and self.load(take_up)
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Go on from the job's newest checkpoint; gives whether there is one. ``take_up`` is given its config."""
         self._due = None
-        with self._pulse.during(Activity.RESUMING):
+        with self._heartbeat.during(Activity.RESUMING):
             resumed = self.job.restore(self._state, falls_back=self._falls_back)
             if resumed is None:
                 return False
@@ -530,7 +530,7 @@ class Checkpoints:
             more += f", after {steps.num_torn} micro-steps of a step that was torn"
         before = self._counts.global_step + is_torn  # what is torn was to come after it
         into = _Earlier(self._state, steps, replays=not skips)
-        with self._pulse.during(Activity.RESUMING):
+        with self._heartbeat.during(Activity.RESUMING):
             resumed = self.job.restore_earlier(into, step, before=before, more=more, falls_back=self._falls_back)
             self._state.let_go()
         return resumed
@@ -579,7 +579,7 @@ def checkpoints_for(
         num_copies=num_copies(in_background=options.save_in_background, keep_previous=options.keep_previous),
     )
     return Checkpoints(
-        job_checkpoints, state, startup=startup, interval=asked.interval, options=options, pulse=follower.pulse
+        job_checkpoints, state, startup=startup, interval=asked.interval, options=options, heartbeat=follower.heartbeat
     )
 
 

@@ -28,7 +28,7 @@ from .state import TRANSITIONS, StepEvent, StepPhase
 if TYPE_CHECKING:
     from elastic_ext.training.training import Training
 
-__all__ = ["PulsingSteps", "Steps"]
+__all__ = ["HeartbeatSteps", "Steps"]
 
 _logger = logging.getLogger(__name__)
 
@@ -652,20 +652,20 @@ def _is_of_bare_scaler(error: BaseException) -> bool:
 # --- the steps of a rank that an agent looks at ----------------------------------------------------------------------
 
 
-class PulsingSteps(Steps):
+class HeartbeatSteps(Steps):
     """Steps that write to the rank's heartbeat as micro-steps begin and end, where an agent reads it."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self.pulse = training.follower.pulse
+        self.heartbeat = training.follower.heartbeat
 
     def _share_guarded(self) -> None:
-        with self.pulse.communicating():
+        with self.heartbeat.communicating():
             super()._share_guarded()
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.pulse.enter(self._state.index)
+        self.heartbeat.enter(self._state.index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -674,4 +674,4 @@ class PulsingSteps(Steps):
             super().__exit__(kind, error, trace)
         finally:
             counts = self._counts
-            self.pulse.leave(counts.global_step, counts.num_boundaries, self._state.index)
+            self.heartbeat.leave(counts.global_step, counts.num_boundaries, self._state.index)

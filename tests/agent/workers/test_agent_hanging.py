@@ -23,13 +23,13 @@ from elastic_ext.agent.workers.hangs import (
     standings_from_json,
     standings_to_json,
 )
-from elastic_ext.ranks.heartbeat import Activity, PulseReading
+from elastic_ext.ranks.heartbeat import Activity, HeartbeatReading
 
 START = 1000.0
 STEADY = 10  # steps behind, none of them a first one any more
 
 
-def reading(since: float, activity: Activity = Activity.STEP, *, steps: int = STEADY, **more: Any) -> PulseReading:
+def reading(since: float, activity: Activity = Activity.STEP, *, steps: int = STEADY, **more: Any) -> HeartbeatReading:
     """What a pulse says; times in seconds."""
     values: dict[str, Any] = {
         "pid": 100,
@@ -47,11 +47,11 @@ def reading(since: float, activity: Activity = Activity.STEP, *, steps: int = ST
         "stacks_descriptor": -1,
         "stacks_inode": 0,
     }
-    return PulseReading(activity=activity, since_ns=round(since * 1e9), **(values | more))
+    return HeartbeatReading(activity=activity, since_ns=round(since * 1e9), **(values | more))
 
 
 def judged(
-    pulses: Mapping[int, PulseReading | None],
+    pulses: Mapping[int, HeartbeatReading | None],
     seconds: float,
     *,
     limits: HangLimits | None = None,
@@ -71,7 +71,7 @@ def judged(
 
 
 def verdict(
-    pulses: Mapping[int, PulseReading | None], seconds: float, *, world_size: int = 0, **more: Any
+    pulses: Mapping[int, HeartbeatReading | None], seconds: float, *, world_size: int = 0, **more: Any
 ) -> HangVerdict:
     return find_hang(judged(pulses, seconds, **more), world_size=world_size or len(pulses))
 

@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ext.agent.workers.hangs import HangLimits
 from elastic_ext.agent.workers.monitor import GpuUse, Monitor, NvidiaGpus, ProcessTable, Watched, WorkersLook
-from elastic_ext.ranks.heartbeat import pulse_file
+from elastic_ext.ranks.heartbeat import heartbeat_file
 from elastic_ext.ranks.processes import ProcessIdentity, process_of
 from elastic_ext.records.agent import WorkersRecord
 from elastic_ext.records.measures import Measures
@@ -176,7 +176,7 @@ def test_after_a_restart_pulses_of_before_are_gone(tmp_path: Path, clock: Clock)
         monitor = monitor_of(tmp_path, clock)
         look(monitor, found.watched)
         monitor.forget()
-        assert not pulse_file(tmp_path, 0).exists()
+        assert not heartbeat_file(tmp_path, 0).exists()
         assert seen_for(monitor, clock, 1, found.watched).record.workers[0].activity is None
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from elastic_ext.agent.workers.hangs import HangLimits
 from elastic_ext.agent.workers.monitor import Monitor, Watched
 from elastic_ext.agent.workers.stacks import Captured, Frame, Thread, Where, capture, parse_stacks, told_apart, where_of
-from elastic_ext.ranks.heartbeat import pulse_file, read_pulse, stacks_file
+from elastic_ext.ranks.heartbeat import heartbeat_file, read_heartbeat, stacks_file
 from elastic_ext.ranks.processes import process_of
 from tests.support.beating import Worker, state_of, until, worker
 from tests.support.ranks import RankPool
@@ -187,7 +187,7 @@ def test_of_two_ranks_that_train_the_hung_one_is_named_by_where_it_is(ranks: Ran
     with ThreadPoolExecutor(1) as pool:
         outcomes = pool.submit(ranks.run, 2, train, tmp_path, env={"ELASTIC_EXT_PULSE_DIR": str(tmp_path)})
         try:
-            pulses = [until(partial(read_pulse, pulse_file(tmp_path, rank))) for rank in (0, 1)]
+            pulses = [until(partial(read_heartbeat, heartbeat_file(tmp_path, rank))) for rank in (0, 1)]
             workers = []
             for pulse in pulses:
                 process = process_of(pulse.pid)

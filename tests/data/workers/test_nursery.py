@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ext.data.workers.fork_server import GONE_SECONDS, NurseryStarter, is_readable
+from elastic_ext.data.workers.fork_server import GONE_SECONDS, ForkServerStarter, is_readable
 from elastic_ext.data.workers.pool import Pool
 from elastic_ext.data.workers.worker import Worker
 from elastic_ext.data.workers.worker_process import Seat
@@ -115,7 +115,7 @@ class Workers:
     """Workers of a nursery, without a pool; ``with`` it, and none is left."""
 
     def __init__(self) -> None:
-        self._starter = NurseryStarter(work(), FORK, contextlib.nullcontext())
+        self._starter = ForkServerStarter(work(), FORK, contextlib.nullcontext())
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Workers:
@@ -184,7 +184,7 @@ def test_batches_come_once_and_in_order_when_it_is_killed_and_no_sample_is_blame
     told = warnings_in(caplog)
     assert sum("samples 4, 5" in each for each in told) >= 4
     for each in told:
-        assert "went with the process that workers are forked from" in each or "was never ready" in each, each
+        assert "died together with its fork server" in each or "was never ready" in each, each
         assert "was killed by SIGKILL" in each
 
 
@@ -217,7 +217,7 @@ def test_nurseries_that_die_before_any_worker_is_ready_are_an_error() -> None:
     made = work({}, worker_init_fn=lambda _: pools.kill_the_parent())
     with (
         Pool(made, context=FORK) as pool,
-        pytest.raises(WorkerDiedError, match=r"before they were ready .*that workers are forked from"),
+        pytest.raises(WorkerDiedError, match=r"before they were ready .*its fork server"),
     ):
         batches_made(pool, 4, [[0]])
 

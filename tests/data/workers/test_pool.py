@@ -23,7 +23,7 @@ import torch.utils.data._utils.worker
 from torch.utils.data import DataLoader, default_collate
 
 from elastic_ext.data.workers.pool import Pool
-from elastic_ext.data.workers.worker_process import Work
+from elastic_ext.data.workers.worker_process import WorkerSpec
 from elastic_ext.errors import ElasticError, WorkerDiedError
 from tests.support import pools
 from tests.support.pools import (
@@ -80,7 +80,7 @@ def test_worker_info_and_random_numbers_are_those_of_torchs_workers(method: str)
         multiprocessing_context=method,
     )
     base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(3)).item())
-    made = Work(dataset=dataset, collate_fn=pools.as_they_are, base_seed=base_seed)
+    made = WorkerSpec(dataset=dataset, collate_fn=pools.as_they_are, base_seed=base_seed)
     with Pool(made, context=multiprocessing.get_context(method)) as pool:
         ours = batches_made(pool, 2, [[0], [1]])
     assert sorted(ours) == sorted(torchs)
@@ -112,7 +112,7 @@ def test_without_auto_collation_a_task_is_one_index() -> None:
 
 def test_getitems_is_given_a_plain_list_and_its_exception_names_the_batch() -> None:
     dataset = pools.Whole({2: Raise(ValueError, ("bad",))})
-    with Pool(Work(dataset=dataset, collate_fn=pools.as_they_are, base_seed=0), context=FORK) as pool:
+    with Pool(WorkerSpec(dataset=dataset, collate_fn=pools.as_they_are, base_seed=0), context=FORK) as pool:
         assert batches_made(pool, 1, [[0, 1]]) == [[0, 1]]
         pool.submit(1, [1, 2])
         with pytest.raises(ValueError, match="bad") as caught:
@@ -133,7 +133,7 @@ def test_getitems_is_given_a_plain_list_and_its_exception_names_the_batch() -> N
 def test_exception_is_torchs_word_for_word_and_names_the_sample(raised: Raise) -> None:
     dataset = Samples({41: raised})
     kind, words = _as_torch_raises_it(dataset, 41)
-    with Pool(Work(dataset=dataset, collate_fn=default_collate, base_seed=0), context=FORK) as pool:
+    with Pool(WorkerSpec(dataset=dataset, collate_fn=default_collate, base_seed=0), context=FORK) as pool:
         with pytest.raises(kind) as caught:
             batches_made(pool, 1, [[40, 41, 42]])
         pool.submit(1, [1])
@@ -231,7 +231,7 @@ def test_tasks_go_to_the_worker_that_has_least_to_do(tmp_path: Path) -> None:
 def test_dealt_in_turn_a_task_goes_to_its_worker_whatever_that_has_to_do(tmp_path: Path) -> None:
     busy = gate(tmp_path / "busy")
     doing: dict[int, Callable[[], Any]] = {0: Both(WaitAt(busy), pools.pid), 1: pools.pid}
-    with Pool(work(doing), context=FORK, in_turn=True) as pool:
+    with Pool(work(doing), context=FORK, round_robin=True) as pool:
         pool.resize(2, is_first=True)
         pool.wait_ready(2)  # a batch for a worker that is not ready goes out in a later call, and none is made below
         pool.submit(0, [0])
@@ -251,7 +251,7 @@ def test_dealt_in_turn_a_worker_that_starts_is_waited_for(tmp_path: Path) -> Non
     with Pool(
         work(dict.fromkeys(range(4), pools.pid), worker_init_fn=lambda worker: WaitAt(starts[worker])()),
         context=FORK,
-        in_turn=True,
+        round_robin=True,
     ) as pool:
         pool.resize(2, is_first=True)
         for number in range(4):
@@ -269,7 +269,7 @@ def test_dealt_in_turn_nobody_waits_for_one_that_comes_later_or_in_the_place_of_
     with Pool(
         work(doing, worker_init_fn=lambda worker: WaitAt(start)() if worker else None),
         context=FORK,
-        in_turn=True,
+        round_robin=True,
         end_seconds=0.1,
     ) as pool:
         pool.resize(1, is_first=True)

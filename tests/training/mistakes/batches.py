@@ -55,7 +55,7 @@ def goes_on_after_the_last_batch(training: Training) -> None:
 
 @BATCHES.cause(
     "a loop over the trainer's dataloader runs within another one",
-    says="another loop over this loader has begun, and a trainer counts what one takes: this one is over; ",
+    says="only one loop over a trainer's loader runs at a time, and a newer one has begun; ",
     comes_as="ValueError",
     found="at once",
 )

@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import elastic_ext
 from elastic_ext import ElasticScaler, ElasticTrainer, StepError
-from elastic_ext.data.sources import FixedBatches
+from elastic_ext.data.sources import FixedBatchSizes
 from elastic_ext.training.optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
 from examples import accelerate_glue, accelerate_glue_plain
 from tests.support.ranks import RankPool, RanksFailed
@@ -767,7 +767,7 @@ def batches_of(loader: Any) -> list[int]:
 
 def foretold(loader: Any) -> list[int] | None:
     """The sizes that the trainer counts on; None where it knows none or no number."""
-    known = FixedBatches.of(loader)
+    known = FixedBatchSizes.of(loader)
     if known is None or known.num_batches is None:
         return None
     return [known.micro_batch] * (known.num_batches - 1) + [known.last_batch or known.micro_batch]
@@ -783,7 +783,7 @@ def test_batches_of_every_rank_are_known_from_a_prepared_loader(
         prepared = prepare_data_loader(
             loader, num_processes=num_ranks, process_index=rank, split_batches=is_split, even_batches=is_even
         )
-        known = FixedBatches.of(prepared)
+        known = FixedBatchSizes.of(prepared)
         assert known is not None and known.micro_batch == size
         taken = batches_of(prepared)
         assert foretold(prepared) == (taken or None)
@@ -800,18 +800,18 @@ class Stream(IterableDataset[Any]):
 def test_of_a_prepared_stream_the_size_is_known_and_the_number_is_not(is_split: bool, size: int) -> None:
     loader = DataLoader(Stream(), batch_size=4)
     prepared = prepare_data_loader(loader, num_processes=2, process_index=1, split_batches=is_split)
-    known = FixedBatches.of(prepared)
-    assert known == FixedBatches(micro_batch=size)
+    known = FixedBatchSizes.of(prepared)
+    assert known == FixedBatchSizes(micro_batch=size)
     assert set(batches_of(prepared)) == {size}
 
 
 def test_of_batches_without_a_size_nothing_is_known() -> None:
     batches = BatchSamplerShard([[0, 1], [2, 3]], 2, 0)
     dataset = TensorDataset(torch.arange(4))
-    assert FixedBatches.of(DataLoaderShard(dataset, batch_sampler=batches)) is None
+    assert FixedBatchSizes.of(DataLoaderShard(dataset, batch_sampler=batches)) is None
     odd = BatchSamplerShard(BatchSampler(range(4), 1, False), 1, 0, split_batches=True)
     odd.num_processes = 2
-    assert FixedBatches.of(DataLoaderShard(dataset, batch_sampler=odd)) is None
+    assert FixedBatchSizes.of(DataLoaderShard(dataset, batch_sampler=odd)) is None
 
 
 def dispatched_on_rank(rank: int) -> list[tuple[Any, ...]]:
@@ -831,8 +831,8 @@ def dispatched_on_rank(rank: int) -> list[tuple[Any, ...]]:
                         continue
                     found.append((num_samples, is_split, drops_last, foretold(loader), batches_of(loader)))
             stream = accelerator.prepare(DataLoader(Stream(), batch_size=4))
-            known = FixedBatches.of(stream)
-            assert known == FixedBatches(micro_batch=2 if is_split else 4)
+            known = FixedBatchSizes.of(stream)
+            assert known == FixedBatchSizes(micro_batch=2 if is_split else 4)
             assert batches_of(stream)[:-1] == [known.micro_batch] * (5 if is_split else 2)
     return found
 

@@ -17,7 +17,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval
-from elastic_ext.config.batch_rules import BatchRule, rate_factor
+from elastic_ext.config.lr_scaling import LearningRateRule, rate_factor
 from elastic_ext.training.gradients.noise import _FIRST_PAIRS
 from tests.support.noisy import BATCH, Run, learnable
 from tests.support.ranks import RankPool
@@ -218,7 +218,7 @@ class Outcome:
     """The loss beyond the least that there can be."""
 
 
-def learnt(folder: Path, rule: BatchRule, batch: int, *, progress: float, rate: float = 0.01) -> Outcome:
+def learnt(folder: Path, rule: LearningRateRule, batch: int, *, progress: float, rate: float = 0.01) -> Outcome:
     """By steps whose factors add up to ``progress``, with ``batch`` samples each from the fortieth on."""
     data = regression()
     model = nn.Linear(WIDTH, 1).double()

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticOptimizer
-from elastic_ext.config.batch_rules import rate_factor
+from elastic_ext.config.lr_scaling import rate_factor
 from tests.support.loops import put
 from tests.support.ranks import RankPool
 from tests.support.training import Slices, bits_of, make_data, make_model, trainer_of

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import SWALR
 
 from elastic_ext import ElasticOptimizer, StepError
-from elastic_ext.config.batch_rules import BatchRule, rate_factor
+from elastic_ext.config.lr_scaling import LearningRateRule, rate_factor
 from tests.support.loops import put
 from tests.support.thinning import each_once, the_first
 from tests.support.training import Slices, bits_of, make_data, make_model, trainer_of
@@ -132,7 +132,7 @@ class Used:
     asked_decay: list[float] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
 
-    def expected(self, plain: Rates, base: float, rule: BatchRule = "none") -> Rates:
+    def expected(self, plain: Rates, base: float, rule: LearningRateRule = "none") -> Rates:
         """The product: the schedule alone, times what is in force over what the script gave, times the rule's."""
         return [
             [rate * (asked / base) * rate_factor(rule, BATCH, batch) for rate in rates]
@@ -148,7 +148,7 @@ class Run:
         folder: Path,
         make_schedule: MakeSchedule,
         *,
-        rule: BatchRule = "none",
+        rule: LearningRateRule = "none",
         is_given: bool = True,
         micro_batch: int = 4,
         is_wrapped: bool = True,
@@ -318,7 +318,7 @@ def test_rates_are_the_schedules_times_what_was_asked_for_and_in_the_end_the_sch
 
 
 @pytest.mark.parametrize(("name", "rule"), each_once(SOME, ["linear", "sqrt", "none"]))
-def test_the_batchs_rule_multiplies_on(tmp_path: Path, name: str, rule: BatchRule) -> None:
+def test_the_batchs_rule_multiplies_on(tmp_path: Path, name: str, rule: LearningRateRule) -> None:
     plain = plain_rates(SCHEDULES[name])
     run = Run(tmp_path, SCHEDULES[name], rule=rule)
     with run.trainer:
@@ -330,7 +330,7 @@ def test_the_batchs_rule_multiplies_on(tmp_path: Path, name: str, rule: BatchRul
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 def test_without_a_schedule_rates_are_what_was_asked_for_times_the_rules_factor(
-    tmp_path: Path, rule: BatchRule
+    tmp_path: Path, rule: LearningRateRule
 ) -> None:
     run = Run(tmp_path, lambda optimizer: None, rule=rule, is_given=False)
     with run.trainer:

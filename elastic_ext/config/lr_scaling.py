@@ -1,17 +1,17 @@
-"""Learning-rate rules: by which factor a rate changes when the global batch does. Pure."""
+"""How a learning rate is scaled when the global batch changes: the factors of ``learning_rate_rule``. Pure."""
 
 from __future__ import annotations
 
 import math
 from typing import Literal, get_args
 
-__all__ = ["BATCH_RULES", "BatchRule", "rate_factor"]
+__all__ = ["LEARNING_RATE_RULES", "LearningRateRule", "rate_factor"]
 
-BatchRule = Literal["none", "linear", "sqrt", "adascale"]
-BATCH_RULES: tuple[BatchRule, ...] = get_args(BatchRule)
+LearningRateRule = Literal["none", "linear", "sqrt", "adascale"]
+LEARNING_RATE_RULES: tuple[LearningRateRule, ...] = get_args(LearningRateRule)
 
 
-def rate_factor(rule: BatchRule, reference_batch: int, batch: int, noise_scale: float | None = None) -> float:
+def rate_factor(rule: LearningRateRule, reference_batch: int, batch: int, noise_scale: float | None = None) -> float:
     """The factor for a learning rate that was chosen for ``reference_batch`` samples per step, at ``batch`` samples.
 
     ``linear`` suits SGD, ``sqrt`` Adam and its kind; with ``none`` the rate is what the user says. ``adascale`` gives
@@ -34,4 +34,4 @@ def rate_factor(rule: BatchRule, reference_batch: int, batch: int, noise_scale: 
         # The gain of AdaScale: the mean square of a gradient of the reference batch over that of one of this batch. Of
         # n samples it is 1 + noise_scale / n times the square of the gradient without noise.
         return (noise_scale / reference_batch + 1.0) / (noise_scale / batch + 1.0)
-    raise ValueError(f"the batch-size rule is {rule!r}; allowed: {', '.join(BATCH_RULES)}")
+    raise ValueError(f"learning_rate_rule is {rule!r}; allowed: {', '.join(LEARNING_RATE_RULES)}")
