@@ -150,10 +150,10 @@ def measured_steps(
         view = view_of(row, host="", measures=Measures())
         found = breakdown_of(view)
         breakdowns.append(found)
-        in_steps = found.in_steps
-        steps[rank] = in_steps * sum(view.window.seconds.values()) / view.window.num_steps
+        step_share = found.step_share_of_wall
+        steps[rank] = step_share * sum(view.window.seconds.values()) / view.window.num_steps
         for phase, each in shares.items():
-            each.append(found.shares.get(phase, 0.0) / max(in_steps, 1e-9))
+            each.append(found.shares.get(phase, 0.0) / max(step_share, 1e-9))
     last = [row[-1] for row in windows.values()]
     seconds = max(steps.values())
     processors = [each.processor_share for each in breakdowns if each.processor_share is not None]
