@@ -23,7 +23,7 @@ from elastic_ext.master.configs import Author
 from elastic_ext.master.tuning import Mode
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.decisions import Decision, TuningStanding
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 
 __all__ = ["Planner", "main"]
 
@@ -49,7 +49,7 @@ class Planner:
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
         return []
 
-    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
+    def see(self, now: float, seen: StepReport) -> list[Decision]:
         return []
 
     def pause(self, now: float, why: str) -> list[Decision]:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     async def serve_until_told() -> None:
         has_to_end = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, has_to_end.set)
-        await serve(options, has_to_end, strategy=made)
+        await serve(options, has_to_end, tuner=made)
 
     asyncio.run(serve_until_told())
     return 0

@@ -28,16 +28,17 @@ from benchmarks.allocated import allocated_on_cpu
 from benchmarks.harness import Finding, Result, Verdict, shown_value
 from benchmarks.memory_kinds import KINDS, Kind, blocks_of_kind, loss_of
 from elastic_ext.fsdp.blocks import recompute
+from elastic_ext.profile.memory.analysis_client import AnalysisClient
 from elastic_ext.profile.memory.analyzer import ModelSizes
-from elastic_ext.profile.memory.lines import Peaks, correction, lines_through
-from elastic_ext.profile.memory.prediction_request import (
+from elastic_ext.profile.memory.extrapolation import correction, lines_through
+from elastic_ext.profile.memory.model_description import (
     describe,
     factory_of,
     names_of,
     optimizer_kinds,
     parameter_kinds,
 )
-from elastic_ext.profile.memory.process import MemoryAnalysis
+from elastic_ext.profile.memory.peaks import Peaks
 from elastic_ext.profile.memory.questions import Question
 from elastic_ext.profile.memory.samples import sample_on
 from elastic_ext.profile.phases import Phase
@@ -194,7 +195,7 @@ def _answers(kind: Kind, sizes: Sequence[int]) -> Sequence[Any]:
         ratios=(kind.ratio,),
         optimizers=optimizer_kinds(model, [_optimizer(model)], is_on_accelerator=False),
     )
-    asking = MemoryAnalysis(question)
+    asking = AnalysisClient(question)
     asking.start()
     try:
         if not asking.wait(WAIT_SECONDS) or any(each.problem is not None for each in asking.answers):

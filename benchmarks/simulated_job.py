@@ -22,7 +22,7 @@ from benchmarks.simulated_memory import HEADROOM, expected_bytes, memory_facts, 
 from benchmarks.simulated_time import PHASES, Circumstances, phase_seconds
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts, NodeCalibration, StepCensus
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import KEYS, Point, Space, space_of
 
 __all__ = ["CHOICES", "RESTART_SECONDS", "SimulatedJob"]
@@ -97,7 +97,7 @@ class SimulatedJob:
         """What rank 0 has written last."""
         return self._facts_of(self.point)
 
-    def step(self) -> MeasuredSteps | None:
+    def step(self) -> StepReport | None:
         """Train one step under the config in force; None where memory did not suffice, and the step was lost."""
         phases, held, device = self._of(self.point)
         if device > self.hidden.capacity_bytes:
@@ -117,7 +117,7 @@ class SimulatedJob:
         self._last_good, self._is_new = self.point, False
         self._calibrate(held)
         held_up, self._held_up = self._held_up, 0.0
-        return MeasuredSteps(
+        return StepReport(
             time=self.now,
             version=self.version,
             revision=self.revision,

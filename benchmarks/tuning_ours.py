@@ -11,7 +11,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.controller import Controller
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import KEYS, point_of
 
 __all__ = ["Ours"]
@@ -55,7 +55,7 @@ class _Host:
         self._write(self._controller.take_config(job.now, self._config, "person"))
         self._tell_facts()
 
-    def take(self, seen: MeasuredSteps | None) -> None:
+    def take(self, seen: StepReport | None) -> None:
         """A step was trained, or lost for want of memory."""
         job = self._job
         if seen is None or self._to_tell or job.num_steps <= NUM_STEPS_UNKNOWN:

@@ -22,7 +22,7 @@ from benchmarks.simulated_draw import Array
 from benchmarks.simulated_job import NUM_STEPS_UNKNOWN, SimulatedJob
 from benchmarks.simulated_memory import HEADROOM
 from elastic_ext.profile.stragglers import ChangeDetector
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import Point, Value
 
 __all__ = [
@@ -37,10 +37,10 @@ __all__ = [
     "stay",
 ]
 
-Training: TypeAlias = Generator[None, "MeasuredSteps | None", None]
+Training: TypeAlias = Generator[None, "StepReport | None", None]
 Way: TypeAlias = Callable[[SimulatedJob], Training]
-Probing: TypeAlias = Generator[None, "MeasuredSteps | None", "float | None"]
-Searching: TypeAlias = Generator[None, "MeasuredSteps | None", None]
+Probing: TypeAlias = Generator[None, "StepReport | None", "float | None"]
+Searching: TypeAlias = Generator[None, "StepReport | None", None]
 
 NUM_WARM, NUM_MEASURED = 1, 3
 TRIGGER = 0.05

@@ -84,8 +84,9 @@ WITHOUT_TORCH = frozenset(
         "profile.breakdown",
         "profile.device_timeline",
         "profile.ledger",
-        "profile.memory.lines",
-        "profile.memory.process",
+        "profile.memory.analysis_client",
+        "profile.memory.extrapolation",
+        "profile.memory.peaks",
         "profile.memory.questions",
         "profile.output",
         "profile.phases",
@@ -118,7 +119,7 @@ WITH_TORCH = frozenset(
         "doctor.pairs",
         "ranks.group",
         "run",
-        "tuner.model",
+        "tuner.performance_model",
         "tuner.search",
     }
 )
@@ -260,7 +261,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     ),
     "fsdp.checkpoint.saving.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
     "fsdp.checkpoint.coordination:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
-    "master.tuning:StrategyQueue._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
+    "master.tuning:TunerQueue._answer": "a master serves its agents whatever becomes of its tuner: logged, and told",
     "fsdp.reshard.change:Change.run": "whatever it is, what was there has to come back; raised on all ranks",
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
@@ -578,7 +579,7 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
     "agent.workers.workers:Workers": "what torch's agent starts workers with",
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
-    "master.tuning:Tuning": "where it runs a strategy, who makes that, and who is told, with a clock for tests",
+    "master.tuning:Tuning": "where it runs a tuner, who makes that, and who is told, with a clock for tests",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }
 

@@ -115,9 +115,9 @@ def _run_schema(options: argparse.Namespace) -> int:
 
 def _masters_config(place: MasterPlace) -> ConfigPlace:
     _quiet_grpc()
-    from elastic_ext.master.client import MastersConfig
+    from elastic_ext.master.client import RemoteConfig
 
-    return MastersConfig(place)
+    return RemoteConfig(place)
 
 
 def _run_status(options: argparse.Namespace) -> int:

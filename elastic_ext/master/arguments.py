@@ -36,8 +36,11 @@ class MasterOptions:
     job: str
     """The name of the job; empty to take the name that the first agent gives."""
     lease_seconds: float
+    """How long a node may be silent before it counts as lost."""
     beat_seconds: float
+    """How long between two heartbeats of a node."""
     acknowledge_seconds: float
+    """How long a node may take to say that it holds a config."""
     refuse_bad_nodes: bool
     tuning: Mode
     lifeline: int | None
@@ -100,18 +103,25 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"elastic_ext.master {VERSION}")
-    parser.add_argument("--port", type=_port, required=True, help="to listen at; 0 for any that is free")
+    parser.add_argument("--port", type=_port, required=True, help="the port to listen at; 0 for any that is free")
     parser.add_argument(
         "--port-file", type=_path, help="the file to write the port into, once the master listens at it"
     )
     parser.add_argument("--state-dir", type=_path, required=True, help="a folder of its own, on a local disk")
     parser.add_argument("--token-file", type=_path, help="the file with the token that everybody has to give")
-    parser.add_argument("--bind", default="127.0.0.1", type=_address, help="the address (default: this machine alone)")
-    parser.add_argument("--metrics-port", type=_port, help="where Prometheus is answered")
+    parser.add_argument(
+        "--bind", default="127.0.0.1", type=_address, help="the address to listen at (default: this machine alone)"
+    )
+    parser.add_argument("--metrics-port", type=_port, help="the port at which Prometheus reads metrics")
     parser.add_argument("--tls-cert", type=_path, help="a certificate, in PEM")
     parser.add_argument("--tls-key", type=_path, help="the key of that certificate, in PEM")
     parser.add_argument("--job", default="", help="what the job is called (default: what the first agent says)")
-    parser.add_argument("--lease-seconds", type=_seconds, default=30.0, help="after which a silent node counts as lost")
+    parser.add_argument(
+        "--lease-seconds",
+        type=_seconds,
+        default=30.0,
+        help="how long a node may be silent before it counts as lost",
+    )
     parser.add_argument("--beat-seconds", type=_seconds, default=10.0, help="how long between two heartbeats of a node")
     parser.add_argument(
         "--acknowledge-seconds",

@@ -25,7 +25,7 @@ from .wire import as_dict
 from .wire import master_pb2 as pb
 from .wire.master_pb2_grpc import MasterStub
 
-__all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream", "MastersConfig"]
+__all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream", "RemoteConfig"]
 
 
 # --- a master spoken to over gRPC, by agents and by people: one call each, and errors in words -----------------------
@@ -227,7 +227,7 @@ def _cause_in(said: str) -> str:
     """The end of gRPC's words for a connection that cannot be made, which says why."""
     for mark in ("Failed to connect to remote host: ", "last error: "):
         said = said.rpartition(mark)[2]
-    return said.removeprefix("connect: ") or "it says nothing"
+    return said.removeprefix("connect: ") or "no reason was given"
 
 
 def _hint(said: str, is_encrypted: bool) -> str:
@@ -250,7 +250,7 @@ def _certificates_in(path: Path) -> bytes:
         data = read_at_most(path, _MOST_CA_BYTES)
     except OSError as error:
         raise ValueError(
-            f"the file {path}, which a master's certificate is to be checked by: {in_words(error)}"
+            f"the file {path} with the CA certificate of a master cannot be read: {in_words(error)}"
         ) from None
     if b"-----BEGIN CERTIFICATE-----" not in data or len(data) > _MOST_CA_BYTES:
         raise ValueError(f"the file {path} holds no certificate; allowed: some in PEM, as openssl writes them")
@@ -263,8 +263,8 @@ _TAKEN_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 
 
-class MastersConfig:
-    """The config of a master's job, read and changed over gRPC with the calls of ``ConfigHistory``.
+class RemoteConfig:
+    """A job's config, read and changed by asking the job's master over gRPC, with the calls of ``ConfigHistory``.
 
     Calls raise MasterError.
     """

@@ -12,18 +12,18 @@ from elastic_ext.doctor.report import NodeComparison, stragglers
 from elastic_ext.profile.stragglers import Straggler
 from elastic_ext.records.text import counted, size_in_words
 
-from .machines import Link, MachineMeasurements, NodeFacts, facts_of, measured_in, named, unlike_nodes
+from .machines import LinkMeasurement, MachineMeasurements, NodeFacts, facts_of, measured_in, named, unlike_nodes
 from .wire import master_pb2
 
 __all__ = [
-    "Cluster",
-    "Fleet",
     "Group",
-    "MeasuredLink",
+    "LinkStatus",
+    "MachineComparison",
+    "Machines",
     "PairFindings",
     "SlowMachine",
     "Topology",
-    "cluster_of",
+    "compare_machines",
     "guess_topology",
     "pair_findings",
 ]
@@ -73,13 +73,13 @@ class Topology:
     """The groups; a machine whose group is not known is in none."""
     text: str
     """By which measure the groups were told apart, or why they are not known, in a sentence."""
-    slow_links: tuple[Link, ...] = ()
+    slow_links: tuple[LinkMeasurement, ...] = ()
     """Links that are far slower than others in the same place: within the same group, or between groups."""
     between: Group | None = None
     """The median link from one group to another; None where there is one group, or none."""
 
 
-def guess_topology(num_machines: int, links: Sequence[Link], *, apart: Iterable[int] = ()) -> Topology:
+def guess_topology(num_machines: int, links: Sequence[LinkMeasurement], *, apart: Iterable[int] = ()) -> Topology:
     """The groups of machines that are near each other, guessed from ``links`` between them.
 
     Machines that are slow to answer at all are left out, as indices in ``apart``.
@@ -94,7 +94,10 @@ def guess_topology(num_machines: int, links: Sequence[Link], *, apart: Iterable[
 
 
 def _by_gap(
-    machines: Sequence[int], links: Sequence[Link], measure: str, length_of: Callable[[Link], float | None]
+    machines: Sequence[int],
+    links: Sequence[LinkMeasurement],
+    measure: str,
+    length_of: Callable[[LinkMeasurement], float | None],
 ) -> Topology | None:
     """The groups on either side of the widest gap among links' lengths that parts the machines; None if none does."""
     lengths = {(each.first, each.second): length for each in links if (length := length_of(each)) is not None}
@@ -163,10 +166,12 @@ def _are_apart(
     return bool(across) and statistics.median(across) >= least * usual
 
 
-def _topology(parts: Sequence[Sequence[int]], num_machines: int, links: Sequence[Link], measure: str) -> Topology:
+def _topology(
+    parts: Sequence[Sequence[int]], num_machines: int, links: Sequence[LinkMeasurement], measure: str
+) -> Topology:
     part_of = {machine: number for number, part in enumerate(parts) for machine in part}
-    within: list[list[Link]] = [[] for _ in parts]
-    across: list[Link] = []
+    within: list[list[LinkMeasurement]] = [[] for _ in parts]
+    across: list[LinkMeasurement] = []
     for each in links:
         ends = part_of.get(each.first), part_of.get(each.second)
         if ends[0] is not None and ends[1] is not None:
@@ -185,7 +190,7 @@ def _topology(parts: Sequence[Sequence[int]], num_machines: int, links: Sequence
     )
 
 
-def _all_alike(machines: Sequence[int], links: Sequence[Link]) -> Topology:
+def _all_alike(machines: Sequence[int], links: Sequence[LinkMeasurement]) -> Topology:
     """One group of all machines, where all links but some slow ones are about alike; else no group is known."""
     slow = _slow_links(links)
     usual = [each for each in links if each not in slow]
@@ -194,13 +199,13 @@ def _all_alike(machines: Sequence[int], links: Sequence[Link]) -> Topology:
     if len(latencies) < 2 or len(parts) > 1:
         return Topology(groups=(), text="which nodes are near each other is not known: too few links were measured")
     if latencies[-1] > _ALIKE * latencies[0]:
-        text = "which nodes are near each other is not known: links differ, and no gap lies between short and long ones"
+        text = "which nodes are near each other is not known: fast and slow links cannot be told apart"
         return Topology(groups=(), text=text, slow_links=tuple(slow))
     group = _group(machines, usual)
     return Topology(groups=(group,), text=f"all are about as near: {_words_of(group)}", slow_links=tuple(slow))
 
 
-def _group(machines: Sequence[int], links: Iterable[Link]) -> Group:
+def _group(machines: Sequence[int], links: Iterable[LinkMeasurement]) -> Group:
     rows = list(links)
     latencies = [each.latency_seconds for each in rows if each.latency_seconds is not None]
     bandwidths = [each.bandwidth for each in rows if each.bandwidth is not None]
@@ -211,12 +216,12 @@ def _group(machines: Sequence[int], links: Iterable[Link]) -> Group:
     )
 
 
-def _slow_links(links: Sequence[Link]) -> list[Link]:
+def _slow_links(links: Sequence[LinkMeasurement]) -> list[LinkMeasurement]:
     """Among links in the same place, those far slower than the median, if both machines have others that are not."""
     if len(links) < 3:
         return []
     usual = _group((), links)
-    by_machine: dict[int, list[Link]] = {}
+    by_machine: dict[int, list[LinkMeasurement]] = {}
     for each in links:
         by_machine.setdefault(each.first, []).append(each)
         by_machine.setdefault(each.second, []).append(each)
@@ -228,7 +233,7 @@ def _slow_links(links: Sequence[Link]) -> list[Link]:
     ]
 
 
-def _is_slow(link: Link, usual: Group) -> bool:
+def _is_slow(link: LinkMeasurement, usual: Group) -> bool:
     is_late = _is_beyond(link.latency_seconds, usual.latency_seconds)
     return is_late or _is_beyond(_inverse(link.bandwidth), _inverse(usual.bandwidth))
 
@@ -258,7 +263,7 @@ _MOST_RECOMMENDED = 32
 _MOST_LINKS = 4096
 _LEAST_SHARES = {"matmul": 0.15, "latency": 0.5, "bandwidth": 0.3}
 """By which part of the usual value a machine has to be slower to count as slow, by measure."""
-_LENGTHS: Mapping[str, Callable[[Link], float | None]] = {  # of a link, by measure: longer is slower
+_LENGTHS: Mapping[str, Callable[[LinkMeasurement], float | None]] = {  # of a link, by measure: longer is slower
     "latency": lambda link: link.latency_seconds,
     "bandwidth": lambda link: None if link.bandwidth is None else 1 / link.bandwidth,
 }
@@ -270,7 +275,7 @@ _WORDS = {  # by measure: what a slow machine does slowly, and what a person sho
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredLink:
+class LinkStatus:
     """The link between two machines, by their names, as the status shows it."""
 
     first: str
@@ -286,6 +291,7 @@ class SlowMachine:
     """A machine that is slower than the others, and why it is judged so."""
 
     host: str
+    """The host's name, or the machine's where hosts share one, such as "n1 (3f2a91c0)"."""
     evidence: tuple[str, ...]
     """The reasons in sentences, one for each measure."""
 
@@ -301,14 +307,14 @@ class PairFindings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class MachineComparison:
     """The comparison of a job's machines, as its status shows it: groups, links, slow machines, and what to do."""
 
     groups: tuple[master_pb2.NodeGroup, ...]
     """Nodes that are near each other, as far as that is known."""
-    topology: str
+    topology_text: str
     """By which measure the groups were told apart, or why they are not known, in a sentence."""
-    links: tuple[MeasuredLink, ...]
+    links: tuple[LinkStatus, ...]
     slow: tuple[SlowMachine, ...]
     unlike: tuple[str, ...]
     """The differences between nodes that should be alike, each in a sentence."""
@@ -324,9 +330,9 @@ def pair_findings(measured: MachineMeasurements) -> PairFindings:
     return PairFindings(measured=measured, slow=slow, topology=topology)
 
 
-def cluster_of(
+def compare_machines(
     nodes: Sequence[NodeFacts], found: PairFindings | None = None, slow_ranks: Sequence[Straggler] = ()
-) -> Cluster:
+) -> MachineComparison:
     """The comparison of a job's machines, from its nodes' hardware, measured pairs, and stragglers in training."""
     nodes = sorted(nodes, key=lambda each: (each.host, each.node_id))
     found = found or pair_findings(MachineMeasurements())
@@ -341,9 +347,9 @@ def cluster_of(
         *_of_unlike(unlike, is_bad=False),
         *_of_groups(measured, topology),
     ]
-    return Cluster(
+    return MachineComparison(
         groups=tuple(_groups(nodes, measured, topology)),
-        topology=topology.text,
+        topology_text=topology.text,
         links=tuple(_link(each, measured, topology) for each in measured.links[:_MOST_LINKS]),
         slow=tuple(SlowMachine(host=host, evidence=tuple(texts)) for host, texts in evidence.items()),
         unlike=tuple(text for text, _, _ in unlike),
@@ -379,7 +385,9 @@ def _measures(measured: MachineMeasurements) -> Iterator[tuple[str, str, Mapping
 
 
 def _best_of_each(
-    measured: MachineMeasurements, values_of: Callable[[Link], tuple[float, ...]], best: Callable[[float, float], float]
+    measured: MachineMeasurements,
+    values_of: Callable[[LinkMeasurement], tuple[float, ...]],
+    best: Callable[[float, float], float],
 ) -> dict[int, tuple[float, ...]]:
     """The best value of each machine's links in each window: one bad partner does not count against a machine."""
     found: dict[int, tuple[float, ...]] = {}
@@ -478,11 +486,12 @@ def _of_links(measured: MachineMeasurements, topology: Topology) -> Iterator[str
     for each in topology.slow_links[:4]:
         yield (
             f"look at the way between {_ends(each, measured)} (cable, switch port, route): {_link_in_words(each)}, far "
-            "slower than links that lie alike, though both are fast with others"
+            "slower than other links of the same kind (within one group, or between two), though both nodes are fast "
+            "with others"
         )
     if len(topology.slow_links) > 4:
         num = len(topology.slow_links) - 4
-        yield f"look at {counted(num, 'link')} more that are far slower than those that lie alike"
+        yield f"look at {counted(num, 'link')} more that are far slower than others of the same kind"
 
 
 def _of_groups(measured: MachineMeasurements, topology: Topology) -> Iterator[str]:
@@ -494,7 +503,8 @@ def _of_groups(measured: MachineMeasurements, topology: Topology) -> Iterator[st
     first = named(measured.machines[place].name for place in topology.groups[0].machines)
     yield (
         "keep ranks that exchange most, such as those one replica is spread over, on nodes that are near each other, "
-        f"and have only gradients' means go between: {topology.text}; each has {size} nodes, the first of them {first}"
+        f"and let only averaged gradients pass between groups: {topology.text}; each has {size} nodes, the first of "
+        f"them {first}"
     )
 
 
@@ -530,8 +540,8 @@ def _groups(
             yield master_pb2.NodeGroup(node_ids=sorted(node_ids))
 
 
-def _link(link: Link, measured: MachineMeasurements, topology: Topology) -> MeasuredLink:
-    return MeasuredLink(
+def _link(link: LinkMeasurement, measured: MachineMeasurements, topology: Topology) -> LinkStatus:
+    return LinkStatus(
         first=measured.machines[link.first].name,
         second=measured.machines[link.second].name,
         latency_seconds=link.latency_seconds,
@@ -541,11 +551,11 @@ def _link(link: Link, measured: MachineMeasurements, topology: Topology) -> Meas
     )
 
 
-def _ends(link: Link, measured: MachineMeasurements) -> str:
+def _ends(link: LinkMeasurement, measured: MachineMeasurements) -> str:
     return f"{measured.machines[link.first].name} and {measured.machines[link.second].name}"
 
 
-def _link_in_words(link: Link) -> str:
+def _link_in_words(link: LinkMeasurement) -> str:
     parts = []
     if link.latency_seconds is not None:
         parts.append(f"{link.latency_seconds * 1e6:.0f} us")
@@ -557,7 +567,7 @@ def _link_in_words(link: Link) -> str:
 # --- the machines of a job as its nodes have told of them, and what follows from that, worked out when asked ---------
 
 
-class Fleet:
+class Machines:
     """The machines of a job as its nodes report them, what pairs have measured, and the comparison that follows."""
 
     def __init__(self, pairs: str = "") -> None:
@@ -566,7 +576,7 @@ class Fleet:
         self._findings: PairFindings | None = pair_findings(measured_in(pairs)) if pairs else None
         self._texts: dict[str, tuple[str, bytes]] = {}  # node -> its host, and what it has told, packed
         self._facts: dict[str, tuple[bool, NodeFacts]] = {}  # node -> whether there were others, and the facts
-        self._cluster: tuple[Sequence[Straggler], Cluster] | None = None
+        self._comparison: tuple[Sequence[Straggler], MachineComparison] | None = None
 
     def hear(self, node_id: str, host: str, hardware: str) -> bool:
         """Take a node's hardware record (JSON; empty where there is none yet); whether it is news."""
@@ -577,14 +587,14 @@ class Fleet:
         self._texts[node_id] = host, packed
         self._facts.pop(node_id, None)
         self.facts(node_id)  # reading it takes a while: for all nodes at once, as they are asked for, too long
-        self._cluster = None
+        self._comparison = None
         return True
 
     def forget(self, node_id: str) -> None:
         """Forget the machine of a node that is gone for good."""
         self._facts.pop(node_id, None)
         if self._texts.pop(node_id, None) is not None:
-            self._cluster = None
+            self._comparison = None
 
     def hardware(self, node_id: str) -> str:
         """The hardware record of a node as JSON; empty where it has reported none."""
@@ -607,14 +617,14 @@ class Fleet:
         """Take a report of what pairs of nodes have measured, in place of any earlier one; ValueError if it is none."""
         self._findings = pair_findings(measured_in(text))
         self.pairs = text
-        self._cluster = None
+        self._comparison = None
 
-    def cluster(self, slow_ranks: Sequence[Straggler]) -> Cluster:
+    def comparison(self, slow_ranks: Sequence[Straggler]) -> MachineComparison:
         """The comparison of the job's machines, made again only where something has changed."""
-        if self._cluster is None or self._cluster[0] != slow_ranks:
+        if self._comparison is None or self._comparison[0] != slow_ranks:
             facts = [found for node_id in self._texts if (found := self.facts(node_id)) is not None]
-            self._cluster = slow_ranks, cluster_of(facts, self._findings, slow_ranks)
-        return self._cluster[1]
+            self._comparison = slow_ranks, compare_machines(facts, self._findings, slow_ranks)
+        return self._comparison[1]
 
 
 def _unpacked(packed: bytes) -> str:

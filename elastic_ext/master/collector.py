@@ -69,7 +69,7 @@ class History:
         self._last = -math.inf
 
     def add(self, point: MeanPoint) -> MeanPoint | None:
-        """Add the mean of the last few seconds; gives the point of ten seconds that is complete by it, if any.
+        """Add the mean of the last few seconds; gives the ten-second point that this completes, if any.
 
         Where the clock was set back, points later than ``point`` are dropped.
         """
@@ -96,7 +96,7 @@ class History:
         return found
 
     def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
-        """The points of a minute that ended after ``since``, for the store: when each ended, and its JSON."""
+        """The one-minute points that ended after ``since``, for the store: when each ended, and its JSON."""
         return [(each.time, each.to_json()) for each in self._levels[1].points if each.time > since]
 
     def restore(self, rows: Iterable[str]) -> None:
@@ -283,7 +283,7 @@ class Collector:
         return [] if report is None else report.workers
 
     def progress(self, now: float) -> master_pb2.Progress:
-        """The job's progress (step, rates, nodes, workers), by the reports that are fresh at ``now``."""
+        """The job's progress by the reports that are fresh at ``now``: step, rates, shares by phase, and metrics."""
         progress = filled(master_pb2.Progress(), self._point(now, 0.0))
         put_metrics(progress, _middles_of([report for _, report in self._fresh(now)]))
         return progress

@@ -106,14 +106,20 @@ class ConfigBook:
         return AuthoredVersion(entry=HistoryEntry(time=now, config=config), author=author)
 
     def propose_undo(self, *, now: float) -> AuthoredVersion:
-        """The next version, with the content from before the newest one; it is not entered yet. ConfigError."""
+        """The next version, with the content from before the newest one; it is not entered yet.
+
+        Raises ConfigError where that cannot be.
+        """
         entries = [each.entry for each in self._versions]
         target = undo_target(entries)
         config = restored(target, version=next_version(entries))
         return AuthoredVersion(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 
     def propose_from_file(self, text: str, *, node_id: str, now: float) -> AuthoredVersion | None:
-        """The config in a node's file as the next version, not entered yet; None where it is not newer. ConfigError."""
+        """The config in a node's file as the next version, not entered yet; None where it is not newer.
+
+        Raises ConfigError where that cannot be.
+        """
         config = ElasticConfig.parse(text.encode(errors="surrogatepass"))
         if config.version <= self.version:
             return None
@@ -132,8 +138,8 @@ class ConfigBook:
             return None
         self._conflicts.add((version, node_id))
         return (
-            f"node {node_id} has other contents under version {version} than the master; no rank takes either where "
-            f"they meet: put one content under version {version + 1}"
+            f"node {node_id} and the master have different configs under version {version}, and ranks that see both "
+            f"apply neither; write the config that you want as version {version + 1}: `elastic-ext config set`"
         )
 
 
@@ -166,7 +172,10 @@ class ConfigStream:
         self._timer: asyncio.TimerHandle | None = None
 
     def take_news(self, newest_version: int) -> bool:
-        """Whether to send a version now, which then counts as sent. Unacknowledged where an earlier one is not held."""
+        """Whether a newer version is to be sent now; it then counts as sent.
+
+        Raises Unacknowledged where an earlier one was not acknowledged in time.
+        """
         now = asyncio.get_running_loop().time()
         self._newest = max(self._newest, newest_version)
         if self._sent < self._newest:

@@ -30,12 +30,15 @@ class EventRecord(JsonRecord):
     time: float
     node_id: str
     rank: int
+    """The rank that the event is of; -1 for an event of the agent or the master."""
     step: int
+    """The step at which it was; -1 where it belongs to no step."""
     kind: str
     text: str
     details: str
     """The event's details as JSON, as the node has sent it."""
     restart: int
+    """How many times the job's processes had been started again, by the rank; 0 in the master's own events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

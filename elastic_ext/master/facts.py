@@ -53,7 +53,10 @@ def _check_counts(facts: JobFacts) -> None:
         raise ValueError("global_batch, share and num_replicas do not go together")
     counts = (facts.restart, facts.config_version, facts.config_revision, facts.num_blocks, facts.num_parameters)
     if not all(0 <= each < _MOST_COUNT for each in counts) or not 0 <= facts.time < _MOST_COUNT:
-        raise ValueError("restart, config_version, num_blocks, num_parameters or time is no amount")
+        raise ValueError(
+            "restart, config_version, config_revision, num_blocks, num_parameters or time is no amount; allowed: 0 to "
+            f"{_MOST_COUNT}"
+        )
     if facts.learning is not None and not facts.learning.first_batch < _MOST_COUNT:
         raise ValueError("learning.first_batch is no amount")
     if facts.bound is not None and not 0 < facts.bound < _MOST_COUNT:

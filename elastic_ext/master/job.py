@@ -17,7 +17,7 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 from elastic_ext.tuner.decisions import Decision
 
-from .cluster import Fleet
+from .cluster import Machines
 from .collector import Collector
 from .configs import AuthoredVersion, ConfigBook
 from .events import EventLog, EventRecord, NodeRecord, refusal_in
@@ -27,10 +27,10 @@ from .nodes import (
     MOST_NAME,
     PROTOCOL,
     Fenced,
+    MembershipPlans,
     Node,
     NodeChange,
     Nodes,
-    Plans,
     RequestRefused,
     TooMany,
     UnknownNode,
@@ -38,7 +38,7 @@ from .nodes import (
     check_join,
 )
 from .store import Stored, Unsaved, UnsavedChanges
-from .tuning import Mode, Run, StrategyFactory, Tuning, at_once, check_decision, is_to_come
+from .tuning import Mode, Run, TunerFactory, Tuning, at_once, check_decision, is_to_come
 from .wire import master_pb2 as wire
 
 __all__ = ["Job", "JobSettings", "Now", "Unsaved"]
@@ -63,8 +63,11 @@ class JobSettings:
     library: str
     """This library's version."""
     lease_seconds: float = 30.0
+    """How long a node may be silent before it counts as lost."""
     beat_seconds: float = 10.0
+    """How long between two heartbeats of a node."""
     acknowledge_seconds: float = 5.0
+    """How long a node may take to say that it holds a config."""
     refuses_bad_nodes: bool = False
     """Whether nodes whose machine has errors are kept out."""
     tuning: Mode = "advise"
@@ -80,10 +83,10 @@ class Job:
         settings: JobSettings,
         now: Now,
         *,
-        strategy: StrategyFactory | None = None,
+        tuner: TunerFactory | None = None,
         run: Run = at_once,
     ) -> None:
-        """``strategy`` makes the tuning strategy, by default the library's; ``run`` runs its planning."""
+        """``tuner`` makes the tuner, by default the library's; ``run`` runs its computations."""
         self.settings = settings
         self.job_id = stored.job_id
         self.epoch = stored.epoch
@@ -91,23 +94,23 @@ class Job:
         self.book = ConfigBook(stored.versions)
         self.log = EventLog(stored.events)
         self.nodes = Nodes(lease_seconds=settings.lease_seconds)
-        self.plans = Plans(stored.membership)
+        self.membership_plans = MembershipPlans(stored.membership)
         self.name = stored.job
         """The name of the job; empty until the first agent has given it."""
         self.trouble = ""
         """The master's own trouble, such as a store that cannot be written; empty where there is none."""
-        self.fleet = Fleet(stored.pairs)
+        self.machines = Machines(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
         tell, slow = self.log.tell, self._slow_rank
-        self.tuning = Tuning(settings.tuning, stored.decisions, tell=tell, slow=slow, make=strategy, run=run)
+        self.tuning = Tuning(settings.tuning, stored.decisions, tell=tell, slow=slow, make=tuner, run=run)
         if self.book.newest is not None:
             self.tuning.take_config(now.time, self.book.newest.config, self.book.newest.author)
         self._bad_machines = BadMachines(are_refused=settings.refuses_bad_nodes)
         self._unsaved = UnsavedChanges(
             nodes=self.nodes,
-            fleet=self.fleet,
-            plans=self.plans,
+            machines=self.machines,
+            membership_plans=self.membership_plans,
             log=self.log,
             collector=self.collector,
             tuning=self.tuning,
@@ -148,7 +151,7 @@ class Job:
         except TooMany as error:
             raise RequestRefused("limits", str(error)) from None
         self._note(now, change)
-        self.fleet.hear(node.node_id, node.host, request.hardware)
+        self.machines.hear(node.node_id, node.host, request.hardware)
         if not self.name:
             self.name = request.job
             self._unsaved.note("job")
@@ -172,13 +175,16 @@ class Job:
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
         if is_told:
             self._check_machine(now, node.node_id, request.hardware, node)
-        if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
+        if is_told and self.machines.hear(node.node_id, node.host, request.hardware):
             self._unsaved.note_node(node.node_id)
         if request.facts and any(each.rank == 0 for each in request.workers):
             self.tuning.take_facts(now.time, request.facts)
         self.tuning.take_workers(now.time, request.workers)  # before their windows are taken out
         self.collector.take(now.time, node.node_id, request.workers, host=node.host)
-        if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
+        if (
+            request.HasField("membership")
+            and (told := self.membership_plans.take(request.membership, now.time)) is not None
+        ):
             self._unsaved.note("membership")
             self.log.tell(now.time, "membership", told)
         self._hear(now, node.node_id, _unheard(node, request), request.num_events_dropped)
@@ -193,7 +199,7 @@ class Job:
             config_version=self.book.version,
             config=self.book.text if lags else "",
             wants_config=wants_config,
-            wants_hardware=not self.fleet.hardware(node.node_id),
+            wants_hardware=not self.machines.hardware(node.node_id),
         )
         return reply, authored
 
@@ -219,7 +225,7 @@ class Job:
         for change in self.nodes.tick(now.clock):
             self._note(now, change)
         for node_id in self.nodes.take_forgotten():
-            self.fleet.forget(node_id)
+            self.machines.forget(node_id)
             self.collector.forget(node_id)
             self._unsaved.note_forgotten(node_id)
         for words in self.collector.tick(now.time):
@@ -230,7 +236,10 @@ class Job:
     # ---- configs ----
 
     def propose_change(self, now: Now, request: wire.SetConfigRequest) -> AuthoredVersion:
-        """The next config version as a person asks for it, to be stored and entered. ConfigError."""
+        """The next config version as a person asks for it, to be stored and entered.
+
+        Raises ConfigError where that cannot be.
+        """
         check_job(request.job, self.name)
         changes: dict[str, object] = {}
         for key, text in request.changes.items():
@@ -244,7 +253,10 @@ class Job:
         )
 
     def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
-        """The next config version, with the content from before the newest, to be stored and entered. ConfigError."""
+        """The next config version, with the content from before the newest, to be stored and entered.
+
+        Raises ConfigError where that cannot be.
+        """
         check_job(request.job, self.name)
         return self.book.propose_undo(now=now.time)
 
@@ -286,7 +298,7 @@ class Job:
     # ---- the tuner ----
 
     def control_tuning(self, now: Now, request: wire.ControlTuningRequest) -> None:
-        """Pass a person's request (pause, resume or undo) to the tuner. RequestRefused."""
+        """Pass a person's request (pause, resume or undo) to the tuner; raises RequestRefused if that cannot be."""
         check_job(request.job, self.name)
         self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 
@@ -294,10 +306,10 @@ class Job:
 
     def take_pairs(self, now: Now, request: wire.ReportPairsRequest) -> Sequence[str]:
         """Take a report of what pairs of nodes have measured; gives the recommendations that follow. ValueError."""
-        self.fleet.take_pairs(request.report)
+        self.machines.take_pairs(request.report)
         self._unsaved.note("pairs")
         self.log.tell(now.time, "pairs", "pairs of nodes have measured their network links")
-        return self.fleet.cluster(self.collector.stragglers).recommendations
+        return self.machines.comparison(self.collector.stragglers).recommendations
 
     # ---- for the store ----
 
@@ -387,7 +399,7 @@ class Job:
         assert found is not None
         if node.state in ("lost", "left"):
             found.state = "left" if node.state == "left" else "lost"
-        self.fleet.hear(node.node_id, node.host, node.hardware)
+        self.machines.hear(node.node_id, node.host, node.hardware)
 
 
 def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:

@@ -15,11 +15,11 @@ from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.doctor.report import SHOULD_BE_ALIKE
 from elastic_ext.records.text import counted, size_in_words
 
-from .node_metrics import words
+from .node_metrics import shortened
 
 __all__ = [
     "BadMachines",
-    "Link",
+    "LinkMeasurement",
     "MachineMeasurements",
     "MeasuredMachine",
     "NodeFacts",
@@ -66,17 +66,17 @@ def facts_of(node_id: str, host: str, text: str, *, num_nodes: int = 1) -> NodeF
     try:
         hardware = _hardware_in(text)
     except ValueError as error:
-        trouble = words(f"what it tells of its hardware cannot be read: {error}")
+        trouble = shortened(f"what it tells of its hardware cannot be read: {error}")
         return NodeFacts(node_id=node_id, host=host, troubles=(trouble,))
     refused, warnings = check_node(hardware, num_nodes=num_nodes)
     troubles = [] if refused is None else [refused]
     return NodeFacts(
         node_id=node_id,
         host=host,
-        boot_id=words(hardware.system.boot_id, 64) if hardware.system.boot_id else None,
-        in_words=sys.intern(words(_in_words(hardware))),  # nodes are alike, as a rule, and there may be thousands
-        traits=tuple(sys.intern(words(ask(hardware), 120)) for _, ask, _ in SHOULD_BE_ALIKE),
-        troubles=tuple(sys.intern(words(each, _MOST_REASON)) for each in (*troubles, *warnings)[:_MOST_TROUBLES]),
+        boot_id=shortened(hardware.system.boot_id, 64) if hardware.system.boot_id else None,
+        in_words=sys.intern(shortened(_in_words(hardware))),  # nodes are alike, as a rule, and there may be thousands
+        traits=tuple(sys.intern(shortened(ask(hardware), 120)) for _, ask, _ in SHOULD_BE_ALIKE),
+        troubles=tuple(sys.intern(shortened(each, _MOST_REASON)) for each in (*troubles, *warnings)[:_MOST_TROUBLES]),
     )
 
 
@@ -90,7 +90,7 @@ def why_refused(text: str, num_nodes: int) -> str | None:
     except ValueError:
         return None
     reason, _ = check_node(hardware, num_nodes=num_nodes)
-    return None if reason is None else words(reason, _MOST_REASON)
+    return None if reason is None else shortened(reason, _MOST_REASON)
 
 
 class BadMachines:
@@ -180,8 +180,11 @@ class MeasuredMachine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """The network link between two machines, as indices into ``MachineMeasurements.machines``, the lower first."""
+class LinkMeasurement:
+    """The measurement of the network link between two machines, with all its windows of time.
+
+    Machines are indices into ``MachineMeasurements.machines``, the lower first.
+    """
 
     first: int
     second: int
@@ -208,7 +211,7 @@ class MachineMeasurements:
     """What pairs of nodes have measured of their machines and links; the same, in whatever order it was reported."""
 
     machines: tuple[MeasuredMachine, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkMeasurement, ...] = ()
     num_wanted: int = 0
     """How many nodes the measurement waited for; fewer may have come."""
     trouble: str | None = None
@@ -228,7 +231,7 @@ def measured_in(text: str) -> MachineMeasurements:
     machines: list[MeasuredMachine | None] = [None] * len(places)
     for index in order:
         machines[place_of[index]] = _joined(machines[place_of[index]], nodes[index])
-    links: dict[tuple[int, int], list[Link]] = {}
+    links: dict[tuple[int, int], list[LinkMeasurement]] = {}
     for each in _rows(report, "pairs", _MOST_PAIRS):
         link = _link(each, place_of)
         if link.first != link.second:
@@ -274,23 +277,23 @@ def _rows(found: Mapping[str, Any], name: str, most: int) -> list[Mapping[str, A
 
 def _node(found: Mapping[str, Any]) -> MeasuredMachine:
     hardware = _object(found.get("hardware"))
-    label = words(str(found.get("label", "")), 80)
+    label = shortened(str(found.get("label", "")), 80)
     matmul = _object(found.get("matmul"))
     return MeasuredMachine(
         name=label,
         host=_words_or_none(_object(hardware.get("network")).get("host")) or label,
         boot_id=_words_or_none(_object(hardware.get("system")).get("boot_id")),
         is_silent=found.get("is_silent") is True,
-        matmul={words(str(name), 40): _amounts(row) for name, row in list(matmul.items())[:_MOST_DEVICES]},
+        matmul={shortened(str(name), 40): _amounts(row) for name, row in list(matmul.items())[:_MOST_DEVICES]},
     )
 
 
-def _link(found: Mapping[str, Any], place_of: Mapping[int, int]) -> Link:
+def _link(found: Mapping[str, Any], place_of: Mapping[int, int]) -> LinkMeasurement:
     ends = [_whole(found.get(name), name) for name in ("first", "second")]
     if not all(each in place_of for each in ends):
         raise ValueError(f"a pair is of nodes {ends[0]} and {ends[1]}, and there are {len(place_of)} nodes")
     first, second = sorted(place_of[each] for each in ends)
-    return Link(
+    return LinkMeasurement(
         first=first,
         second=second,
         latencies=_amounts(found.get("latency_seconds")),
@@ -305,7 +308,7 @@ def _object(found: object) -> Mapping[str, Any]:
 
 def _whole(found: object, name: str) -> int:
     if type(found) is not int or not 0 <= found <= 2**31:
-        raise ValueError(f"{name} is {words(repr(found), 60)}; allowed: a whole number")
+        raise ValueError(f"{name} is {shortened(repr(found), 60)}; allowed: a whole number")
     return found
 
 
@@ -316,7 +319,7 @@ def _amounts(found: object) -> tuple[float, ...]:
 
 
 def _words_or_none(found: object) -> str | None:
-    return words(found, 200) if isinstance(found, str) and found else None
+    return shortened(found, 200) if isinstance(found, str) and found else None
 
 
 # ---- several processes of one machine ----
@@ -354,9 +357,9 @@ def _with_names(machines: Sequence[MeasuredMachine]) -> Iterator[MeasuredMachine
         )
 
 
-def _best(links: Sequence[Link]) -> Link:
+def _best(links: Sequence[LinkMeasurement]) -> LinkMeasurement:
     troubles = sorted(each.trouble for each in links if each.trouble is not None)
-    return Link(
+    return LinkMeasurement(
         first=links[0].first,
         second=links[0].second,
         latencies=_window_by_window(min, [each.latencies for each in links if each.latencies]),

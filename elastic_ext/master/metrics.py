@@ -47,7 +47,7 @@ _COUNTERS: Mapping[str, str] = {
     "beats": "Beats of nodes that were answered.",
     "pushes": "Configs that the master has sent on the nodes' streams of configs.",
     "generated": "Versions of the config that the tuner has written.",
-    "unacknowledged": "Streams of configs that were ended since their node did not acknowledge a config.",
+    "unacknowledged": "Streams of configs that were ended because their node did not acknowledge a config.",
     "events": "Events of the job so far.",
 }
 
@@ -132,7 +132,9 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
     yield _optional("step", "Steps that have committed since training began.", progress, "step")
     yield from _of_measured([({}, metrics_of(progress))], of_job=True)
     shares = [({"phase": phase}, progress.shares[phase]) for phase in _PHASES if phase in progress.shares]
-    yield _Family(name="phase_ratio", kind="gauge", help="Where the time of ranks goes, of late.", samples=shares)
+    yield _Family(
+        name="phase_ratio", kind="gauge", help="The share of ranks' recent time in each phase.", samples=shares
+    )
     if status.verdict.kind:
         kind = {"kind": status.verdict.kind}
         yield _one("verdict", "What holds training up, as a label.", 1, kind)

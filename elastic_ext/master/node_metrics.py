@@ -31,8 +31,8 @@ __all__ = [
     "fitting_window",
     "fitting_worker",
     "report_of",
+    "shortened",
     "window_in",
-    "words",
 ]
 
 
@@ -65,9 +65,9 @@ def amount(value: float, most: float) -> float | None:
     return value if 0 <= value <= most else None
 
 
-def words(text: str, most: int = MOST_CHARACTERS) -> str:
-    """``text`` on one line, cut to ``most`` characters."""
-    return on_one_line(text[:most])
+def shortened(text: str, most_characters: int = MOST_CHARACTERS) -> str:
+    """``text`` on one line, cut to ``most_characters``."""
+    return on_one_line(text[:most_characters])
 
 
 def fitting_table(table: Mapping[str, float], most: float) -> dict[str, float]:
@@ -85,9 +85,9 @@ def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
         rank=worker.rank,
         local_rank=worker.local_rank,
         pid=worker.pid,
-        state=words(worker.state, _MOST_STATE),
-        activity=words(worker.activity),
-        trouble=words(worker.trouble),
+        state=shortened(worker.state, _MOST_STATE),
+        activity=shortened(worker.activity),
+        trouble=shortened(worker.trouble),
         shares=fitting_table(worker.shares, MOST_SHARE),
     )
     put_metrics(found, metrics_of(worker))

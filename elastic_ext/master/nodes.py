@@ -17,11 +17,11 @@ __all__ = [
     "MOST_NAME",
     "PROTOCOL",
     "Fenced",
+    "MembershipPlans",
     "Node",
     "NodeChange",
     "NodeState",
     "Nodes",
-    "Plans",
     "RefusalKind",
     "RequestRefused",
     "TooMany",
@@ -46,7 +46,10 @@ _LATE_SHARE = 0.5  # of a lease, after which a node that is not heard of is told
 
 
 class UnknownNode(Exception):
-    """No node with this id and incarnation has joined: the agent has to join first."""
+    """No node with this id and incarnation has joined: the agent has to join first.
+
+    Raised within the master, as Fenced is; in an agent, errors.NodeUnknown and errors.NodeFenced tell of it.
+    """
 
 
 class Fenced(Exception):
@@ -136,7 +139,10 @@ class Nodes:
         started_at: float,
         agent_id: str = "",
     ) -> NodeChange:
-        """Let a node join, or join again. Fenced if a later incarnation of it is present; TooMany."""
+        """Let a node join, or join again.
+
+        Raises Fenced if a later incarnation of it is present, and TooMany if no more nodes are taken.
+        """
         known = self._by_id.get(node_id)
         if known is not None and incarnation < known.incarnation and known.state in ("live", "late"):
             raise Fenced(_fenced(known))
@@ -165,7 +171,10 @@ class Nodes:
         return NodeChange(node_id=node_id, kind="replaced", text=f"node {where} has joined {former}")
 
     def renew(self, now: float, node_id: str, incarnation: int) -> tuple[Node, NodeChange | None]:
-        """Renew the lease of a node that is heard of; a change where it was thought lost. UnknownNode, Fenced."""
+        """Renew the lease of a node that is heard of; a change where it was thought lost.
+
+        Raises UnknownNode for a node that has not joined, and Fenced where a later incarnation has.
+        """
         node = self._by_id.get(node_id)
         if node is None or incarnation > node.incarnation or node.state == "left":
             raise UnknownNode(f"node {node_id} has not joined; join first")
@@ -181,7 +190,7 @@ class Nodes:
         return node, change
 
     def leave(self, now: float, node_id: str, incarnation: int, reason: str) -> NodeChange:
-        """Note that a node leaves the job. UnknownNode, Fenced."""
+        """Note that a node leaves the job; raises UnknownNode or Fenced as ``renew`` does."""
         node, _ = self.renew(now, node_id, incarnation)
         node.state = "left"
         return NodeChange(node_id=node_id, kind="left", text=f"node {node_id} has left: {reason or 'no reason given'}")
@@ -251,7 +260,7 @@ _MOST_REASON = 1_000
 _MOST_SHARES = 10_000
 
 
-class Plans:
+class MembershipPlans:
     """The newest membership plan of a job, numbered by the master over all starts of the job."""
 
     def __init__(self, stored: str) -> None:
@@ -292,6 +301,9 @@ MOST_HARDWARE = 256 << 10
 _MOST_AHEAD_SECONDS = 86400.0
 
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
+"""Why a request is refused. "fenced": a later incarnation of the node has joined; "unknown": the node has not joined;
+"other": a wrong job, protocol or machine, or what is not allowed; "limits": too many or too much; "late": a message or
+an acknowledgement did not come in time, or the version is not the newest; "invalid": a value that cannot be."""
 
 
 class RequestRefused(Exception):
@@ -335,8 +347,8 @@ def check_join(
     if request.job_id and request.job_id != job_id:
         raise RequestRefused(
             "other",
-            f"the agent has spoken to the master of job {job!r} with another state (id {request.job_id[:40]!r}): this "
-            f"one (id {job_id!r}) listens in its place",
+            f"the agent has joined a master of job {job!r} that kept its state elsewhere (id {request.job_id[:40]!r}); "
+            f"this one has id {job_id!r}: start the master with the former --state-dir, or restart the agents",
         )
     if request.epoch > epoch:
         words = f"the agent has met a later master (epoch {request.epoch}); this one is of epoch {epoch}"

@@ -18,7 +18,7 @@ from elastic_ext.profile.reader import view_of
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.records.text import counted
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 
 from .node_metrics import fitting_window
 from .wire import master_pb2
@@ -39,7 +39,7 @@ _HELD_UP = (Phase.CHANGE, Phase.CHECKPOINT, Phase.ROLLED_BACK)
 
 
 class MeasurementRounds:
-    """Gathers the profile windows of a job's ranks into rounds, each of which becomes a MeasuredSteps for the tuner."""
+    """Gathers the profile windows of a job's ranks into rounds, each of which becomes a StepReport for the tuner."""
 
     def __init__(self, *, patience_seconds: float) -> None:
         """A rank that has reported nothing ``patience_seconds`` after the first rank of a round counts as silent."""
@@ -82,7 +82,7 @@ class MeasurementRounds:
                 for said in worker.windows[-_MOST_WINDOWS:]:
                     self._take(now, worker.rank, said)
 
-    def take_measurement(self, now: float) -> MeasuredSteps | None:
+    def take_measurement(self, now: float) -> StepReport | None:
         """The measurement of a round that is complete, or that cannot be because a rank is silent or broken; else None.
 
         Each round is given once.
@@ -137,7 +137,7 @@ def measured_steps(
     now: float,
     expected: Collection[int],
     broken: Collection[int] = (),
-) -> MeasuredSteps:
+) -> StepReport:
     """The measurement that ``windows``, by rank and of one config, give of steps that all ``expected`` ranks took.
 
     The time of a step is the mean over all of them, without changes, checkpoints and rollbacks between two: what comes
@@ -150,10 +150,10 @@ def measured_steps(
         view = view_of(row, host="", measures=Measures())
         found = breakdown_of(view)
         breakdowns.append(found)
-        in_steps = found.in_steps
-        steps[rank] = in_steps * sum(view.window.seconds.values()) / view.window.num_steps
+        step_share = found.step_share_of_wall
+        steps[rank] = step_share * sum(view.window.seconds.values()) / view.window.num_steps
         for phase, each in shares.items():
-            each.append(found.shares.get(phase, 0.0) / max(in_steps, 1e-9))
+            each.append(found.shares.get(phase, 0.0) / max(step_share, 1e-9))
     last = [row[-1] for row in windows.values()]
     seconds = max(steps.values())
     processors = [each.processor_share for each in breakdowns if each.processor_share is not None]
@@ -161,7 +161,7 @@ def measured_steps(
     held_up = (
         sum(each.seconds.get(phase.label, 0.0) for each in row for phase in _HELD_UP) for row in windows.values()
     )
-    return MeasuredSteps(
+    return StepReport(
         time=min(max(each.end for each in last), now),
         version=last[0].config_version,
         revision=last[0].config_revision,
@@ -196,7 +196,7 @@ def _trouble(steps: Mapping[int, float], missing: Sequence[int], broken: Collect
     """Why the tuner must not decide by these steps, in a sentence; empty where it may."""
     told_nothing = [rank for rank in missing if rank not in broken]
     if broken:
-        return f"what {_named(sorted(broken))} told of their steps cannot be, such as times that are no numbers"
+        return f"{_named(sorted(broken))} reported impossible values of steps, such as times that are not finite"
     if told_nothing:
         return f"{_named(told_nothing)} told nothing of their steps for a while, and others did"
     slowest, quickest = max(steps, key=lambda each: steps[each]), min(steps, key=lambda each: steps[each])

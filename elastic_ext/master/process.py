@@ -1,4 +1,4 @@
-"""The process of a master from start to end: its parts put together, the thread on which its tuner plans, and the
+"""The process of a master from start to end: its parts put together, the thread on which its tuner computes, and the
 return of freed memory to the system.
 """
 
@@ -27,14 +27,14 @@ from .arguments import MasterOptions
 from .credentials import read_token
 from .job import Job, JobSettings
 from .metrics import MOST_RANKS, MetricsServer, exposition
-from .service import SERVICE, Guard, GuardInterceptor, Health, MasterService, moment
+from .service import HEALTH_SERVICE, Guard, GuardInterceptor, Health, MasterService, moment
 from .status import job_status
 from .store import JobStore, StoreError, Superseded
-from .tuning import StrategyFactory
+from .tuning import TunerFactory
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
-__all__ = ["MasterNotStarted", "MemoryTrimmer", "PlanningThread", "serve"]
+__all__ = ["MasterNotStarted", "MemoryTrimmer", "TunerThread", "serve"]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ _Work = Callable[[], Callable[[], None]]
 _CLOSE_SECONDS = 2.0
 
 
-class PlanningThread:
-    """The thread on which a master's tuner plans, so that the event loop can go on answering calls.
+class TunerThread:
+    """The thread on which a master's tuner computes, so that the event loop can go on answering calls.
 
     It starts with the first work. All its methods are called on the thread of the event loop.
     """
@@ -55,7 +55,7 @@ class PlanningThread:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._works: SimpleQueue[_Work | None] = SimpleQueue()
-        # A daemon: a plan that never ends is no reason for its master not to.
+        # A daemon: a computation that never ends is no reason for its master not to.
         self._thread = OwnedThread(self._work, name="elastic_ext tuner", wake=partial(self._works.put, None))
         self.answered = asyncio.Event()
         """Set as each result is called on the loop; who waits for it clears it."""
@@ -172,10 +172,10 @@ class MasterNotStarted(ElasticError):
     """A master could not be started as asked."""
 
 
-async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: StrategyFactory | None = None) -> None:
+async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, tuner: TunerFactory | None = None) -> None:
     """Run a master until ``has_to_end`` is set. MasterNotStarted; Superseded where another process has become it.
 
-    ``strategy`` makes the tuning strategy, by default the library's.
+    ``tuner`` makes the tuner, by default the library's.
     """
     token = _token_of(options)
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
@@ -184,9 +184,9 @@ async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: 
             store = await loop.run_in_executor(executor, JobStore, options.state_dir)
         except StoreError as error:
             raise MasterNotStarted(str(error)) from error
-        planning = PlanningThread(loop)
+        planning = TunerThread(loop)
         try:
-            await _serve(options, store, executor, token, has_to_end, strategy, planning)
+            await _serve(options, store, executor, token, has_to_end, tuner, planning)
         finally:
             await loop.run_in_executor(executor, store.close)
             planning.close()
@@ -198,8 +198,8 @@ async def _serve(
     executor: Executor,
     token: str | None,
     has_to_end: asyncio.Event,
-    strategy: StrategyFactory | None,
-    planning: PlanningThread,
+    tuner: TunerFactory | None,
+    planning: TunerThread,
 ) -> None:
     loop = asyncio.get_running_loop()
     try:
@@ -221,7 +221,7 @@ async def _serve(
         refuses_bad_nodes=options.refuse_bad_nodes,
         tuning=options.tuning,
     )
-    job = Job(stored, settings, moment(), strategy=strategy, run=planning.run)
+    job = Job(stored, settings, moment(), tuner=tuner, run=planning.run)
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
@@ -245,7 +245,7 @@ async def _listening(
     options: MasterOptions, service: MasterService, health: Health, guard: Guard
 ) -> AsyncIterator[int]:
     """Run the gRPC server within the context, which gives the port that it listens at."""
-    interceptor = GuardInterceptor(guard, open_service=SERVICE)
+    interceptor = GuardInterceptor(guard, open_service=HEALTH_SERVICE)
     server = grpc.aio.server(interceptors=(interceptor,), options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     add_MasterServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     server.add_generic_rpc_handlers((health.handler,))
@@ -307,7 +307,7 @@ async def _metrics(
 
 
 @contextlib.asynccontextmanager
-async def _writing_decisions(job: Job, service: MasterService, planning: PlanningThread) -> AsyncIterator[None]:
+async def _writing_decisions(job: Job, service: MasterService, planning: TunerThread) -> AsyncIterator[None]:
     """Write the tuner's decisions as soon as there are any, within the context; a write that is under way is ended."""
     is_over = False
 
@@ -315,7 +315,7 @@ async def _writing_decisions(job: Job, service: MasterService, planning: Plannin
         number = job.log.number
         while not is_over:
             planning.answered.clear()
-            await service.tune()
+            await service.write_due_decisions()
             if job.log.number != number:
                 number = job.log.number
                 service.tell_followers()
@@ -339,7 +339,7 @@ async def _keep_going(
         trimmer.trim(asyncio.get_running_loop().time())
         number = job.log.number
         job.tick(moment())
-        await service.tune()
+        await service.write_due_decisions()
         if job.log.number != number:
             service.tell_followers()
         await _keep(job, store, executor)

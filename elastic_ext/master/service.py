@@ -31,8 +31,8 @@ from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import MasterServicer
 
 __all__ = [
-    "ANSWERED",
-    "SERVICE",
+    "ANSWERED_ERRORS",
+    "HEALTH_SERVICE",
     "Allowances",
     "CallEnded",
     "Guard",
@@ -119,7 +119,7 @@ else:
     _Interceptor = grpc.aio.ServerInterceptor
 """The caller of a method, as gRPC's context of the call."""
 
-ANSWERED = (RequestRefused, ConfigError, ValueError, StaleVersion, StoreError)
+ANSWERED_ERRORS = (RequestRefused, ConfigError, ValueError, StaleVersion, StoreError)
 """The exceptions of a call that are answered to its caller; any other one is a fault of the master."""
 
 
@@ -398,7 +398,7 @@ class MasterService(MasterServicer):
     async def Join(self, request: wire.JoinRequest, peer: Peer) -> wire.JoinReply:
         try:
             reply = self._job.join(moment(), request)
-        except ANSWERED as error:
+        except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self.counts["joins"] += 1
         self.tell_followers()
@@ -410,7 +410,7 @@ class MasterService(MasterServicer):
             if authored is not None:
                 await self._take(authored)
                 reply.config_version = self._job.book.version
-        except ANSWERED as error:
+        except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self._watchers.acknowledge(request.node_id, request.held.version)
         self.counts["beats"] += 1
@@ -442,7 +442,7 @@ class MasterService(MasterServicer):
     async def Leave(self, request: wire.LeaveRequest, peer: Peer) -> wire.LeaveReply:
         try:
             self._job.leave(moment(), request)
-        except ANSWERED as error:
+        except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self._watchers.end(request.node_id)
         self.tell_followers()
@@ -485,7 +485,7 @@ class MasterService(MasterServicer):
     async def ReportPairs(self, request: wire.ReportPairsRequest, peer: Peer) -> wire.ReportPairsReply:
         try:
             recommendations = self._job.take_pairs(moment(), request)
-        except ANSWERED as error:
+        except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self.tell_followers()
         return wire.ReportPairsReply(recommendations=recommendations)
@@ -503,15 +503,15 @@ class MasterService(MasterServicer):
             is_answered = asyncio.Event()
             self._job.tuning.after(is_answered.set)
             await is_answered.wait()
-            await self.tune()
-        except ANSWERED as error:
+            await self.write_due_decisions()
+        except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self.tell_followers()
         return tuning_report(self._job.tuning, after=newest)
 
     # ---- how ----
 
-    async def tune(self) -> None:
+    async def write_due_decisions(self) -> None:
         """Store the tuner's decisions that are due as config versions, and tell nodes of them."""
         tuning = self._job.tuning
         if tuning.due is None:
@@ -525,7 +525,7 @@ class MasterService(MasterServicer):
                     authored = self._job.propose_decided(moment(), decision)
                     written = replace(decision, version=authored.config.version)
                     await self._stored(partial(self._store.enter_version, authored, written))
-                except ANSWERED as error:
+                except ANSWERED_ERRORS as error:
                     tuning.refuse_due(moment().time, decision.number, f"it could not be written: {error}")
                 else:
                     self._enter(authored, decision.number)
@@ -559,7 +559,7 @@ class MasterService(MasterServicer):
                 authored = make()
                 await self._stored(lambda: self._store.enter_version(authored))
                 self._enter(authored)
-        except ANSWERED as error:
+        except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         return wire.ConfigWritten(
             version=authored.config.version,
@@ -588,7 +588,8 @@ class MasterService(MasterServicer):
 #
 # Anybody may ask, without the token: all that is said is whether the master serves.
 
-SERVICE = "grpc.health.v1.Health"
+HEALTH_SERVICE = "grpc.health.v1.Health"
+"""The gRPC name of the health service, whose methods need no token."""
 _KNOWN = ("", "elastic_ext.v1.Master")
 _SERVING, _NOT_SERVING, _UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"  # HealthCheckResponse
 _MOST_WATCHING = 64
@@ -607,7 +608,7 @@ class Health:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The gRPC handler of the health service's methods."""
         return grpc.method_handlers_generic_handler(
-            SERVICE,
+            HEALTH_SERVICE,
             {
                 "Check": grpc.unary_unary_rpc_method_handler(self._check),
                 "Watch": grpc.unary_stream_rpc_method_handler(self._watch),

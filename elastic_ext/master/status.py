@@ -44,11 +44,11 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobSt
     )
     verdict = job.collector.verdict(now.time)
     status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text, share=verdict.share))
-    cluster = job.fleet.cluster(job.collector.stragglers)
-    status.groups.extend(cluster.groups)
-    status.recommendations.extend(cluster.recommendations)
-    if job.plans.newest is not None:
-        plan = job.plans.newest
+    comparison = job.machines.comparison(job.collector.stragglers)
+    status.groups.extend(comparison.groups)
+    status.recommendations.extend(comparison.recommendations)
+    if job.membership_plans.newest is not None:
+        plan = job.membership_plans.newest
         nodes = [wire.NodeShare(**asdict(each)) for each in plan.nodes]
         status.membership.CopyFrom(
             wire.Membership(version=plan.version, nodes=nodes, reason=plan.reason, time=plan.time)
@@ -113,7 +113,7 @@ def _decision_message(decision: Decision) -> wire.TuningDecision:
 
 
 def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
-    facts = job.fleet.facts(node.node_id)
+    facts = job.machines.facts(node.node_id)
     troubles = [each for each in (node.trouble, node.refusal) if each]
     return wire.NodeStatus(
         node=filled(wire.Node(), node),

@@ -18,11 +18,11 @@ from elastic_ext.errors import ConfigError, ElasticError
 from elastic_ext.records.files import lock_holders, try_lock
 from elastic_ext.tuner.decisions import Decision
 
-from .cluster import Fleet
+from .cluster import Machines
 from .collector import Collector
 from .configs import Author, AuthoredVersion
 from .events import EventLog, EventRecord, NodeRecord
-from .nodes import Node, Nodes, Plans
+from .nodes import MembershipPlans, Node, Nodes
 from .tuning import Tuning
 
 __all__ = ["JobStore", "StoreError", "Stored", "Superseded", "Unsaved", "UnsavedChanges", "network_in_words"]
@@ -228,8 +228,8 @@ class JobStore:
         strange = db.execute(_STRANGE).fetchone()
         if strange is not None:  # what is read would be computed, and might be of any size
             raise StoreError(
-                f"{self.path} holds what no master has written: {ascii(strange[0])[:80]} is computed by the file; give "
-                "--state-dir another folder to begin anew"
+                f"{self.path} holds what no master has written: {ascii(strange[0])[:80]} is a view, a trigger or a "
+                "table with a generated column; give --state-dir another folder to begin anew"
             )
         for statement in (_TABLES * (schema == 0) + _ADDED).split(";"):
             db.execute(statement)
@@ -341,16 +341,16 @@ class UnsavedChanges:
         self,
         *,
         nodes: Nodes,
-        fleet: Fleet,
-        plans: Plans,
+        machines: Machines,
+        membership_plans: MembershipPlans,
         log: EventLog,
         collector: Collector,
         tuning: Tuning,
         saved_until: float,
     ) -> None:
         self._nodes = nodes
-        self._fleet = fleet
-        self._plans = plans
+        self._machines = machines
+        self._membership_plans = membership_plans
         self._log = log
         self._collector = collector
         self._tuning = tuning
@@ -379,7 +379,7 @@ class UnsavedChanges:
         forgotten = [each for each in self._forgotten if self._nodes.get(each) is None]  # others have come back since
         self._forgotten.clear()
         whole, self._whole = self._whole, set()
-        plan = self._plans.newest
+        plan = self._membership_plans.newest
         points = self._collector.rows(self._saved_until)
         self._saved_until = max([self._saved_until, *(time for time, _ in points)])
         return Unsaved(
@@ -388,7 +388,7 @@ class UnsavedChanges:
             forgotten=forgotten,
             membership=plan.to_json() if plan is not None and "membership" in whole else None,
             job=job if "job" in whole else None,
-            pairs=self._fleet.pairs if "pairs" in whole else None,
+            pairs=self._machines.pairs if "pairs" in whole else None,
             points=points,
             decisions=self._tuning.take_unsaved(),
         )
@@ -417,6 +417,6 @@ class UnsavedChanges:
             library=node.library,
             started_at=node.started_at,
             state=node.state,
-            hardware=self._fleet.hardware(node.node_id),
+            hardware=self._machines.hardware(node.node_id),
             agent_id=node.agent_id,
         )

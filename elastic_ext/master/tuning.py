@@ -14,9 +14,9 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.json import shown
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.records.text import on_one_line, size_in_words
-from elastic_ext.tuner.batch_efficiency import SIZE_KEY, is_asked_for
+from elastic_ext.tuner.batch_efficiency import GLOBAL_BATCH_KEY, may_tune_global_batch
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import KEYS
 
 from .configs import Author, AuthoredVersion, StaleVersion
@@ -31,10 +31,10 @@ __all__ = [
     "Mode",
     "QuestionKind",
     "Run",
-    "Strategy",
-    "StrategyFactory",
-    "StrategyQueue",
-    "StrategyStanding",
+    "Tuner",
+    "TunerFactory",
+    "TunerQueue",
+    "TunerStanding",
     "Tuning",
     "at_once",
     "changes_in_words",
@@ -98,16 +98,16 @@ def _value(value: Any) -> str:
 
 
 # --- one question after another, never two at once -------------------------------------------------------------------
-# A *question* is one call of the tuning strategy (StrategyQueue); questions are asked in the order in which they come,
+# A *question* is one call of the tuner (TunerQueue); questions are asked in the order in which they come,
 # and never two at once.
 #
 # An answer may take a part of a second, in which a master has others to serve. So each question is handed to ``Run``,
 # which may use another thread, and the next one waits until the answer is there. Questions and answers come and go on
-# the master's thread; only the strategy is used elsewhere. It does no I/O and reads no clock.
+# the master's thread; only the tuner is used elsewhere. It does no I/O and reads no clock.
 
 
-class StrategyStanding(Protocol):
-    """The state of a tuning strategy, as the status shows it."""
+class TunerStanding(Protocol):
+    """The state of a tuner, as the status shows it."""
 
     @property
     def stand(self) -> str: ...
@@ -117,15 +117,15 @@ class StrategyStanding(Protocol):
     def best_rate(self) -> float | None: ...
 
 
-class Strategy(Protocol):
-    """A tuning strategy: it is told of the job and decides.
+class Tuner(Protocol):
+    """A tuner: it is told of the job and decides.
 
     Methods give decisions that are new, or have changed under the same number.
     """
 
     def take_facts(self, now: float, facts: JobFacts) -> list[Decision]: ...
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]: ...
-    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]: ...
+    def see(self, now: float, seen: StepReport) -> list[Decision]: ...
     def tick(self, now: float) -> list[Decision]: ...
     def pause(self, now: float, why: str) -> list[Decision]: ...
     def resume(self, now: float) -> list[Decision]: ...
@@ -133,13 +133,13 @@ class Strategy(Protocol):
     def written(self, now: float, number: int, version: int) -> None: ...
     def refused(self, now: float, number: int, why: str) -> list[Decision]: ...
     @property
-    def standing(self) -> StrategyStanding: ...
+    def standing(self) -> TunerStanding: ...
 
 
-StrategyFactory = Callable[[Mode, Sequence[Decision]], Strategy]
-"""Makes a strategy, from the mode that counts where the config names none, and the decisions made before."""
-Ask = Callable[[Strategy], Sequence[Decision]]
-"""A question: calls a method of the strategy, and gives the decisions that are new or have changed."""
+TunerFactory = Callable[[Mode, Sequence[Decision]], Tuner]
+"""Makes a tuner, from the mode that counts where the config names none, and the decisions made before."""
+Ask = Callable[[Tuner], Sequence[Decision]]
+"""A question: calls a method of the tuner, and gives the decisions that are new or have changed."""
 QuestionKind = Literal["facts", "seen", "tick", "other"]
 """The kind of a question: of too many that wait, the oldest of their kind are left out, but for "other"."""
 Run = Callable[[Callable[[], Callable[[], None]]], None]
@@ -151,15 +151,15 @@ MOST_WAITING: Mapping[QuestionKind, int] = {"facts": 16, "seen": 16, "tick": 1}
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """One call of the strategy that waits for its turn."""
+    """One call of the tuner that waits for its turn."""
 
     now: float
     kind: QuestionKind
     ask: Ask
-    strategy_number: int
-    """The number of the strategy that is asked: a job may have several, one after another."""
-    make: Callable[[Sequence[Decision]], Strategy] | None = None
-    """Makes the strategy before it is asked; None where it is made already."""
+    tuner_number: int
+    """The number of the tuner that is asked: a job may have several, one after another."""
+    make: Callable[[Sequence[Decision]], Tuner] | None = None
+    """Makes the tuner before it is asked; None where it is made already."""
 
 
 def at_once(work: Callable[[], Callable[[], None]]) -> None:
@@ -167,55 +167,56 @@ def at_once(work: Callable[[], Callable[[], None]]) -> None:
     work()()
 
 
-class StrategyOwner(Protocol):
-    """The owner of a strategy's queue, which takes its decisions. Times are seconds since 1970."""
+class TunerOwner(Protocol):
+    """The owner of a tuner's queue, which takes its decisions. Times are seconds since 1970."""
 
     @property
     def decisions(self) -> Sequence[Decision]:
         """All decisions so far."""
 
     def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
-        """Take the strategy's new or changed decisions."""
+        """Take the tuner's new or changed decisions."""
 
     def take_failure(self, now: float, error: Exception) -> None:
-        """Take the error with which the strategy has failed; it is asked no more."""
+        """Take the error with which the tuner has failed; it is asked no more."""
 
 
-class StrategyQueue:
-    """The queue of questions to a job's tuning strategy, asked one after another, where ``run`` runs them.
+class TunerQueue:
+    """The queue of questions to a job's tuner, asked one after another, where ``run`` runs them.
 
     Times are seconds since 1970.
     """
 
-    def __init__(self, run: Run, owner: StrategyOwner) -> None:
+    def __init__(self, run: Run, owner: TunerOwner) -> None:
         self._run = run
         self._owner = owner
         self._waiting: deque[_Question | Callable[[], None]] = deque()
         self._is_busy = False
-        self._strategy_number = 0
-        self._strategy: Strategy | None = None  # for what runs alone, while something does
+        self._tuner_number = 0
+        self._tuner: Tuner | None = None  # for what runs alone, while something does
         self.has_begun = False
-        self.standing: StrategyStanding | None = None
-        """The strategy's state as of its newest answer; None before the first."""
+        """Whether there is a tuner to be asked; False again once it has ended or failed."""
+        self.standing: TunerStanding | None = None
+        """The tuner's state as of its newest answer; None before the first."""
 
-    def begin(self, now: float, make: Callable[[Sequence[Decision]], Strategy], ask: Ask) -> None:
-        """Make a strategy from the decisions known by then, and ask it ``ask`` first."""
-        self._strategy_number += 1
+    def begin(self, now: float, make: Callable[[Sequence[Decision]], Tuner], ask: Ask) -> None:
+        """Make a tuner from the decisions known by then, and ask it ``ask`` first."""
+        self._tuner_number += 1
         self.has_begun, self.standing = True, None
-        self._add(_Question(now, "other", ask, self._strategy_number, make))
+        self._add(_Question(now, "other", ask, self._tuner_number, make))
 
     def ask(self, now: float, ask: Ask, kind: QuestionKind = "other") -> None:
-        """Ask the strategy something, once all earlier questions are answered."""
+        """Ask the tuner something, once all earlier questions are answered."""
         assert self.has_begun, "nobody is there to be asked"
         self._leave_out(kind)
-        self._add(_Question(now, kind, ask, self._strategy_number))
+        self._add(_Question(now, kind, ask, self._tuner_number))
 
     def after(self, then: Callable[[], None]) -> None:
         """Call ``then`` once all earlier questions are answered; at once where none waits."""
         self._add(then)
 
     def end(self) -> None:
-        """End the strategy: it still answers earlier questions, and is asked nothing new."""
+        """End the tuner: it still answers earlier questions, and is asked nothing new."""
         self.has_begun, self.standing = False, None
         self._go_on()
 
@@ -245,20 +246,20 @@ class StrategyQueue:
             known = () if what.make is None else tuple(self._owner.decisions)
             self._run(partial(self._answer, what, known))
         if not self.has_begun and not self._is_busy:
-            self._strategy = None
+            self._tuner = None
 
     def _answer(self, question: _Question, known: Sequence[Decision]) -> Callable[[], None]:
-        """Ask the strategy, on the thread of ``Run``; gives what to call with the answer on the master's thread."""
+        """Ask the tuner, on the thread of ``Run``; gives what to call with the answer on the master's thread."""
         try:
             if question.make is not None:
-                self._strategy = question.make(known)
-            assert self._strategy is not None, "a strategy that ends is kept until it has answered"
-            decisions = list(question.ask(self._strategy))
-            return partial(self._take_answer, question, decisions, self._strategy.standing)
+                self._tuner = question.make(known)
+            assert self._tuner is not None, "a tuner that ends is kept until it has answered"
+            decisions = list(question.ask(self._tuner))
+            return partial(self._take_answer, question, decisions, self._tuner.standing)
         except Exception as error:  # a master serves its agents, whatever becomes of its tuner
             return partial(self._take_failure, question, error)
 
-    def _take_answer(self, question: _Question, decisions: Sequence[Decision], standing: StrategyStanding) -> None:
+    def _take_answer(self, question: _Question, decisions: Sequence[Decision], standing: TunerStanding) -> None:
         self._is_busy = False
         if self._is_current(question):
             self.standing = standing
@@ -266,11 +267,11 @@ class StrategyQueue:
         self._go_on()
 
     def _take_failure(self, question: _Question, error: Exception) -> None:
-        """Log the failure of a strategy, and drop all questions that wait for it."""
+        """Log the failure of a tuner, and drop all questions that wait for it."""
         self._is_busy = False
         _logger.error("the tuner has failed", exc_info=error)
-        number = question.strategy_number
-        left = [each for each in self._waiting if not isinstance(each, _Question) or each.strategy_number != number]
+        number = question.tuner_number
+        left = [each for each in self._waiting if not isinstance(each, _Question) or each.tuner_number != number]
         self._waiting = deque(left)
         if self._is_current(question):
             self.has_begun, self.standing = False, None
@@ -278,27 +279,27 @@ class StrategyQueue:
         self._go_on()
 
     def _is_current(self, question: _Question) -> bool:
-        return self.has_begun and question.strategy_number == self._strategy_number
+        return self.has_begun and question.tuner_number == self._tuner_number
 
 
 # --- a job's tuner as its master has it: told what the job tells, asked by people, heard in what it decides ----------
-# What is decided, and why, is up to the strategy. Here is what surrounds it: what it is to hear of what comes over the
+# What is decided, and why, is up to the tuner. Here is what surrounds it: what it is to hear of what comes over the
 # wire, which of its decisions become versions of the config, what is kept of them, and that it never holds up the
-# master: it is asked one thing after another (StrategyQueue), and its answers are taken whenever they come. It does no
-# I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
+# master: it is asked one thing after another (TunerQueue), and its answers are taken whenever they come. It does no
+# I/O and reads no clock; its code is not loaded while it is off.
 #
 # A decision with changes becomes a config version in mode auto; an undo does so in any mode but off. Until then it is
 #
-#   due      the strategy has decided it, and the master is to write it as the next version;
+#   due      the tuner has decided it, and the master is to write it as the next version;
 #   pending  the version is written, and ranks are not known to train under it yet.
 #
 #   due -> pending      the version is written
 #   due -> refused      it cannot be written, or a version that was not written for a decision has come meanwhile
-#   due -> dropped      the strategy has closed the decision, or the mode does not allow it any more
+#   due -> dropped      the tuner has closed the decision, or the mode does not allow it any more
 #   pending -> over     ranks report steps under the version or a later one, or a later one is written
 #   pending -> refused  ranks refuse the version, or train under an earlier one for a while although all nodes hold it
 #
-# The strategy is told of "refused", and decides what is next.
+# The tuner is told of "refused", and decides what is next.
 
 Action = Literal["pause", "resume", "undo"]
 
@@ -334,7 +335,7 @@ class _PendingVersion:
 
 
 class Tuning:
-    """A job's tuner as its master runs it: it passes news to the strategy and keeps its decisions.
+    """A job's tuning as its master runs it: news are passed to the tuner, and its decisions are kept.
 
     Times are seconds since 1970.
     """
@@ -346,20 +347,20 @@ class Tuning:
         *,
         tell: Tell,
         slow: Callable[[], str] = str,
-        make: StrategyFactory | None = None,
+        make: TunerFactory | None = None,
         run: Run = at_once,
     ) -> None:
         """``mode`` counts where the config names none; ``tell`` writes an event; ``slow`` names a straggler in words.
 
-        ``make`` makes a strategy, by default the library's, and ``run`` runs its planning, such as on another thread.
+        ``make`` makes a tuner, by default the library's, and ``run`` runs its computations, such as on another thread.
         """
         self._usual_mode = mode
         self._mode: Mode = mode
         self._decisions = {each.number: each for each in decisions}
         self._tell = tell
         self._slow = slow
-        self._make = make or _library_strategy
-        self._asking = StrategyQueue(run, self)
+        self._make = make or _library_tuner
+        self._asking = TunerQueue(run, self)
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._rounds = MeasurementRounds(patience_seconds=_PATIENCE_SECONDS)
@@ -419,7 +420,7 @@ class Tuning:
             return
         self._facts, self._refused_facts = facts, ""
         self._rounds.expect(facts.restart, facts.world_size)
-        self._ask(now, lambda strategy: strategy.take_facts(now, facts), kind="facts")
+        self._ask(now, lambda tuner: tuner.take_facts(now, facts), kind="facts")
 
     def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
         """Take the workers of a node's beat, with their profile windows."""
@@ -446,9 +447,9 @@ class Tuning:
         if number is not None:
             self._pending = _PendingVersion(number, config.version)
             self._note_written(number, config.version)
-            self._ask(now, lambda strategy: _tell_written(strategy, now, number, config.version))
+            self._ask(now, lambda tuner: _tell_written(tuner, now, number, config.version))
         if self._asking.has_begun:
-            self._ask(now, lambda strategy: strategy.take_config(now, config, author))
+            self._ask(now, lambda tuner: tuner.take_config(now, config, author))
         self._mode = mode
         self._due = [number for number in self._due if self._may_write(self._decisions[number])]
         if mode == "off":
@@ -456,20 +457,20 @@ class Tuning:
             self._pending = None
         elif not self._asking.has_begun and self._facts is not None:
             facts = self._facts
-            self._ask(now, lambda strategy: strategy.take_facts(now, facts))
+            self._ask(now, lambda tuner: tuner.take_facts(now, facts))
 
     def refuse_version(self, now: float, version: int, why: str) -> None:
-        """Note that ranks refuse a config version; the strategy hears of it if the version was written for it."""
+        """Note that ranks refuse a config version; the tuner hears of it if the version was written for it."""
         pending = self._pending
         if pending is not None and pending.version == version:
             self._pending = None
-            self._ask(now, lambda strategy: strategy.refused(now, pending.number, why))
+            self._ask(now, lambda tuner: tuner.refused(now, pending.number, why))
 
     def refuse_due(self, now: float, number: int, why: str) -> None:
         """Note that a decision that was ``due`` could not be written as a config version."""
         if number in self._due:
             self._due.remove(number)
-        self._ask(now, lambda strategy: strategy.refused(now, number, why))
+        self._ask(now, lambda tuner: tuner.refused(now, number, why))
 
     def tick(self, now: float, *, is_held: bool) -> None:
         """Do what is due about once a second; ``is_held`` says whether all nodes hold the newest config version."""
@@ -479,7 +480,7 @@ class Tuning:
             self._pending.held_at, self._pending.num_windows = now, self._rounds.num_windows
         self._look_at_pending(now)
         self._see(now)
-        self._ask(now, lambda strategy: strategy.tick(now), kind="tick")
+        self._ask(now, lambda tuner: tuner.tick(now), kind="tick")
 
     def control(self, now: float, action: str, reason: str) -> None:
         """Do what a person asks of the tuner: pause, resume or undo. RequestRefused where that cannot be."""
@@ -490,16 +491,16 @@ class Tuning:
         if self._failure:
             raise RequestRefused("other", self._failure)
         self._tell(now, "tuning-asked", f"a person has the tuner {action}" + (f": {reason}" if reason else ""))
-        self._ask(now, lambda strategy: [], begins=True)
+        self._ask(now, lambda tuner: [], begins=True)
         if action == "pause":
-            self._ask(now, lambda strategy: strategy.pause(now, reason))
+            self._ask(now, lambda tuner: tuner.pause(now, reason))
         elif action == "resume":
-            self._ask(now, lambda strategy: strategy.resume(now))
+            self._ask(now, lambda tuner: tuner.resume(now))
         else:
-            self._ask(now, lambda strategy: strategy.undo(now))
+            self._ask(now, lambda tuner: tuner.undo(now))
 
     def after(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once the strategy has answered all that it was asked so far."""
+        """Call ``then`` once the tuner has answered all that it was asked so far."""
         self._asking.after(then)
 
     # ---- for the store ----
@@ -517,36 +518,34 @@ class Tuning:
     # ---- how ----
 
     def _ask(self, now: float, ask: Ask, *, kind: QuestionKind = "other", begins: bool = False) -> None:
-        """Ask the strategy something, unless the tuner is off or the strategy has failed.
+        """Ask the tuner something, unless the tuner is off or the tuner has failed.
 
-        The strategy is made once there are facts of the job, or with ``begins``, from the decisions made before.
+        The tuner is made once there are facts of the job, or with ``begins``, from the decisions made before.
         """
         if self._mode == "off" or self._failure:
             return
         asking = self._asking
         if not asking.has_begun and (begins or self._facts is not None):
             config, author = self._config
-            asking.begin(
-                now, partial(self._make, self._mode), lambda strategy: strategy.take_config(now, config, author)
-            )
+            asking.begin(now, partial(self._make, self._mode), lambda tuner: tuner.take_config(now, config, author))
         if asking.has_begun:  # it may have failed at once
             asking.ask(now, ask, kind)
 
     def take_failure(self, now: float, error: Exception) -> None:
-        """Note that the strategy has failed with ``error``, and decides nothing any more."""
+        """Note that the tuner has failed with ``error``, and decides nothing any more."""
         self._due.clear()
         self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
         self._tell(now, "tuning-failed", self._failure)
 
     def _see(self, now: float) -> None:
-        """Pass a round of measured steps to the strategy, if one is complete."""
+        """Pass a round of measured steps to the tuner, if one is complete."""
         found = self._rounds.take_measurement(now)
         if found is not None:
             seen = replace(found, slow_rank=self._slow())
-            self._ask(now, lambda strategy: strategy.see(now, seen), kind="seen")
+            self._ask(now, lambda tuner: tuner.see(now, seen), kind="seen")
 
     def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
-        """Keep what the strategy has decided."""
+        """Keep what the tuner has decided."""
         for decision in decisions:
             number, before = decision.number, self._decisions.get(decision.number)
             if before is not None and decision.version is None:  # it may not have heard yet that it was written
@@ -575,7 +574,7 @@ class Tuning:
     def _drop_due(self, now: float, why: str) -> None:
         numbers, self._due = self._due, []
         for number in numbers:
-            self._ask(now, lambda strategy, number=number: strategy.refused(now, number, why))  # type: ignore[misc]
+            self._ask(now, lambda tuner, number=number: tuner.refused(now, number, why))  # type: ignore[misc]
 
     def _look_at_pending(self, now: float) -> None:
         """Look whether ranks train under the version written last; if they do not for a while, it counts as refused."""
@@ -595,14 +594,14 @@ class Tuning:
 
 
 def check_decision(decision: Decision, newest: AuthoredVersion | None, *, step: int) -> None:
-    """Check that a decision may become the version after ``newest``, whichever strategy has made it.
+    """Check that a decision may become the version after ``newest``, whichever tuner has made it.
 
     RequestRefused where it changes a key that is not the tuner's; StaleVersion where ``newest`` is still to come into
-    force. The batch size is a key for a probe, where a person lets it grow, and for an undo.
+    force. A probe may change global_batch_size if tuning.knobs names it, and any undo may.
     """
-    is_let_grow = newest is not None and is_asked_for(newest.config.tuning)
+    is_let_grow = newest is not None and may_tune_global_batch(newest.config.tuning)
     is_size_its_own = decision.kind == "undo" or (decision.kind == "probe" and is_let_grow)
-    allowed = _KEYS | {SIZE_KEY} if is_size_its_own else _KEYS
+    allowed = _KEYS | {GLOBAL_BATCH_KEY} if is_size_its_own else _KEYS
     foreign = [path for path in decision.changes if path not in allowed]
     if foreign:
         raise RequestRefused("other", f"{', '.join(foreign)[:_MOST_CHARACTERS]} is not for the tuner to change")
@@ -628,15 +627,15 @@ def _is_to_be_written(decision: Decision) -> bool:
     return bool(decision.changes) and not decision.outcome and decision.version is None and decision.kind != "advise"
 
 
-def _tell_written(strategy: Strategy, now: float, number: int, version: int) -> Sequence[Decision]:
-    strategy.written(now, number, version)
+def _tell_written(tuner: Tuner, now: float, number: int, version: int) -> Sequence[Decision]:
+    tuner.written(now, number, version)
     return ()
 
 
-def _library_strategy(mode: Mode, decisions: Sequence[Decision]) -> Strategy:
+def _library_tuner(mode: Mode, decisions: Sequence[Decision]) -> Tuner:
     from elastic_ext.tuner.controller import Controller  # which imports numpy
 
-    made: Strategy = Controller(mode=mode, decisions=decisions)
+    made: Tuner = Controller(mode=mode, decisions=decisions)
     return made
 
 

@@ -109,24 +109,27 @@ class RankBreakdown:
         return sum(self.step.get(phase, 0.0) for phase in COMPUTING)
 
     @property
-    def lost_share(self) -> float:
+    def cpu_starved_share(self) -> float:
         """The share of the time in steps in which the training thread should have computed and had no processor.
 
         It counts the time of all steps, and not that of a median one: of short steps some have a processor, some none.
         """
-        if self.processor_share is None or self.in_steps <= 0:
+        if self.processor_share is None or self.step_share_of_wall <= 0:
             return 0.0
         computing = sum(self.shares.get(phase, 0.0) for phase in COMPUTING)
-        return min((1 - self.processor_share) * computing / self.in_steps, 1.0)
+        return min((1 - self.processor_share) * computing / self.step_share_of_wall, 1.0)
 
     @property
-    def in_step_share(self) -> float:
-        """The share of training's time that goes to steps; the rest goes to what holds them up."""
+    def step_share_of_training(self) -> float:
+        """The share of training's time that goes to steps; the rest goes to what holds them up.
+
+        Training's time is without startup and what lies outside of epochs.
+        """
         training = 1 - self.shares.get(Phase.STARTUP, 0.0) - self.shares.get(Phase.OUTSIDE, 0.0)
-        return min(self.in_steps / training, 1.0) if training > 0 else 0.0
+        return min(self.step_share_of_wall / training, 1.0) if training > 0 else 0.0
 
     @property
-    def in_steps(self) -> float:
+    def step_share_of_wall(self) -> float:
         """The share of all of this rank's time that goes to steps."""
         return sum(self.shares.get(phase, 0.0) for phase in IN_STEPS)
 
@@ -134,7 +137,7 @@ class RankBreakdown:
 def merged(windows: Sequence[StepWindow]) -> StepWindow:
     """One window made of several of one rank; ValueError where they are not of one rank under one config.
 
-    Its quantiles are true of all steps, if less sharp: each is the largest of the windows'.
+    Each quantile is the largest of the windows': an upper bound of that of all steps.
     """
     if not windows:
         raise ValueError("no windows were given to be merged; give at least one")

@@ -95,14 +95,14 @@ class DeviceTimeline(Timeline):
         self._device[phase] -= lost
         self._device[Phase.ROLLED_BACK] += lost
 
-    def spent(self) -> Spent:
-        host = super().spent()
+    def take_spent(self) -> Spent:
+        host = super().take_spent()
         return host if self._is_lost else [*self._device, *host[NUM_PHASES:]]
 
     def end_step(self) -> list[tuple[Spent, Spent]]:
         if self._is_lost:
             return super().end_step()
-        before = self.spent()
+        before = self.take_spent()
         self._steps.append(self._marks)
         self._marks, self._begun = [], None
         found = []

@@ -276,14 +276,14 @@ class TimeUse(Enum):
     CHANGE = "change"
     ROLLED_BACK = "rolled-back"
     """Steps that the process itself rolled back."""
-    AGAIN = "again"
-    """Steps that were lost because training went on from a step before them, and took them again."""
+    LOST_STEPS = "again"
+    """Steps that were lost, since training went on from a step before them; their repetition counts as useful."""
     STARTUP = "startup"
     """The start of a rank's first process, or of one that begins after nothing was running."""
     RESTART = "restart"
     """Time from a failure, or another end of a process, to the first step of the process in its place."""
     UNSEEN = "unseen"
-    """Time of a process after its last window, which it could not write, up to its failure."""
+    """Time that no readable record covers: after a process's last window up to its failure, or where lines are lost."""
     OUTSIDE = "outside"
     STOPPED = "stopped"
     """Time in which no process ran, and no launcher was about to start one."""
@@ -303,8 +303,8 @@ USEFUL = frozenset(
 )
 _OF_PHASE = {phase.label: TimeUse(phase.label) for phase in Phase}
 _STEP = Phase.STEP.label
-_REPEATED = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
-"""The entries that are lost with a step that is taken again."""
+_LOST_WITH_STEP = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
+"""The entries whose time is lost with a step, where training goes on from one before it."""
 _LOOKED_AT = tuple(
     phase.label
     for phase in (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.OTHER)
@@ -469,10 +469,10 @@ def _slice_of(piece: WindowPiece, kept: float, division: Mapping[str, float], *,
             entry = _OF_PHASE[part]
             if entry is TimeUse.STARTUP and is_restart:
                 entry = TimeUse.RESTART
-            is_lost = entry in _REPEATED
+            is_lost = entry in _LOST_WITH_STEP
             add(entry, spent * share * (kept if is_lost else 1.0))
             if is_lost and kept < 1:
-                add(TimeUse.AGAIN, spent * share * (1 - kept))
+                add(TimeUse.LOST_STEPS, spent * share * (1 - kept))
     return Slice(begin=piece.begin, end=piece.end, seconds=seconds, piece=piece, kept=kept)
 
 

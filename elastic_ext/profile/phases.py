@@ -106,7 +106,7 @@ class Timeline:
     def __init__(self, phase: Phase) -> None:
         self._phase = int(phase)
         self._spent = [0] * (2 * NUM_PHASES)  # since it began
-        self._before = self._spent.copy()  # as ``spent`` or ``end_step`` last gave it
+        self._before = self._spent.copy()  # as ``take_spent`` or ``end_step`` last gave it
         self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the step under way began
         self._since = perf_counter_ns()
         self.take_thread()
@@ -139,7 +139,7 @@ class Timeline:
     def enter_elsewhere(self, phase: int) -> int:
         """Begin ``phase`` from another thread, as one that runs backward passes on accelerators; gives the one before.
 
-        What processor time the training thread has had since the last mark counts for ``phase``.
+        What processor time the training thread has had since the last change of phase counts for ``phase``.
         """
         now, before = perf_counter_ns(), self._phase
         self._spent[before] += now - self._since
@@ -156,7 +156,7 @@ class Timeline:
         self._others = self._spent[Phase.OTHER], self._spent[NUM_PHASES + Phase.OTHER]
 
     def lose(self) -> None:
-        """Count the step under way as rolled back: the time of phases in ``LOST`` since ``spent`` or ``end_step``."""
+        """Count the step under way as rolled back: the time in ``LOST`` phases since ``take_spent`` or ``end_step``."""
         self.enter(self._phase)
         for first in (0, NUM_PHASES):
             for phase in LOST:
@@ -179,8 +179,11 @@ class Timeline:
         spent[first + Phase.ROLLED_BACK] += spent[place] - before
         spent[place] = before
 
-    def spent(self) -> Spent:
-        """The time spent by phase since this timeline began; a list that nobody changes."""
+    def take_spent(self) -> Spent:
+        """The time spent by phase since this timeline began; begins the span that ``lose`` can take back next.
+
+        The list is never changed afterwards.
+        """
         self.enter(self._phase)
         self._before = found = self._spent.copy()
         return found
@@ -188,7 +191,7 @@ class Timeline:
     def end_step(self) -> list[tuple[Spent, Spent]]:
         """End a step; gives the time spent at the beginning and at the end of each step whose times are known now."""
         before = self._before
-        return [(before, self.spent())]
+        return [(before, self.take_spent())]
 
     def finish(self) -> None:
         """Wait until all time that was spent is known."""

@@ -25,7 +25,7 @@ __all__ = ["PassWatcher", "Probe", "ProbePace"]
 
 # --- when the phases of a step begin and end, learnt from hooks on a model and its optimizers ------------------------
 # The loop stays as it is. What is seen on the processor's clock is where the training thread waits and works; on an
-# accelerator that lags behind, device_timeline.py asks for the same marks there.
+# accelerator that lags behind, device_timeline.py records the same moments there.
 #
 # Hooks are on the model while steps are looked at, and may rest meanwhile. Where a compiler has made a graph of
 # anything, they stay from then on: a compiler that has seen them once sees nothing new. What it makes a graph of has no
@@ -34,7 +34,7 @@ __all__ = ["PassWatcher", "Probe", "ProbePace"]
 _DEPTH = 3  # of containers in which tensors are looked for
 _MOST_TENSORS = 16  # of an output
 
-Mark = Callable[[int], int]
+EnterPhase = Callable[[int], int]
 """A function that is called with a phase as it begins, and gives the phase before."""
 
 
@@ -55,13 +55,13 @@ class Probe:
     """Tells when phases begin on one model and its optimizers, by hooks, in the micro-steps that it is told of."""
 
     def __init__(
-        self, mark: Mark, model: nn.Module, optimizers: Sequence[Optimizer], *, is_on_accelerator: bool
+        self, enter_phase: EnterPhase, model: nn.Module, optimizers: Sequence[Optimizer], *, is_on_accelerator: bool
     ) -> None:
         """``model`` is what the loop calls."""
         self.num_tokens = self.num_bytes = 0
         """Tokens and bytes that were given to forward passes.
 
-        Tokens are the whole numbers in a first tensor of two dimensions or more.
+        Tokens are the elements of a pass's first tensor, where that is of integers and has two dimensions or more.
         """
         self.num_rows = 0
         """Rows of the first tensor in each micro-step's first pass: samples, as a rule; since the probe was made."""
@@ -69,7 +69,7 @@ class Probe:
         """Whether the model was ever called in a micro-step that this probe was told of."""
         self.watcher: PassWatcher | None = None
         """What observes passes in the micro-steps that are measured."""
-        self._mark = self._own_mark = mark
+        self._enter_phase = self._own_enter_phase = enter_phase
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
         self._hooks: tuple[Callable[..., None], ...] = ()  # of the model, and of each optimizer
@@ -95,7 +95,7 @@ class Probe:
             self._hooks = tuple([self._unless_compiled(act) for act in acts])
         before_forward, after_forward, before_step, after_step = self._hooks
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
-            # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two marks.
+            # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two calls.
             self._handles.append(model.register_forward_pre_hook(Hook(before_forward), prepend=True, with_kwargs=True))
             self._handles.append(model.register_forward_hook(Hook(after_forward), prepend=True))
         for optimizer in self._optimizers:
@@ -121,9 +121,9 @@ class Probe:
         self._has_rows = False
         self._phase_beside_passes = Phase.OTHER
         if not self.has_seen:
-            self._mark(Phase.STEP)  # nobody knows whether the hooks will see the model called
+            self._enter_phase(Phase.STEP)  # nobody knows whether the hooks will see the model called
         else:
-            self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
+            self._enter_phase(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
     def enter_unmeasured_micro_step(self) -> None:
         """Begin a micro-step that is not measured; hooks do nothing in it."""
@@ -138,16 +138,16 @@ class Probe:
 
     def tell_phases(self, listener: Callable[[int], None] | None) -> None:
         """Call ``listener`` with each phase as it begins; None ends that."""
-        mark = self._own_mark
+        enter_phase = self._own_enter_phase
         if listener is None:
-            self._mark = mark
+            self._enter_phase = enter_phase
             return
 
         def tell_both(phase: int) -> int:
             listener(phase)
-            return mark(phase)
+            return enter_phase(phase)
 
-        self._mark = tell_both
+        self._enter_phase = tell_both
 
     def take_counts(self) -> tuple[int, int]:
         """The tokens and bytes that the model was given since the last call."""
@@ -180,7 +180,7 @@ class Probe:
         if self._is_inside:
             if self.watcher is not None:
                 self.watcher.see_inputs(arguments, options)
-            self._mark(Phase.FORWARD)
+            self._enter_phase(Phase.FORWARD)
             self.has_seen = True
             self._count((*arguments, *options.values()) if options else arguments)
         else:
@@ -193,17 +193,17 @@ class Probe:
         if self._depth > 0 or self._is_in_pass:
             return
         if not self._is_inside:
-            self._mark(self._phase_between_steps)
+            self._enter_phase(self._phase_between_steps)
         elif not self._await_backward(output):
-            self._mark(self._phase_beside_passes)  # an evaluation
+            self._enter_phase(self._phase_beside_passes)  # an evaluation
         elif self.watcher is not None:
             self.watcher.see_outputs(output)
 
     def _begin_evaluation(self) -> None:
         """Count a call of the model between two steps as ``Phase.OTHER``, and not as waiting for data."""
-        self._phase_between_steps = self._mark(Phase.OTHER)
+        self._phase_between_steps = self._enter_phase(Phase.OTHER)
         if self._phase_between_steps != Phase.DATA:
-            self._mark(self._phase_between_steps)
+            self._enter_phase(self._phase_between_steps)
 
     def _await_backward(self, output: Any) -> bool:
         """Hook the outputs, so that a backward pass tells when it begins; gives whether one can come to them.
@@ -228,29 +228,29 @@ class Probe:
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         if not self._is_inside:
             return
-        self._mark(Phase.BACKWARD)
+        self._enter_phase(Phase.BACKWARD)
         if not self._is_in_pass:
             self._is_in_pass = at_end_of_pass(self._end_computing, self._end_backward)
 
     def _end_computing(self) -> None:
         """Begin to wait for other ranks: all gradients of the pass are computed."""
-        self._mark(Phase.COMMUNICATION)
+        self._enter_phase(Phase.COMMUNICATION)
 
     def _end_backward(self) -> None:
         self._is_in_pass = False
-        self._mark(self._phase_beside_passes)
+        self._enter_phase(self._phase_beside_passes)
         if self.watcher is not None:
             self.watcher.see_end_of_pass()
 
     def _before_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:
             self._phase_beside_passes = Phase.OPTIMIZER  # also after passes that it asks for
-            self._mark(Phase.OPTIMIZER)
+            self._enter_phase(Phase.OPTIMIZER)
 
     def _after_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:
             self._phase_beside_passes = Phase.OTHER
-            self._mark(Phase.OTHER)
+            self._enter_phase(Phase.OTHER)
 
     def _count(self, given: Iterable[Any]) -> None:
         is_first = True

@@ -39,7 +39,7 @@ _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 class Recorder(Heartbeat):
     """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on all calls to the heartbeat."""
 
-    is_seen = True
+    wants_micro_steps = True
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Recorder(Heartbeat):
         return pass_it
 
     def begin_epoch(self) -> None:
-        """Count the time between two steps for the next step from now on: an epoch begins."""
+        """Count time between steps for the next step again, and not as outside of epochs: an epoch begins."""
         self._between = self._within_epoch
         self._timeline.enter(self._between)
 

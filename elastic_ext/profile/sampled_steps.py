@@ -19,7 +19,7 @@ from .phases import Phase, Timeline
 from .probe import Probe
 from .step_costs import Census, Trace, calibrate, can_trace
 
-__all__ = ["SampleListeners", "Surveyor"]
+__all__ = ["StepMeasurementListeners", "Surveyor"]
 
 _logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _TRACE_SECONDS = 600.0  # between two traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleListeners:
-    """The functions that are called with the results of sampled steps."""
+class StepMeasurementListeners:
+    """The functions that are called with what was measured in a single step: a census, a trace, a calibration."""
 
     census: Callable[[StepCensus], None]
     trace: Callable[[StepTrace], None]
@@ -46,7 +46,7 @@ class Surveyor:
         *,
         name: PeerName,
         device: torch.device,
-        listeners: SampleListeners,
+        listeners: StepMeasurementListeners,
         why_no_census: Callable[[], str | None],
         needs_trace: Callable[[], bool],
         analyzer: Analyzer | None = None,

@@ -13,7 +13,16 @@ from elastic_ext.records.text import on_one_line
 
 from .breakdown import RankView, breakdown_of, why_no_verdict
 
-__all__ = ["ChangeDetector", "LocalTime", "PaceChange", "Straggler", "Stragglers", "is_far", "local_times", "usual"]
+__all__ = [
+    "ChangeDetector",
+    "PaceChange",
+    "RankBusyTime",
+    "Straggler",
+    "Stragglers",
+    "is_far",
+    "rank_busy_times",
+    "usual",
+]
 
 
 # --- who keeps the others waiting ------------------------------------------------------------------------------------
@@ -34,8 +43,8 @@ _LEAST, _MOST = 1e-12, 1e12  # seconds; beyond them numbers are taken for broken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalTime:
-    """What one rank was busy with by itself in a round."""
+class RankBusyTime:
+    """Seconds of a step that one rank was busy with by itself, measured over one window."""
 
     rank: int
     host: str
@@ -92,7 +101,7 @@ class Stragglers:
         self._pasts: dict[tuple[int, str], _Past] = {}
         self._config: object = None
 
-    def see(self, times: Iterable[LocalTime], config: object = None) -> list[Straggler]:
+    def see(self, times: Iterable[RankBusyTime], config: object = None) -> list[Straggler]:
         """Take in a round; gives the ranks that are slow by now, the slowest first.
 
         Rounds under an equal ``config`` are compared; under another one all ranks begin anew, as does a rank that is
@@ -110,7 +119,7 @@ class Stragglers:
         return sorted((each for each in found if each is not None), key=lambda each: (each.score, each.rank))
 
     def _judge(
-        self, key: tuple[int, str], own: LocalTime, middle: float, all_times: Iterable[LocalTime]
+        self, key: tuple[int, str], own: RankBusyTime, middle: float, all_times: Iterable[RankBusyTime]
     ) -> Straggler | None:
         past = self._pasts[key]
         is_slow = own.seconds > _SLOW * middle and is_far(own.seconds, [each.seconds for each in all_times])
@@ -130,15 +139,15 @@ class Stragglers:
         )
 
 
-def local_times(views: Sequence[RankView]) -> list[LocalTime]:
-    """The time that each rank was busy with by itself in a round; without ranks that were not measured by phase."""
+def rank_busy_times(views: Sequence[RankView]) -> list[RankBusyTime]:
+    """The time that each rank was busy with by itself, of a step; without ranks that were not measured by phase."""
     found = []
     for view in views:
         if why_no_verdict([view], is_partial=True) is None:
             seen = breakdown_of(view)
             if seen.is_known:
                 found.append(
-                    LocalTime(
+                    RankBusyTime(
                         rank=seen.rank, host=seen.host, seconds=seen.local_seconds, step_seconds=seen.step_seconds
                     )
                 )

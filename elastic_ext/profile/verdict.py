@@ -76,11 +76,14 @@ LIMITS: dict[Kind, float] = {
     "change": _PAUSE,
     "rolled-back": _PAUSE,
 }
-"""The share of time above which a cause is told; of several the largest, of equal ones the first here."""
+"""The share of time above which a cause is told.
+
+Of several causes above their limits the one with the largest share is told; of equal shares the one listed first.
+"""
 _DOMINATES = 0.5
 """The share of all time above which startup, or time outside of epochs, is named before any other cause."""
 _LESS_SURE = 0.5
-"""How much of the lost share is added to the stragglers' limit: lack of processors alone makes ranks differ."""
+"""How much of the CPU-starved share is added to the stragglers' limit: lack of processors alone makes ranks differ."""
 _PAUSES: dict[Kind, Phase] = {
     "checkpoint": Phase.CHECKPOINT,
     "change": Phase.CHANGE,
@@ -119,9 +122,9 @@ class RanksCompared:
     processor_share: float | None
     """The upper median of ranks' processor shares; None where nobody can tell."""
     roofline: Roofline | None
-    in_step_share: float
+    step_share_of_training: float
     """The share of training's time that usually goes to steps."""
-    lost_share: float
+    cpu_starved_share: float
     """The usual share of the time in steps in which a training thread should have computed and had no processor."""
     usual_local_seconds: float
     """Seconds of a step that a rank is usually busy with by itself."""
@@ -153,8 +156,8 @@ def compare_ranks(views: Sequence[RankView]) -> RanksCompared:
         num_workers=sum(workers) if len(workers) == len(ordered) else None,
         processor_share=statistics.median_high(shares) if shares else None,
         roofline=_usual_roofline([each.roofline for each in ranks if each.roofline is not None]),
-        in_step_share=usual([each.in_step_share for each in ranks]),
-        lost_share=usual([each.lost_share for each in ranks]),
+        step_share_of_training=usual([each.step_share_of_training for each in ranks]),
+        cpu_starved_share=usual([each.cpu_starved_share for each in ranks]),
         usual_local_seconds=usual([each.local_seconds for each in ranks]),
     )
 
@@ -167,7 +170,7 @@ def causes(job: RanksCompared) -> list[Cause]:
 
 def limit(cause: Cause, job: RanksCompared) -> float:
     """The share that a cause has to exceed to be named; for stragglers it grows with the usual lost share."""
-    return LIMITS[cause.kind] + (_LESS_SURE * job.lost_share if cause.kind == "straggler" else 0.0)
+    return LIMITS[cause.kind] + (_LESS_SURE * job.cpu_starved_share if cause.kind == "straggler" else 0.0)
 
 
 def dominating(job: RanksCompared) -> Cause | None:
@@ -202,7 +205,7 @@ def _all_causes(job: RanksCompared) -> Iterator[Cause]:
     # What all ranks wait at least is communication; a rank that waits longer than that waits for a slower rank.
     waiting = min(each.waiting_seconds for each in job.ranks)
     yield Cause(kind="communication", share=_in_step(job, waiting))
-    yield _of_all("contention", [each.lost_share * job.in_step_share for each in job.ranks], job)
+    yield _of_all("contention", [each.cpu_starved_share * job.step_share_of_training for each in job.ranks], job)
     for kind, phase in _PAUSES.items():
         yield Cause(kind=kind, share=usual([_of_training(each, phase) for each in job.ranks]))
 
@@ -231,7 +234,7 @@ def _of_all(kind: Kind, shares: Sequence[float], job: RanksCompared) -> Cause:
 
 def _in_step(job: RanksCompared, seconds: float) -> float:
     """The share of training's time that so many ``seconds`` of each step take."""
-    return min(seconds / job.step_seconds, 1.0) * job.in_step_share
+    return min(seconds / job.step_seconds, 1.0) * job.step_share_of_training
 
 
 def _of_training(rank: RankBreakdown, phase: Phase) -> float:
@@ -288,18 +291,19 @@ def _straggler_words(cause: Cause, job: RanksCompared) -> str:
     usually = job.usual_local_seconds
     phase, beyond = _where(slow, job)
     excess = max(slow.local_seconds - usually, 1e-12)
+    is_one = len(cause.ranks) == 1
+    takes, its, longer = ("takes", "its", "") if is_one else ("take up to", "their", "up to ")
     text = (
-        f"straggler: {_whom(cause.ranks, job)} {'takes' if len(cause.ranks) == 1 else 'take up to'} "
-        f"{_time(slow.local_seconds)} for its own part of a step where {_time(usually)} are usual, "
-        f"{min(beyond / excess, 1.0):.0%} of that in {phase.label}; the others wait for {cause.share:.0%} of the step"
-        f"{_could(cause, job)}"
+        f"straggler: {_whom(cause.ranks, job)} {takes} {_time(slow.local_seconds)} for {its} own part of a step, "
+        f"{longer}{_time(excess)} longer than usual; {min(beyond / excess, 1.0):.0%} of the excess is in "
+        f"{phase.label}; the others wait for {cause.share:.0%} of the step{_could(cause, job)}"
     )
     if not is_far(slow.local_seconds, [each.local_seconds for each in job.ranks]):
         return f"{text}: ranks differ as much among themselves, so look for work that is shared out unevenly"
     if slow.processor_share is not None and slow.processor_share < 0.8:
         own = f"it has {slow.processor_share:.0%} of a processor while it should compute"
         return f"{text}: {own}; look for what else runs on {slow.host}"
-    return f"{text}: look at {slow.host}, or give it less to do"
+    return f"{text}: look at {slow.host}, or give the rank a smaller share"
 
 
 def _data(cause: Cause, job: RanksCompared) -> str:
@@ -322,8 +326,8 @@ def _communication(cause: Cause, job: RanksCompared) -> str:
     overlapped = "" if beside is None else f", and {_time(beside)} more are overlapped by computing"
     return (
         f"communication-bound: each rank waits for at least {_time(seconds)} ({cause.share:.0%} of the step) for "
-        f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: take more samples "
-        "between two exchanges, or exchange in smaller or fewer parts"
+        f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: raise "
+        "global_batch_size, or try another communication.bucket_cap_mb"
     )
 
 
@@ -397,12 +401,16 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
     "checkpoint": _pause("checkpoint-bound", "waits for checkpoints", "save less often, or in the background"),
     "change": _pause("change-bound", "goes to configs that come into force", "change several values at once, or less"),
     "rolled-back": _pause(
-        "rolled back", "goes to steps that were taken back", "see why they fail; for lack of memory, take smaller parts"
+        "rolled back",
+        "goes to steps that were taken back",
+        "see why they fail; for lack of memory, take smaller micro-batches",
     ),
     "compute": _computing("compute-bound", "lower precision or a smaller model would make it faster"),
     "memory": _computing("memory-bound", "fuse operations (torch.compile), or lower precision"),
     "host": _computing("host-bound", "take more samples at once, or fuse operations (torch.compile)"),
-    "busy": _computing("busy", "what that is bound by is not known without a census and a calibration"),
+    "busy": _computing(
+        "busy", "what bounds it is not known: operations were not counted, or the device speed was not measured"
+    ),
 }
 
 
@@ -526,7 +534,7 @@ def _ranked(job: RanksCompared) -> tuple[Cause, list[Cause]]:
 def _unseen(job: RanksCompared) -> Cause:
     """The cause ``unknown``: steps of which only the length is known."""
     seconds = max(each.step.get(Phase.STEP, 0.0) for each in job.ranks)
-    return Cause(kind="unknown", share=min(seconds / job.step_seconds, 1.0) * job.in_step_share)
+    return Cause(kind="unknown", share=min(seconds / job.step_seconds, 1.0) * job.step_share_of_training)
 
 
 def _evidence(job: RanksCompared) -> dict[str, Any]:

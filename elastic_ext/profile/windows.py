@@ -55,7 +55,7 @@ class WindowAccumulator:
         memory: Callable[[], MemoryInUse],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``begin``, in seconds since 1970, is when the time began that ``timeline`` holds already."""
+        """``begin`` is the wall-clock time, in seconds since 1970, at which ``timeline`` began."""
         self.timeline = timeline
         self._rank, self._world_size, self._restart = rank, world_size, restart
         self._begin = begin
@@ -101,7 +101,7 @@ class WindowAccumulator:
 
     def close(self, progress: TrainingProgress) -> StepWindow:
         """End the window that is open, and begin the next."""
-        spent = self.timeline.spent()
+        spent = self.timeline.take_spent()
         memory = self._memory()
         typical, step_seconds, waiting, computing = _of_steps(self._steps)
         in_all = _between(self._at_open, spent)
@@ -195,7 +195,7 @@ def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInUse:
-    """The memory that this process holds, by the names of metrics; None for an accelerator where none is in use."""
+    """The memory that this process holds; fields are named as the metrics are, None where no CUDA is in use."""
 
     memory_bytes: int | None
     """Bytes of host memory; None where the system does not say, as where this process may open no more files."""

@@ -167,7 +167,8 @@ _SAVE = 1 << 32  # beside the micro-step: a save has begun since the last bounda
 class Heartbeat:
     """A rank's heartbeat: what it does and how far it has come. This class, for no agent, writes nothing."""
 
-    is_seen = False
+    wants_micro_steps = False
+    """Whether each micro-step is to be told to this heartbeat."""
 
     def enter(self, micro_step: int) -> None:
         """Note that a micro-step begins; ``micro_step`` micro-steps of its step have ended before."""
@@ -202,7 +203,7 @@ class Heartbeat:
 class FileHeartbeat(Heartbeat):
     """A rank's heartbeat in a file that its agent reads; one thread of the rank calls this."""
 
-    is_seen = True
+    wants_micro_steps = True
 
     def __init__(self, path: Path, *, rank: int, restart: int, stacks: Path) -> None:
         """Make the file ``path``, and offer to write stacks to ``stacks``; OSError where ``path`` cannot be made."""

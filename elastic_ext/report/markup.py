@@ -155,7 +155,7 @@ LABELS: Mapping[TimeUse, str] = {
     TimeUse.CHECKPOINT: "checkpoints",
     TimeUse.CHANGE: "changes",
     TimeUse.ROLLED_BACK: "steps rolled back",
-    TimeUse.AGAIN: "steps taken again",
+    TimeUse.LOST_STEPS: "steps taken again",
     TimeUse.STARTUP: "startup",
     TimeUse.RESTART: "restarts",
     TimeUse.UNSEEN: "lost with a process",
@@ -175,12 +175,12 @@ MEANINGS: Mapping[TimeUse, str] = {
     TimeUse.CHECKPOINT: "training waits for a checkpoint",
     TimeUse.CHANGE: "configs coming into force",
     TimeUse.ROLLED_BACK: "steps that a process took back, as when memory ran out",
-    TimeUse.AGAIN: "steps that came to nothing, as training went on from an earlier one",
+    TimeUse.LOST_STEPS: "steps that came to nothing, as training went on from an earlier one",
     TimeUse.STARTUP: "from the start of a process to its first step",
     TimeUse.RESTART: "from a failure or the end of a process to the first step of the next",
-    TimeUse.UNSEEN: "what a process did after its last record, up to its failure",
+    TimeUse.UNSEEN: "no record covers it: from a process's last one to its failure, or lines that cannot be read",
     TimeUse.OUTSIDE: "evaluation, and what else lies between epochs and after them",
     TimeUse.STOPPED: "no process, and no launcher about to start one",
 }
-HATCHED = frozenset((TimeUse.AGAIN, TimeUse.RESTART, TimeUse.UNSEEN, TimeUse.STOPPED))
+HATCHED = frozenset((TimeUse.LOST_STEPS, TimeUse.RESTART, TimeUse.UNSEEN, TimeUse.STOPPED))
 """Ledger entries that are drawn hatched as well, for those to whom colours look alike."""

@@ -20,7 +20,7 @@ from elastic_ext.config.lr_scaling import LEARNING_RATE_RULES, LearningRateRule
 from elastic_ext.fsdp.checkpoint.folder.claim import check_job
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
-from elastic_ext.profile.memory.prediction_request import Factory, factory_of
+from elastic_ext.profile.memory.model_description import FactoryOrigins, factory_of
 from elastic_ext.records.text import check_choice, check_flag, path_given
 from elastic_ext.torch_private import pipelines
 
@@ -190,7 +190,7 @@ class MemoryModel:
     def __post_init__(self) -> None:
         self.factory()
 
-    def factory(self) -> Factory | None:
+    def factory(self) -> FactoryOrigins | None:
         """Names by which another process imports the functions; None where none were given, ValueError if it cannot."""
         return factory_of(self.model_factory, self.loss_fn)
 

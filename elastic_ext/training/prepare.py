@@ -23,7 +23,7 @@ from elastic_ext.profile.output import ProfileOutput, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
+from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
 from elastic_ext.profile.windows import TrainingProgress, WindowAccumulator, memory_held
 from elastic_ext.records.metrics import StepWindow
@@ -138,7 +138,7 @@ def _surveyor(
         probe,
         name=ranks.names[ranks.rank],
         device=device,
-        listeners=SampleListeners(
+        listeners=StepMeasurementListeners(
             census=reports.write_census,
             trace=reports.write_trace,
             calibration=reports.write_calibration if is_first_here else None,
@@ -176,7 +176,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
         training.parallelism = Parallelism(training.spread, training.optimizers, session)
         training.gradients.on_unused = training.spread.expect_unused
         training.gradients.before_step = session.keep_up_with_model
-    training.steps = (HeartbeatSteps if follower.heartbeat.is_seen else Steps)(training)
+    training.steps = (HeartbeatSteps if follower.heartbeat.wants_micro_steps else Steps)(training)
     training.attempts = Attempts(training)
     training.saved_state = TrainingState(training)
     _compare_at_agreements(training)
@@ -289,7 +289,7 @@ class _ForAnalyzer:
         return self._training.batches.largest
 
     @property
-    def share(self) -> int:
+    def samples_per_step(self) -> int:
         return self._training.batches.share
 
     @property
@@ -297,7 +297,7 @@ class _ForAnalyzer:
         return self._training.steps.num_micro_steps
 
     @property
-    def ratio(self) -> float:
+    def recomputed_share(self) -> float:
         plan = self._training.spread.plan
         return 0.0 if plan is None else plan.ratio
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elastic_ext.config.follower import ConfigFollower
     from elastic_ext.fsdp.reshard.sharded_model import Spread
     from elastic_ext.profile.memory.analyzer import Analyzer
-    from elastic_ext.profile.memory.prediction_request import Factory
+    from elastic_ext.profile.memory.model_description import FactoryOrigins
     from elastic_ext.profile.output import ProfileOutput
     from elastic_ext.profile.recorder import Recorder
     from elastic_ext.ranks.group import Ranks
@@ -66,7 +66,7 @@ class Training:
     following: FollowOptions
     request: CheckpointRequest
     """The trainer's arguments about its checkpoints."""
-    factory: Factory | None
+    factory: FactoryOrigins | None
     """Names of functions that make a model like this one in a process beside training; None where none were given."""
     state: StepState
     gradients: Gradients

@@ -1,4 +1,4 @@
 """The tuner: it measures a job's steps and decides on faster values of the job's config keys. Pure.
 
-Only model.py and search.py need numpy.
+Only performance_model.py and search.py need numpy.
 """

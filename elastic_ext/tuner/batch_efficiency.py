@@ -13,39 +13,39 @@ from elastic_ext.records.metrics import JobFacts, LearningFacts
 
 from .decisions import Decision
 from .explain import change_in_words, number_in_words, rate_in_words, size_change_in_words
-from .measurements import LEAST_GAIN, StepTimes
+from .measurements import LEAST_GAIN, PointMeasurement
 from .space import Point
 
 if TYPE_CHECKING:
     from .search import Search
 
 __all__ = [
+    "GLOBAL_BATCH_KEY",
     "LEARNING_RATE_KEY",
-    "SIZE_KEY",
     "AllowedBatchSizes",
     "BatchSizeChoice",
     "BatchSizeProposal",
     "SizeVerdict",
     "allowed_sizes",
     "facts_at",
-    "is_asked_for",
-    "why_not_resized",
+    "may_tune_global_batch",
+    "why_global_batch_fixed",
 ]
 
 
 # --- how many samples a step may have, what a sample teaches then, and what becomes of learning rates ----------------
 # Words: a *size* is a global batch size, the samples of a step over all ranks. The *first batch* is the size that the
 # user's learning rate was chosen for. The *noise scale* is the size at which a step's gradient has as much noise as
-# gradient. The *efficiency* of a size is how much a sample teaches in steps of it, beside steps of the first batch:
+# gradient. The *efficiency* of a size is how much a sample teaches in steps of it, relative to the first batch:
 # (noise scale + first batch) / (noise scale + size), since larger steps know better where to go, and there are fewer of
 # them. The *progress* of a size is what one step of it teaches: size * efficiency, in samples of first batches.
 
-SIZE_KEY = "global_batch_size"
+GLOBAL_BATCH_KEY = "global_batch_size"
 LEARNING_RATE_KEY = "optimizer.learning_rate"
 _MICRO_BATCH_KEY = "dataloader.batch_size"
 _RULES = ("linear", "sqrt", "adascale")
 _GROWTHS = (1.5, 2.0)
-"""How many times as large as now a step may be tried: learning rates follow, and learning should not jump."""
+"""Factors by which the global batch may grow in one trial: learning rates follow, and learning should not jump."""
 _MOST_TIMES = 2
 """Listed sizes are tried up to so many times the present one; where there is none, the next larger one is tried."""
 _MORE_NOISE = 1.25
@@ -74,12 +74,13 @@ class AllowedBatchSizes:
     """The bounds of the learning rate that the rule gives; None where the user gives none."""
 
     @property
-    def first_batch(self) -> int:
+    def reference_batch_size(self) -> int:
+        """The global batch size that the user's learning rate was chosen for."""
         return self.learning.first_batch
 
     def efficiency(self, size: int, noise: float) -> float:
-        """How much a sample teaches in steps of ``size``, beside steps of the first batch."""
-        return (noise + self.first_batch) / (noise + size)
+        """The statistical efficiency of ``size``: how much a sample teaches, relative to steps of the first batch."""
+        return (noise + self.reference_batch_size) / (noise + size)
 
     def progress(self, size: int, noise: float) -> float:
         """How much a step of ``size`` teaches, in samples of steps of the first batch."""
@@ -87,7 +88,7 @@ class AllowedBatchSizes:
 
     def learning_rate_factor(self, size: int, noise: float) -> float:
         """The factor on the user's learning rate, by the job's rule, in steps of ``size``."""
-        first = self.first_batch
+        first = self.reference_batch_size
         if self.learning.rule == "linear":
             return rate_factor("linear", first, size)
         if self.learning.rule == "sqrt":
@@ -100,7 +101,7 @@ class AllowedBatchSizes:
 
     def may_stay(self, size: int, noise: float) -> bool:
         """Whether ``size`` keeps to all bounds now; the first batch does, since the user has trained with it."""
-        if size == self.first_batch:
+        if size == self.reference_batch_size:
             return True
         if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):
             return False
@@ -125,8 +126,9 @@ class AllowedBatchSizes:
             found = {size for size in self.listed if size % self.quantum == 0}
         else:
             found = {self._up(part) for part in self._parts()} | {self._down(self.most)}
-        least = max(self.least, self.first_batch)
-        return sorted((size for size in {*found, self.first_batch} if least <= size < self.present), reverse=True)
+        least = max(self.least, self.reference_batch_size)
+        possible = {*found, self.reference_batch_size}
+        return sorted((size for size in possible if least <= size < self.present), reverse=True)
 
     def _parts(self) -> Iterator[float]:
         """The present size divided by 1.5, 2, 3, 4, 6, 8, ..., as long as that may be at or above the least size."""
@@ -142,12 +144,12 @@ class AllowedBatchSizes:
         return math.ceil(size / self.quantum) * self.quantum
 
 
-def is_asked_for(tuning: TuningSection) -> bool:
+def may_tune_global_batch(tuning: TuningSection) -> bool:
     """Whether a person lets the tuner change the global batch size."""
-    return SIZE_KEY in (tuning.knobs or {})
+    return GLOBAL_BATCH_KEY in (tuning.knobs or {})
 
 
-def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
+def why_global_batch_fixed(facts: JobFacts, tuning: TuningSection) -> str:
     """Why the global batch size is not tuned in this job, as a sentence; empty where it may be."""
     learning = facts.learning
     if learning is None or learning.rule not in _RULES:
@@ -155,8 +157,8 @@ def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
             "learning rates would not follow, so that a sample would teach less in larger steps; give the trainer "
             "learning_rate_rule"
         )
-    if SIZE_KEY not in facts.choices:
-        return facts.fixed.get(SIZE_KEY) or "this job cannot change it while it trains"
+    if GLOBAL_BATCH_KEY not in facts.choices:
+        return facts.fixed.get(GLOBAL_BATCH_KEY) or "this job cannot change it while it trains"
     if LEARNING_RATE_KEY in (tuning.knobs or {}) and _number(facts.values.get(LEARNING_RATE_KEY)) is None:
         return f"{LEARNING_RATE_KEY} in tuning.knobs bounds the learning rate, and the job tells of no learning rate"
     return ""
@@ -164,13 +166,13 @@ def why_not_resized(facts: JobFacts, tuning: TuningSection) -> str:
 
 def allowed_sizes(facts: JobFacts, tuning: TuningSection) -> AllowedBatchSizes | None:
     """The global batch sizes that a job may have; None where they are not to be tuned."""
-    if not is_asked_for(tuning) or why_not_resized(facts, tuning) or facts.learning is None:
+    if not may_tune_global_batch(tuning) or why_global_batch_fixed(facts, tuning) or facts.learning is None:
         return None
     knobs, first = dict(tuning.knobs or {}), facts.learning.first_batch
-    bounds = [each for each in map(_number, knobs[SIZE_KEY]) if each is not None]
+    bounds = [each for each in map(_number, knobs[GLOBAL_BATCH_KEY]) if each is not None]
     rates = [each for each in map(_number, knobs.get(LEARNING_RATE_KEY, ())) if each is not None]
     only: set[int] = set() if len(bounds) == 2 else {int(each) for each in bounds}
-    allowed = {int(each) for each in map(_number, facts.choices[SIZE_KEY]) if each is not None}
+    allowed = {int(each) for each in map(_number, facts.choices[GLOBAL_BATCH_KEY]) if each is not None}
     listed = (only & allowed if allowed else only) if only else allowed
     return AllowedBatchSizes(
         learning=facts.learning,
@@ -188,7 +190,7 @@ def facts_at(facts: JobFacts, size: int) -> JobFacts:
     """The facts of the same job, if its global batch size were ``size``."""
     is_even = facts.share == -(-facts.global_batch // facts.num_replicas)
     share = -(-size // facts.num_replicas) if is_even else -(-facts.share * size // facts.global_batch)
-    return replace(facts, global_batch=size, share=share, values={**facts.values, SIZE_KEY: size})
+    return replace(facts, global_batch=size, share=share, values={**facts.values, GLOBAL_BATCH_KEY: size})
 
 
 def _quantum(facts: JobFacts) -> int:
@@ -282,7 +284,7 @@ class BatchSizeChoice:
 
     # ---- what is told ----
 
-    def begin(self, proposal: BatchSizeProposal, best: StepTimes) -> None:
+    def begin(self, proposal: BatchSizeProposal, best: PointMeasurement) -> None:
         """Note that another size is tried; ``best`` has the step times of the present one."""
         self._known[proposal.size_now] = _SizeTimes(best.point, best.seconds)
 
@@ -293,7 +295,7 @@ class BatchSizeChoice:
 
     def take_back(self, decision: Decision) -> None:
         """Leave out the size that ``decision`` has set, if it has set one, since a person took the decision back."""
-        size = decision.changes.get(SIZE_KEY)
+        size = decision.changes.get(GLOBAL_BATCH_KEY)
         if isinstance(size, int):
             self._unwanted.add(size)
 
@@ -315,7 +317,7 @@ class BatchSizeChoice:
 
     def is_due(self, facts: JobFacts, tuning: TuningSection) -> bool:
         """Whether it is time to look for another size; called once for each window of steps at the best point."""
-        noise = _noise(allowed_sizes(facts, tuning)) if is_asked_for(tuning) else None
+        noise = _noise(allowed_sizes(facts, tuning)) if may_tune_global_batch(tuning) else None
         if noise is None:
             return False
         self._num_windows += 1
@@ -341,7 +343,7 @@ class BatchSizeChoice:
         return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
 
     def judge(
-        self, proposal: BatchSizeProposal, measured: StepTimes, facts: JobFacts, tuning: TuningSection
+        self, proposal: BatchSizeProposal, measured: PointMeasurement, facts: JobFacts, tuning: TuningSection
     ) -> SizeVerdict:
         """Whether the size that was tried is kept, by its measured step times and by what is known of noise now."""
         before = proposal.now_seconds
@@ -383,13 +385,14 @@ class BatchSizeChoice:
 
     def _proposal_of(self, size: int, asked: _ProposalInputs) -> BatchSizeProposal | None:
         sizes, best, facts = asked.sizes, asked.best, asked.facts
-        expected = asked.search.expect_at(facts_at(facts, size))
+        facts_there = facts_at(facts, size)
+        expected = asked.search.best_micro_batch_for(facts_there)
         if expected is None:
             return None
         known, on_line = self._known.get(size), self._on_line(size, asked)
         there = known.seconds if known is not None else on_line
         point = expected.point
-        if known is not None and known.point is not None and asked.search.fits_at(facts_at(facts, size), known.point):
+        if known is not None and known.point is not None and asked.search.fits_in_memory(known.point, facts_there):
             point = known.point
         seconds = expected.seconds if there is None else there
         even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, asked.noise)
@@ -424,7 +427,7 @@ class BatchSizeChoice:
         """Take from a decision from before a restart what it says of step times and refusals of sizes."""
         if decision.kind == "reopen":
             self.forget()
-        size, size_before = decision.changes.get(SIZE_KEY), decision.instead.get(SIZE_KEY)
+        size, size_before = decision.changes.get(GLOBAL_BATCH_KEY), decision.instead.get(GLOBAL_BATCH_KEY)
         if decision.kind != "probe" or not isinstance(size, int):
             return
         if decision.outcome == "refused":
@@ -442,7 +445,7 @@ class _ProposalInputs(NamedTuple):
     noise: float
     facts: JobFacts
     search: Search
-    best: StepTimes
+    best: PointMeasurement
 
 
 def _noise(sizes: AllowedBatchSizes | None) -> float | None:

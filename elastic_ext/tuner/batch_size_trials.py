@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
-from .batch_efficiency import SIZE_KEY, BatchSizeChoice, BatchSizeProposal, facts_at
+from .batch_efficiency import GLOBAL_BATCH_KEY, BatchSizeChoice, BatchSizeProposal, facts_at
 from .costs import Budget
 from .decisions import Book, Decision, Kind
 from .explain import number_in_words, rate_in_words, size_change_in_words
-from .measurements import PROBE_STEPS, MeasuredSteps, StepTimes, Trial, changed_facts
+from .measurements import PROBE_STEPS, PointMeasurement, StepReport, Trial, changed_facts
 from .space import KEYS, point_of
 
 if TYPE_CHECKING:
+    from .course import Course
     from .search import Search
-    from .trials import Course
 
-__all__ = ["Resizing", "SizeTries", "Stage"]
+__all__ = ["GlobalBatchTrial", "GlobalBatchTrials", "Stage"]
 
 
 # --- another global batch size as it is tried: put in force, measured, kept or taken back ----------------------------
@@ -33,10 +33,10 @@ Stage = Literal["asked", "measuring", "kept", "back", "over"]
 _TIMES_AS_MANY = 2
 """How many times as many steps are measured of another size as of another point, since more depends on it."""
 _PATIENCE = 50
-"""Reports of steps during which the facts of the size that was asked for are waited for."""
+"""Reports of steps for which the facts of the requested size are waited for."""
 
 
-class Resizing:
+class GlobalBatchTrial:
     """One try of another global batch size, or the change that takes such a try back."""
 
     def __init__(self, book: Book, choice: BatchSizeChoice, tuning: TuningSection) -> None:
@@ -57,7 +57,7 @@ class Resizing:
     def size(self) -> int:
         """The global batch size that the newest decision of this try sets."""
         assert self._made is not None
-        return int(self._made.changes[SIZE_KEY])
+        return int(self._made.changes[GLOBAL_BATCH_KEY])
 
     @property
     def probe_steps(self) -> int:
@@ -70,7 +70,7 @@ class Resizing:
         return self._newest >= 0
 
     def is_back(self, facts: JobFacts) -> bool:
-        """Whether ``facts`` are of the config that was written to put the size before in force again."""
+        """Whether ``facts`` belong to the config that was written to put the previous size in force again."""
         is_written = self._made is not None and self._newest > self._made.base
         return self.stage == "back" and is_written and facts.config_version >= self._newest
 
@@ -82,18 +82,18 @@ class Resizing:
         assert best is not None
         self._proposal = proposal
         self._choice.begin(proposal, best)
-        self.search = course.search.resized(facts_at(facts, proposal.size))
+        self.search = course.search.for_global_batch(facts_at(facts, proposal.size))
         self._made = self._add_proposal("probe", now, proposal, facts, self.search)
         return [self._made]
 
     def advise(self, now: float, proposal: BatchSizeProposal, facts: JobFacts, course: Course) -> list[Decision]:
         """Advise the size that would be tried if configs might be written."""
-        search = course.search.resized(facts_at(facts, proposal.size))
+        search = course.search.for_global_batch(facts_at(facts, proposal.size))
         return [self._add_proposal("advise", now, proposal, facts, search)]
 
     def begin_back(self, now: float, facts: JobFacts, changes: Mapping[str, Any], why: str) -> list[Decision]:
         """Decide to put a size in force again that steps had before, with the values of ``changes``."""
-        values = {**facts.values, SIZE_KEY: facts.global_batch}
+        values = {**facts.values, GLOBAL_BATCH_KEY: facts.global_batch}
         return self._write_back(now, facts.config_version, changes, {key: values.get(key) for key in changes}, why)
 
     def go_back(self, now: float, why: str, more: Mapping[str, Any] | None = None) -> list[Decision]:
@@ -147,7 +147,7 @@ class Resizing:
             self._version = version if self.stage == "asked" else self._version
 
     def take_facts(self, facts: JobFacts) -> bool:
-        """Whether ``facts`` are of the size that is tried, whose steps are measured from then on."""
+        """Begin to measure if ``facts`` are those of the size that is tried; returns whether they are."""
         if self.stage not in ("asked", "measuring") or facts.global_batch != self.size or self.search is None:
             return False
         if self.stage == "asked":
@@ -157,17 +157,17 @@ class Resizing:
         self.search.take_facts(facts)
         return True
 
-    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
+    def see(self, now: float, report: StepReport) -> list[Decision]:
         """Take a report of steps that can be trusted."""
         if self.stage == "back":
             return []
-        if seen.version == self._version and seen.revision > 0:
-            return self._changed_inside(now, seen)
-        if seen.version != self._version or self._trial is None:
+        if report.version == self._version and report.revision > 0:
+            return self._changed_inside(now, report)
+        if report.version != self._version or self._trial is None:
             self._num_waited += 1
             is_over = self._num_waited == _PATIENCE and self.is_written
             return self.leave(now, "the job has not told of steps of that size") if is_over else []
-        self._trial.add(seen)
+        self._trial.add(report)
         return self._look(now, self._trial)
 
     def refused(self, number: int, why: str) -> list[Decision]:
@@ -215,17 +215,17 @@ class Resizing:
         self._trial = self._new_trial(self._facts)
         return [] if self._num_scattered == 1 else self.leave(now, f"what was tried cannot be measured: {why}")
 
-    def _changed_inside(self, now: float, seen: MeasuredSteps) -> list[Decision]:
+    def _changed_inside(self, now: float, report: StepReport) -> list[Decision]:
         """Give up the size where the job itself has changed the config, as when memory runs out."""
         assert self._made is not None
         self._choice.refuse(self.size)
-        why = f"the job itself put revision {seen.revision} of version {seen.version} in force instead"
+        why = f"the job itself put revision {report.revision} of version {report.version} in force instead"
         closed = _some(self._book.close(self._made.number, "refused", reason=why))
         return [*closed, *self._take_back(now, why)]
 
     def _take_back(self, now: float, why: str) -> list[Decision]:
         assert self._made is not None
-        size_before = int(self._made.instead[SIZE_KEY])
+        size_before = int(self._made.instead[GLOBAL_BATCH_KEY])
         return self.go_back(now, f"{size_change_in_words(size_before, self.size)}: {why}")
 
     def _new_trial(self, facts: JobFacts) -> Trial:
@@ -244,11 +244,11 @@ def _changes(proposal: BatchSizeProposal, facts: JobFacts) -> tuple[dict[str, An
     keys = [key for key in there if there[key] != before[key]]
     chosen = list(facts.choices) if facts.config_revision > 0 else [KEYS["batch_size"]]
     keys += [key for key in chosen if key in facts.choices and key in there and key not in keys]
-    changes = {SIZE_KEY: proposal.size, **{key: there[key] for key in keys}}
-    return changes, {SIZE_KEY: proposal.size_now, **{key: before[key] for key in keys}}
+    changes = {GLOBAL_BATCH_KEY: proposal.size, **{key: there[key] for key in keys}}
+    return changes, {GLOBAL_BATCH_KEY: proposal.size_now, **{key: before[key] for key in keys}}
 
 
-def _rates(made: Decision, measured: StepTimes, proposal: BatchSizeProposal) -> str:
+def _rates(made: Decision, measured: PointMeasurement, proposal: BatchSizeProposal) -> str:
     return f"back to {rate_in_words(made.before or 0.0)}, from {number_in_words(proposal.size / measured.seconds)} now"
 
 
@@ -259,13 +259,13 @@ def _some(decision: Decision | None) -> list[Decision]:
 # --- which other global batch size is tried, if any: what a controller asks of sizes, beside its courses -------------
 
 
-class SizeTries:
+class GlobalBatchTrials:
     """The tries of other global batch sizes in one job, one at a time, and when one is due."""
 
     def __init__(self, book: Book, decisions: Sequence[Decision]) -> None:
         self._book = book
         self._choice = BatchSizeChoice(decisions)
-        self._now: Resizing | None = None
+        self._now: GlobalBatchTrial | None = None
 
     # ---- what is asked ----
 
@@ -280,7 +280,7 @@ class SizeTries:
         return self._now is not None and self._now.stage == "back"
 
     def is_back(self, facts: JobFacts) -> bool:
-        """Whether by ``facts`` the size before is in force again, even if steps never had another."""
+        """Whether ``facts`` belong to the config that put the previous size in force again."""
         return self._now is not None and self._now.is_back(facts)
 
     def waits_for_noise(self, facts: JobFacts | None, tuning: TuningSection) -> bool:
@@ -289,8 +289,8 @@ class SizeTries:
 
     # ---- what is told ----
 
-    def take_config(self) -> None:
-        """Allow sizes that were refused: the config was changed from outside, and they may be possible now."""
+    def allow_refused(self) -> None:
+        """Allow again the sizes that were refused, since the config was changed from outside."""
         self._choice.allow()
 
     def forget(self) -> None:
@@ -301,10 +301,10 @@ class SizeTries:
         """Drop the try that is under way, without a decision, whatever is in force."""
         self._now = None
 
-    def take_size(self, before: JobFacts, facts: JobFacts, tuning: TuningSection, budget: Budget) -> bool:
-        """Whether the size that ``facts`` have was asked for here, and nothing else about the job has changed.
+    def accept_requested_size(self, before: JobFacts, facts: JobFacts, tuning: TuningSection, budget: Budget) -> bool:
+        """Take facts with another global batch size; returns whether the try under way requested it.
 
-        Where it is so, the budget is told how much longer a step may take.
+        It did where nothing else about the job has changed. The budget then learns the new pace.
         """
         if self._now is None or before.global_batch == facts.global_batch or facts.global_batch != self._now.size:
             return False
@@ -315,7 +315,7 @@ class SizeTries:
         return True
 
     def take_facts(self, facts: JobFacts) -> bool:
-        """Whether ``facts`` are of the size that is being tried."""
+        """Begin to measure the size under trial if ``facts`` are of it; returns whether they are."""
         return self._now is not None and self._now.take_facts(facts)
 
     def written(self, number: int, version: int) -> None:
@@ -323,11 +323,11 @@ class SizeTries:
         if self._now is not None:
             self._now.written(number, version)
 
-    def see(self, now: float, seen: MeasuredSteps) -> tuple[list[Decision], Search | None]:
+    def see(self, now: float, report: StepReport) -> tuple[list[Decision], Search | None]:
         """Take a report of steps that can be trusted; gives decisions, and the search at a size that is kept."""
         assert self._now is not None
         trying = self._now
-        told = trying.see(now, seen)
+        told = trying.see(now, report)
         if trying.stage != "kept":
             return told, None
         self._now = None
@@ -348,7 +348,7 @@ class SizeTries:
         proposal = self._choice.propose(facts, tuning, course.search)
         if proposal is None:
             return []
-        trying = Resizing(self._book, self._choice, tuning)
+        trying = GlobalBatchTrial(self._book, self._choice, tuning)
         if not writes:
             return trying.advise(now, proposal, facts, course) if self._choice.is_news(proposal) else []
         seconds = proposal.most_seconds_for_equal_progress
@@ -365,7 +365,7 @@ class SizeTries:
         self, now: float, facts: JobFacts, tuning: TuningSection, changes: Mapping[str, Any], why: str
     ) -> list[Decision]:
         """Decide to put a size in force again that steps had before, with all values of ``changes``."""
-        self._now = Resizing(self._book, self._choice, tuning)
+        self._now = GlobalBatchTrial(self._book, self._choice, tuning)
         return self._now.begin_back(now, facts, changes, why)
 
     def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
@@ -380,7 +380,7 @@ class SizeTries:
         self._now = trying
         return trying.go_back(now, why, back)
 
-    def _ended(self, ask: Callable[[Resizing], list[Decision]]) -> list[Decision]:
+    def _ended(self, ask: Callable[[GlobalBatchTrial], list[Decision]]) -> list[Decision]:
         """The decisions that ``ask`` draws from the try under way, which is dropped if that ends it."""
         if self._now is None:
             return []

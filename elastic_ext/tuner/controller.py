@@ -10,26 +10,26 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
-from .batch_efficiency import LEARNING_RATE_KEY, SIZE_KEY, why_not_resized
-from .batch_size_trials import SizeTries
+from .batch_efficiency import GLOBAL_BATCH_KEY, LEARNING_RATE_KEY, why_global_batch_fixed
+from .batch_size_trials import GlobalBatchTrials
 from .costs import Budget
+from .course import Course
 from .decisions import Book, Decision, Kind, Stand, TuningStanding
 from .explain import listed, rate_in_words, way_in_words, why_edited
-from .measurements import MeasuredSteps, changed_facts, why_untrusted
+from .measurements import StepReport, changed_facts, why_untrusted
 from .space import KEYS, Point, point_of, space_of, values_of
-from .trials import Course
 
-__all__ = ["Author", "Controller", "Mode", "limits_in_words"]
+__all__ = ["Author", "Controller", "Mode", "reasons_not_tuned"]
 
 
 # --- what people ask a tuner for that it leaves as it is in this job, and why, as sentences --------------------------
 
-_LEARNED = (LEARNING_RATE_KEY, SIZE_KEY)
+_LEARNED = (LEARNING_RATE_KEY, GLOBAL_BATCH_KEY)
 _MOST_REASONS = 3
 
 
-def limits_in_words(facts: JobFacts, tuning: TuningSection) -> list[str]:
-    """What people ask a tuner to tune and it leaves alone in this job, with the reason: a sentence for each."""
+def reasons_not_tuned(facts: JobFacts, tuning: TuningSection) -> list[str]:
+    """Why keys that a person names in tuning.knobs are not tuned here, or why nothing is: a sentence for each."""
     found = [_why_learned_stays(facts, tuning)]
     if not space_of(facts, tuning).is_open:
         reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
@@ -40,8 +40,8 @@ def limits_in_words(facts: JobFacts, tuning: TuningSection) -> list[str]:
 def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
     """Why keys that change what is learned have no effect in ``tuning.knobs``; empty where none is such."""
     named = [key for key in _LEARNED if key in (tuning.knobs or {})]
-    why_not = why_not_resized(facts, tuning) if SIZE_KEY in named else ""
-    if not named or (SIZE_KEY in named and not why_not):
+    why_not = why_global_batch_fixed(facts, tuning) if GLOBAL_BATCH_KEY in named else ""
+    if not named or (GLOBAL_BATCH_KEY in named and not why_not):
         return ""
     what = "it changes" if len(named) == 1 else "they change"
     words = f"{listed(named)} in tuning.knobs: not tuned, since {what} what is learned"
@@ -58,8 +58,8 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 #   paused    a person, or a person's edit of the config, has stopped it
 #   waiting   there is no search, or one must begin: facts of the newest config have not come yet
 #   watching  a search goes on in mode "advise": it writes no config, and gives advice
-#   probing   a search goes on in mode "auto": points are measured, or another global batch size (SizeTries), or the
-#             course is saving for the next probe
+#   probing   a search goes on in mode "auto": points are measured, or another global batch size
+#             (GlobalBatchTrials), or the course waits until the budget covers the next probe
 #   settled   the best point is in force, and nothing more is to be tried for now
 #
 #   any but off -> off      a config sets tuning.mode to "off"; what was tried is taken back
@@ -71,11 +71,12 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 #                           reports, so that the newest is taken to be refused
 #   a search -> another     the facts of the job have changed (told as "reopen"), the job has changed its config itself,
 #                           or the global batch size that was tried is kept or taken back
-#   probing <-> settled     by the stage of its course (Stage, in trials.py); settled -> probing, too, where another
+#   probing <-> settled     by the stage of its course (Stage, in course.py); settled -> probing, too, where another
 #                           global batch size is to be tried
 
 Mode = Literal["off", "advise", "auto"]
 Author = Literal["person", "generated", "node"]
+"""Who wrote a version of the config: a person; "generated", the tuner; "node", the config file of a node."""
 
 _SILENT_SECONDS = 60.0
 _SILENT_TIMES = 30
@@ -105,7 +106,7 @@ class Controller:
         self._config: ElasticConfig | None = None
         self._facts: JobFacts | None = None
         self._course: Course | None = None
-        self._sizes = SizeTries(self._book, decisions)
+        self._sizes = GlobalBatchTrials(self._book, decisions)
         self._budget = Budget()
         self._must_begin = True  # no search is valid; the next facts, or reports enough, begin one
         self._heard: tuple[float, float] | None = None  # when the last trusted report came, its steps' seconds
@@ -122,12 +123,12 @@ class Controller:
         before, self._facts = self._facts, facts
         other = changed_facts(before, facts) if before is not None else ""
         course, sizes = self._course, self._sizes
-        is_asked_for = before is not None and sizes.take_size(before, facts, self._tuning, self._budget)
+        is_requested = before is not None and sizes.accept_requested_size(before, facts, self._tuning, self._budget)
         if course is None or self._must_begin or course.is_changed_inside:
             return self._begin(now)
-        if is_asked_for and sizes.is_going_back:
+        if is_requested and sizes.is_going_back:
             return self._begin(now, is_back=True)
-        if other and not is_asked_for:
+        if other and not is_requested:
             return self._begin(now, f"the search begins again: {other}")
         if sizes.is_back(facts):
             return self._begin(now, is_back=True)
@@ -142,8 +143,9 @@ class Controller:
         before, mode_before = self._config, self._mode
         self._config = config
         if author == "generated":
-            return self._take_back(now, config.version, config) if self._book.is_dropped(config.version) else []
-        self._sizes.take_config()
+            is_abandoned = self._book.is_of_abandoned_probe(config.version)
+            return self._take_back(now, config.version, config) if is_abandoned else []
+        self._sizes.allow_refused()
         self._num_waited = 0
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
@@ -161,24 +163,24 @@ class Controller:
             return [*(left or self._abandon()), *self._pause(now, why_edited(author, config.version, edited))]
         return [*left, *self._begin(now)]
 
-    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
+    def see(self, now: float, report: StepReport) -> list[Decision]:
         """Take a report of steps over all ranks."""
         if self._mode == "off" or self._is_paused or self._facts is None:
             return []
         if self._must_begin or self._course is None:
-            return self._wait(now, seen, self._facts)
-        why = why_untrusted(seen, self._facts)
+            return self._wait(now, report, self._facts)
+        why = why_untrusted(report, self._facts)
         if why:
             return self._distrust(now, why)
-        self._heard, self._is_silent = (now, seen.num_steps * seen.step_seconds), False
+        self._heard, self._is_silent = (now, report.num_steps * report.step_seconds), False
         self._num_distrusted = 0
         self._num_calm += 1
         if self._sizes.is_trying:
-            return self._see_tried(now, seen, self._facts)
-        told = self._course.see(now, seen, writes=self._writes)
+            return self._see_tried(now, report, self._facts)
+        told = self._course.see(now, report, writes=self._writes)
         if any(each.kind == "reopen" for each in told):
             self._sizes.forget()
-        is_known = (seen.version, seen.revision) == (self._facts.config_version, self._facts.config_revision)
+        is_known = (report.version, report.revision) == (self._facts.config_version, self._facts.config_revision)
         if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
             told += self._begin(now)
         return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
@@ -235,7 +237,7 @@ class Controller:
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             left = self._leave(now, why := "a person takes back what is being tried")
-            paused = self._pause(now, f"{why}; say resume to go on") if left else []
+            paused = self._pause(now, f"{why}; `elastic-ext tuning resume` lets it go on") if left else []
             return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
         version, values = self._version_and_values(facts)
         here = point_of(values)
@@ -243,14 +245,14 @@ class Controller:
         tried = self._book.not_kept(version).left_in(values)
         back = {**tried, **self._book.way_back(last)}
         target = here._replace(**{name: back[key] for name, key in KEYS.items() if key in back})
-        present = values.get(SIZE_KEY) or facts.global_batch
-        size = back.get(SIZE_KEY, present)
+        present = values.get(GLOBAL_BATCH_KEY) or facts.global_batch
+        size = back.get(GLOBAL_BATCH_KEY, present)
         why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
         taken = self._sizes.undo(now, last, back, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
-        paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
+        paused = [] if self._is_paused else self._pause(now, f"{why}; `elastic-ext tuning resume` lets it go on")
         return [*abandoned, *closed, *taken, *paused]
 
     @property
@@ -299,7 +301,7 @@ class Controller:
             waits = self._sizes.waits_for_noise(self._facts, self._tuning)
             more = "; the global batch may grow once it is known how noisy gradients are" if waits else ""
             return "settled", f"the tuner has settled, and watches the pace{more}"
-        if self._course.stage == "saving":
+        if self._course.stage == "waiting-for-budget":
             return "probing", "the tuner trains at the best config until that has paid for what it tries next"
         return "probing", "the tuner tries what may be faster"
 
@@ -343,16 +345,19 @@ class Controller:
         if open_ is None:
             return []
         closed = self._close_open()
-        values = {**facts.values, SIZE_KEY: facts.global_batch}
+        values = {**facts.values, GLOBAL_BATCH_KEY: facts.global_batch}
         tried = self._book.tried(open_)
         left = {**self._book.not_kept(open_.base).left_in(values), **tried.left_in(values)}
         here, target = point_of(facts.values), point_of({**facts.values, **left})
-        if target == here and SIZE_KEY not in left:
+        if target == here and GLOBAL_BATCH_KEY not in left:
             return closed
-        size = left.get(SIZE_KEY, facts.global_batch)
+        size = left.get(GLOBAL_BATCH_KEY, facts.global_batch)
         way = way_in_words(here, target, facts.global_batch, size)
         why = f"{way}: what was being tried was not measured to its end"
-        return [*closed, *self._go_back(now, facts, here, target, why, tried.instead if SIZE_KEY in left else {})]
+        return [
+            *closed,
+            *self._go_back(now, facts, here, target, why, tried.instead if GLOBAL_BATCH_KEY in left else {}),
+        ]
 
     def _go_back(
         self, now: float, facts: JobFacts, here: Point, target: Point, why: str, size_changes: Mapping[str, Any]
@@ -376,18 +381,18 @@ class Controller:
             return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
         return self._version, {**facts.values, **({} if config is None else config.values())}
 
-    def _wait(self, now: float, seen: MeasuredSteps, facts: JobFacts) -> list[Decision]:
+    def _wait(self, now: float, report: StepReport, facts: JobFacts) -> list[Decision]:
         """Take steps before a search has begun, and begin it without the facts of a config that ranks have refused."""
-        if (seen.version, seen.revision) != (facts.config_version, facts.config_revision):
+        if (report.version, report.revision) != (facts.config_version, facts.config_revision):
             return []
-        if self._config is not None and seen.step < (self._config.apply_at_step or 0):
+        if self._config is not None and report.step < (self._config.apply_at_step or 0):
             return []
         self._num_waited += 1
         return self._begin(now) if self._num_waited >= _PATIENCE else []
 
     def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
         """Tell people what is not tuned in this job, and why, each reason once."""
-        news = [why for why in limits_in_words(facts, self._tuning) if why not in self._told]
+        news = [why for why in reasons_not_tuned(facts, self._tuning) if why not in self._told]
         self._told.update(news)
         return [each for why in news for each in self._hold(now, why)]
 
@@ -424,10 +429,10 @@ class Controller:
             held += self._leave(now, f"what was tried cannot be measured: {why}")
         return held
 
-    def _see_tried(self, now: float, seen: MeasuredSteps, facts: JobFacts) -> list[Decision]:
+    def _see_tried(self, now: float, report: StepReport, facts: JobFacts) -> list[Decision]:
         """Take steps while another global batch size is tried; where it is kept, a new course begins at it."""
-        self._budget.see(seen)
-        told, search = self._sizes.see(now, seen)
+        self._budget.see(report)
+        told, search = self._sizes.see(now, report)
         if search is not None:
             self._course = Course(facts, self._tuning, self._book, search, self._budget)
         return told

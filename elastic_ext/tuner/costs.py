@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .measurements import MeasuredSteps
+from .measurements import StepReport
 from .space import Point
 
 __all__ = ["Advice", "Budget"]
@@ -21,14 +21,17 @@ _SOME_PACE = 0.01
 
 
 class Budget:
-    """The seconds that slow probes may cost, earned by steps that are faster than the least pace of training."""
+    """The seconds that slow probes may cost, earned by steps that are faster than the least pace of training.
+
+    ``share`` is tuning.probe_budget, the share of training time that slow probes may cost; None for the usual one.
+    """
 
     def __init__(self, share: float | None = None) -> None:
         self.allow(share)
         self._own_seconds: float | None = None
         self._saved = 0.0
         self._report_seconds = 0.0
-        self._before_known: list[MeasuredSteps] = []
+        self._before_known: list[StepReport] = []
 
     def allow(self, share: float | None) -> None:
         """Let slow probes cost ``share`` of the training time from now on; None is the usual share."""
@@ -40,25 +43,25 @@ class Budget:
         return self._own_seconds is not None
 
     def take_own(self, seconds: float) -> None:
-        """Take the step time of the user's own config; steps that were seen before count from then on."""
+        """Take the step time of the user's own config, the baseline; steps that were seen before count from then on."""
         self._own_seconds = seconds
         earlier, self._before_known = self._before_known, []
-        for seen in earlier:
-            self.see(seen)
+        for report in earlier:
+            self.see(report)
 
     def change_pace(self, step_time_ratio: float) -> None:
         """Take a change of pace: steps take ``step_time_ratio`` times as long as before, under any config."""
         if self._own_seconds is not None:
             self._own_seconds *= step_time_ratio
 
-    def see(self, seen: MeasuredSteps) -> None:
+    def see(self, report: StepReport) -> None:
         """Take a report of steps that were taken, under any config."""
         if self._own_seconds is None:
-            self._before_known.append(seen)
+            self._before_known.append(report)
             return
-        self._report_seconds = seen.num_steps * seen.step_seconds if seen.num_steps > 1 else 0.0
-        took = seen.num_steps * seen.step_seconds + seen.held_up_seconds
-        self._saved += seen.num_steps * self._own_seconds - self._least_pace * took
+        self._report_seconds = report.num_steps * report.step_seconds if report.num_steps > 1 else 0.0
+        took = report.num_steps * report.step_seconds + report.held_up_seconds
+        self._saved += report.num_steps * self._own_seconds - self._least_pace * took
 
     @property
     def saved(self) -> float:

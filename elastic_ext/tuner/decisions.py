@@ -45,11 +45,11 @@ class Decision(JsonRecord):
     changes: Mapping[str, Any] = field(default_factory=dict)
     """The values to set, by key; None for a key to leave out, as at the start. Empty where no config is written."""
     instead: Mapping[str, Any] = field(default_factory=dict)
-    """The values that take ``changes`` back, by key: those from before; None for a key that was left out."""
+    """The previous values of the keys in ``changes``, which take them back; None for a key that was left out."""
     version: int | None = None
     """The version of the config that was written for the decision; None until one is, and where none is to be."""
     before: float | None = None
-    """The rate of the best steps when it was decided."""
+    """The rate of the best steps before, as of when it was decided."""
     predicted: float | None = None
     """The rate that was predicted for the decision."""
     measured: float | None = None
@@ -83,7 +83,7 @@ class Tried(NamedTuple):
     instead: Mapping[str, Any]
 
     def left_in(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values to set, by key, so that ``values`` have nothing left of what was tried."""
+        """The previous values to set, by key, for those tried values that ``values`` still have."""
         return {key: old for key, old in self.instead.items() if values.get(key) == self.changes.get(key)}
 
 
@@ -107,21 +107,21 @@ class Book:
         return next((each for each in reversed(kept) if each.kind != "undo"), None)
 
     def way_back(self, decision: Decision) -> dict[str, Any]:
-        """The values, by key, that take ``decision`` back, and with it the probes before it that were not kept.
+        """The values, by key, that undo ``decision``, and with it the probes before it that were not kept.
 
         One probe follows another: what was found slow may be in force when the next decision is made.
         """
         return {**decision.instead, **self.not_kept(decision.base).instead}
 
     def tried(self, decision: Decision) -> Tried:
-        """What the config of ``decision`` has of probes that were not kept, and of ``decision`` if it is a probe."""
+        """The changes of probes in the config of ``decision`` that were not kept, with its own if it is a probe."""
         earlier = self.not_kept(decision.base)
         if decision.kind != "probe":
             return earlier
         return Tried({**earlier.changes, **decision.changes}, {**decision.instead, **earlier.instead})
 
     def not_kept(self, version: int) -> Tried:
-        """What the config of ``version`` has of probes that were not kept, or are not measured yet."""
+        """The changes of probes that the config of ``version`` still has and that were not kept or measured yet."""
         changes: dict[str, Any] = {}
         instead: dict[str, Any] = {}
         made = self.made_for(version)
@@ -132,7 +132,7 @@ class Book:
         return Tried(changes, instead)
 
     def take_back(self, now: float, version: int, config: ElasticConfig) -> Decision | None:
-        """A new decision that takes out of ``config`` what is left of probes up to ``version`` that were not kept.
+        """Add a decision that removes from ``config`` what is left of probes up to ``version`` that were not kept.
 
         None where nothing is left of any.
         """
@@ -144,8 +144,11 @@ class Book:
         instead = {key: tried.changes.get(key) for key in left}
         return self.add(time=now, kind="undo", reason=why, base=config.version, changes=left, instead=instead)
 
-    def is_dropped(self, version: int) -> bool:
-        """Whether the config of ``version`` was written for a probe that had been undone by then."""
+    def is_of_abandoned_probe(self, version: int) -> bool:
+        """Whether the config of ``version`` comes too late: its probe was given up before the config was written.
+
+        False while another decision is open, which replaces that config.
+        """
         made = self.made_for(version)
         return made is not None and made.kind == "probe" and made.outcome == "undone" and self.open is None
 

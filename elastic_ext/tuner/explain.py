@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .measurements import StepTimes
+from .measurements import PointMeasurement
 from .space import KNOBS, Point, Value
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "why_try",
 ]
 
+_RESUME = "`elastic-ext tuning resume` lets the tuner go on from there"
 _WORTH_TELLING = 0.1
 """Share of a step from which on people are told of a wait."""
 
@@ -69,7 +70,7 @@ def rate_in_words(samples_per_second: float) -> str:
     return f"{number_in_words(samples_per_second)} samples/s"
 
 
-def longest_wait_in_words(measured: StepTimes | None) -> str:
+def longest_wait_in_words(measured: PointMeasurement | None) -> str:
     """The longest wait in a step, such as "samples were waited for 61% of the step"; empty where all are short."""
     if measured is None:
         return ""
@@ -85,12 +86,12 @@ def longest_wait_in_words(measured: StepTimes | None) -> str:
     }[name]
 
 
-def why_try(proposal: PointProposal, best: StepTimes, here: Point, num_samples: int) -> str:
+def why_try(proposal: PointProposal, best: PointMeasurement, here: Point, num_samples: int) -> str:
     """Why a proposed point is tried, as a sentence: what changes from ``here``, and rates by ``num_samples`` a step."""
     rate, now = num_samples / proposal.seconds, num_samples / best.seconds
     words = f"{change_in_words(proposal.point, here)}: {rate_in_words(rate)} predicted"
     if rate < now:
-        words = f"{words}, perhaps {number_in_words(num_samples / proposal.least_seconds)}"
+        words = f"{words} (up to {number_in_words(num_samples / proposal.least_seconds)})"
     words = f"{words}, {number_in_words(now)} {'now' if best.point == here else 'at best so far'}"
     wait = longest_wait_in_words(best)
     return f"{words}; {wait}" if wait else words
@@ -99,11 +100,11 @@ def why_try(proposal: PointProposal, best: StepTimes, here: Point, num_samples: 
 def why_edited(author: str, version: int, edited: Sequence[str]) -> str:
     """Why the tuner decides nothing more after an edit of the config by a person, or else by a node's file, as a
     sentence."""
-    who = "a person" if author == "person" else "a config of the node"
+    who = "a person" if author == "person" else "the config file of a node"
     if not edited:
-        return f"{who} wrote version {version}, which changes nothing; say resume to let the tuner go on from there"
+        return f"{who} wrote version {version}, which changes nothing; {_RESUME}"
     keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
-    return f"{who} set {keys} in version {version}; say resume to let the tuner go on from there"
+    return f"{who} set {keys} in version {version}; {_RESUME}"
 
 
 def listed(names: Sequence[str]) -> str:

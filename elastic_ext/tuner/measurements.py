@@ -1,4 +1,4 @@
-"""What steps at a point take, when that can be trusted, and when a search has to begin again. Pure."""
+"""How long steps at a point take, when a measurement can be trusted, and when a search has to begin again. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .space import Point
 __all__ = [
     "LEAST_GAIN",
     "PROBE_STEPS",
-    "MeasuredSteps",
     "PaceWatch",
+    "PointMeasurement",
     "SlowdownCheck",
-    "StepTimes",
+    "StepReport",
     "Trial",
     "changed_facts",
     "merged_step_times",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredSteps:
+class StepReport:
     """A report of consecutive steps that were measured under one version and revision of the config, over all ranks."""
 
     time: float
@@ -45,9 +45,9 @@ class MeasuredSteps:
     world_size: int
     """Ranks that the job has."""
     num_asked: int | None = None
-    """Ranks whose steps are looked at, fewer than all in a very large job; None where all are looked at."""
+    """Ranks whose reports are expected: a sample of them in a very large job; None where all are."""
     step_seconds: float
-    """The mean step time, on the rank where it is the largest: bursts count as they are."""
+    """The mean step time of the slowest rank; slow steps are not left out of it."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """The seconds of a step by phase, as profile/phases.py names phases: ``step_seconds`` times the median over ranks
     of the phase's share; empty where steps of some rank were not timed by phase."""
@@ -91,8 +91,8 @@ _LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
-    """How long steps take at one point of a search space."""
+class PointMeasurement:
+    """The measurement of one point of a search space: how long its steps take, by all reports of a trial."""
 
     point: Point
     seconds: float
@@ -122,24 +122,24 @@ class StepTimes:
 
 
 class Trial:
-    """The measuring of steps at one point, report by report, until enough are known."""
+    """The measuring of one point, report by report, until enough steps are known."""
 
     def __init__(self, point: Point, *, version: int, revision: int, probe_steps: int) -> None:
         self.point = point
         self.version = version
         self.revision = revision
         self._wanted = probe_steps
-        self._seen: list[MeasuredSteps] = []
+        self._reports: list[StepReport] = []
         self._num_passed_over = 0
         self._held_up = 0.0
 
-    def add(self, seen: MeasuredSteps) -> None:
+    def add(self, report: StepReport) -> None:
         """Take a report of steps at the point; the first report is passed over."""
-        self._held_up += seen.held_up_seconds
+        self._held_up += report.held_up_seconds
         if not self._num_passed_over:
-            self._num_passed_over = seen.num_steps
+            self._num_passed_over = report.num_steps
         else:
-            self._seen.append(seen)
+            self._reports.append(report)
 
     def is_done(self, best_seconds: float | None) -> bool:
         """Whether enough steps are known, where steps of the best point so far take ``best_seconds``.
@@ -147,7 +147,7 @@ class Trial:
         So it is where all are clearly slower than those of the best point; where the wanted number is known and their
         times are alike; and where _TIMES_AS_MANY times that number is known, however much they differ.
         """
-        if not self._seen:
+        if not self._reports:
             return False
         if self._is_clearly_slow(best_seconds):
             return True
@@ -157,7 +157,7 @@ class Trial:
 
     @property
     def why_no_result(self) -> str:
-        """Why steps tell no step time, since their times differ too much: a sentence; empty where they tell one."""
+        """Why the trial gives no step time: its reports differ too much. A sentence; empty where it gives one."""
         spread = _spread(self._step_seconds)
         if spread <= _SCATTERED:
             return ""
@@ -169,23 +169,24 @@ class Trial:
 
     @property
     def num_steps(self) -> int:
-        return sum(each.num_steps for each in self._seen)
+        """Steps measured so far, without those of the first report."""
+        return sum(each.num_steps for each in self._reports)
 
-    def measured(self, best_seconds: float | None) -> StepTimes:
+    def measured(self, best_seconds: float | None) -> PointMeasurement:
         """The step times so far; called only after a report beyond the first.
 
         ``best_seconds`` is the step time of the best point so far, None where there is none.
         """
-        peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
-        names = dict.fromkeys(name for each in self._seen for name in each.phases)
-        working = [each.loading_processor_share for each in self._seen if each.loading_processor_share is not None]
-        looked_at = [each.phases for each in self._seen if each.phases]
-        return StepTimes(
+        peaks = [each.peak_bytes for each in self._reports if each.peak_bytes is not None]
+        names = dict.fromkeys(name for each in self._reports for name in each.phases)
+        working = [each.loading_processor_share for each in self._reports if each.loading_processor_share is not None]
+        looked_at = [each.phases for each in self._reports if each.phases]
+        return PointMeasurement(
             point=self.point,
             seconds=statistics.median(self._step_seconds),
             spread=_spread(self._step_seconds),
             num_steps=self.num_steps,
-            num_reports=len(self._seen),
+            num_reports=len(self._reports),
             unsure=_OF_A_MEDIAN * _spread(self._step_seconds) / math.sqrt(len(self._step_seconds)),
             phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
             loading_share=statistics.median(working) if working and not self.point.num_workers else None,
@@ -197,21 +198,21 @@ class Trial:
     def _has(self, times: int) -> bool:
         """Whether ``times`` times as many steps as are wanted are known, in ``times`` times as many reports."""
         num_reports = min(self._wanted, PROBE_STEPS)
-        return self.num_steps >= times * self._wanted and len(self._seen) >= times * num_reports
+        return self.num_steps >= times * self._wanted and len(self._reports) >= times * num_reports
 
     @property
     def _step_seconds(self) -> list[float]:
         """The mean step time of each report."""
-        return [each.step_seconds for each in self._seen]
+        return [each.step_seconds for each in self._reports]
 
     def _is_clearly_slow(self, best_seconds: float | None) -> bool:
         """Whether all reports are of steps much longer than ``best_seconds``; a single report may have been held up."""
-        if best_seconds is None or len(self._seen) < min(2, self._wanted):
+        if best_seconds is None or len(self._reports) < min(2, self._wanted):
             return False
         return min(self._step_seconds) > _MUCH_LONGER * best_seconds
 
 
-def merged_step_times(one: StepTimes, other: StepTimes) -> StepTimes:
+def merged_step_times(one: PointMeasurement, other: PointMeasurement) -> PointMeasurement:
     """The step times of one point out of two trials of it, ``other`` the newer one.
 
     ``seconds`` is the geometric mean by number of steps. Phases, memory and waits are those of ``other``.
@@ -229,27 +230,27 @@ def merged_step_times(one: StepTimes, other: StepTimes) -> StepTimes:
     )
 
 
-def why_untrusted(seen: MeasuredSteps, facts: JobFacts) -> str:
-    """Why nothing is to be decided by the steps ``seen``, as a sentence; empty where they can be trusted."""
-    if seen.trouble:
-        return seen.trouble
-    num_asked = seen.world_size if seen.num_asked is None else seen.num_asked
-    if seen.num_ranks < num_asked:
-        return f"only {seen.num_ranks} of {num_asked} ranks told of their steps"
-    if seen.world_size != facts.world_size:
-        ranks = f"a job of {seen.world_size} ranks, and the facts of the job are of {facts.world_size}"
+def why_untrusted(report: StepReport, facts: JobFacts) -> str:
+    """Why nothing is to be decided by the steps ``report``, as a sentence; empty where they can be trusted."""
+    if report.trouble:
+        return report.trouble
+    num_asked = report.world_size if report.num_asked is None else report.num_asked
+    if report.num_ranks < num_asked:
+        return f"only {report.num_ranks} of {num_asked} ranks told of their steps"
+    if report.world_size != facts.world_size:
+        ranks = f"a job of {report.world_size} ranks, and the facts of the job are of {facts.world_size}"
         return f"steps are reported for {ranks}"
-    if not (math.isfinite(seen.step_seconds) and _LEAST <= seen.step_seconds <= _MOST) or seen.num_steps < 1:
-        return f"a step is said to take {seen.step_seconds:g} s over {seen.num_steps} steps, which cannot be"
-    lengths = seen.phases.values()
+    if not (math.isfinite(report.step_seconds) and _LEAST <= report.step_seconds <= _MOST) or report.num_steps < 1:
+        return f"a step is said to take {report.step_seconds:g} s over {report.num_steps} steps, which cannot be"
+    lengths = report.phases.values()
     if not all(math.isfinite(each) and each >= 0 for each in lengths):
-        name = next(name for name, each in seen.phases.items() if not (math.isfinite(each) and each >= 0))
-        return f"{name} is said to take {seen.phases[name]:g} s of a step, which cannot be"
+        name = next(name for name, each in report.phases.items() if not (math.isfinite(each) and each >= 0))
+        return f"{name} is said to take {report.phases[name]:g} s of a step, which cannot be"
     total = math.fsum(lengths)
-    if total > _MOST_OF_A_STEP * seen.step_seconds:
+    if total > _MOST_OF_A_STEP * report.step_seconds:
         return (
             f"the parts of a step add up to {_milliseconds(total)}, and a step is said to take "
-            f"{_milliseconds(seen.step_seconds)}"
+            f"{_milliseconds(report.step_seconds)}"
         )
     return ""
 
@@ -287,9 +288,9 @@ class SlowdownCheck:
     """
 
     def __init__(self) -> None:
-        self._set_aside: StepTimes | None = None
+        self._set_aside: PointMeasurement | None = None
 
-    def is_doubtful(self, measured: StepTimes, expected_seconds: float | None, unsure: float) -> bool:
+    def is_doubtful(self, measured: PointMeasurement, expected_seconds: float | None, unsure: float) -> bool:
         """Whether the best point is to be measured again before ``measured`` is learnt, which is set aside if so.
 
         ``unsure`` is the standard deviation of the logarithm of ``expected_seconds``.
@@ -301,14 +302,14 @@ class SlowdownCheck:
         self._set_aside = measured
         return True
 
-    def step_time_ratio(self, measured: StepTimes, before: StepTimes | None) -> float | None:
+    def step_time_ratio(self, measured: PointMeasurement, before: PointMeasurement | None) -> float | None:
         """``measured`` divided by the step time ``before`` of the same point; None where the two are much alike."""
         if before is None or before.is_brief:
             return None
         ratio = measured.seconds / before.seconds
         return ratio if abs(math.log(ratio)) > _OTHER_PACE else None
 
-    def pop_set_aside(self) -> StepTimes | None:
+    def pop_set_aside(self) -> PointMeasurement | None:
         """The measurement that was set aside, if any, which is forgotten here."""
         aside, self._set_aside = self._set_aside, None
         return aside
@@ -318,7 +319,8 @@ class SlowdownCheck:
 # Two things are compared: steps with those before them, and facts of a job with those that a search was made for.
 
 LEAST_GAIN = 0.05
-"""The least gain, as a share, that is worth advice, another step size, or another search after one that has ended."""
+"""The least gain, as a share, that is worth advice, a trial of another global batch size, or another search after one
+that has ended."""
 _NUM_NAMED = 240
 """Windows of steps for which a slow rank is remembered: a change of pace is found some time after a rank causes it."""
 
@@ -331,12 +333,12 @@ class PaceWatch:
         self._slow_rank = ""
         self._num_since = 0
 
-    def see(self, seen: MeasuredSteps) -> PaceChange | None:
+    def see(self, report: StepReport) -> PaceChange | None:
         """Take a window of steps; gives a change of pace at the window that shows it, else None."""
         self._num_since += 1
-        if seen.slow_rank:
-            self._slow_rank, self._num_since = seen.slow_rank, 0
-        return self._detector.see(seen.step, seen.step_seconds, (seen.version, seen.revision))
+        if report.slow_rank:
+            self._slow_rank, self._num_since = report.slow_rank, 0
+        return self._detector.see(report.step, report.step_seconds, (report.version, report.revision))
 
     def why(self, change: PaceChange) -> str:
         """A change of pace as a sentence, that begins with the rank that keeps the others waiting, if any."""

@@ -238,7 +238,7 @@ def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
         return 0.0
     if not STRATEGIES[shape.strategy].gathers_again:
         return float(memory.parameter_bytes)
-    blocks = min((1 + shape.ahead) * shape.unit * memory.block_bytes, memory.parameter_bytes - memory.other_bytes)
+    blocks = min((1 + shape.units_ahead) * shape.unit * memory.block_bytes, memory.parameter_bytes - memory.other_bytes)
     return float(blocks + memory.other_bytes)
 
 

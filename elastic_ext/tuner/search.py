@@ -15,9 +15,9 @@ from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 
 from .costs import Budget
-from .measurements import LEAST_GAIN, PROBE_STEPS, StepTimes, merged_step_times
+from .measurements import LEAST_GAIN, PROBE_STEPS, PointMeasurement, merged_step_times
 from .memory import JobMemory
-from .model import Fitted, Floats, Prior, columns_of, fit, prior_of
+from .performance_model import Fitted, Floats, Prior, columns_of, fit, prior_of
 from .space import KEYS, Point, knobs_of_cost, micro_batches_of, space_of
 
 __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
@@ -109,7 +109,7 @@ _WAITED = 0.1
 _TIMES_OF_A_NEIGHBOUR = 1.5
 """A worker more or less is not tried where steps may take more than so many times as long as at the best point."""
 _MAY_HAVE_CHANGED = 0.5
-"""Standard deviation that is added to the logarithms of the model's numbers where a search begins again."""
+"""Standard deviation added to the logarithms of the performance model's coefficients where a search begins again."""
 _NOISE = 0.025
 """Standard deviation of the logarithm of a measured step time, for PROBE_STEPS reports of it."""
 _LEAST_NOISE = 0.01
@@ -156,11 +156,11 @@ class Search:
         self._prior: Prior | None = before.learnt if before is not None else None
         self._switching: Switching = before._switching if before is not None else Switching(facts)
         self._least_gain = LEAST_GAIN if is_again else _LEAST_IMPROVEMENT
-        self._measured: dict[Point, StepTimes] = {}
+        self._measured: dict[Point, PointMeasurement] = {}
         self._refused: dict[Point, None] = {}
         self._last: Point | None = None
         self._expected: _Expected | None = None
-        self._best: StepTimes | None = None
+        self._best: PointMeasurement | None = None
         self._take(facts, before)
 
     def _take(self, facts: JobFacts, before: Search | None) -> None:
@@ -175,7 +175,7 @@ class Search:
     # ---- what is learnt ----
 
     @property
-    def best(self) -> StepTimes | None:
+    def best(self) -> PointMeasurement | None:
         """The measured point that is expected to be the fastest, and what its steps are expected to take."""
         if self._best is None:
             possible = [each for point, each in self._measured.items() if point not in self._refused]
@@ -191,12 +191,12 @@ class Search:
         return self._best
 
     @property
-    def best_measured(self) -> StepTimes | None:
+    def best_measured(self) -> PointMeasurement | None:
         """The best point, with its step times as they were measured."""
         best = self.best
         return None if best is None else self._measured[best.point]
 
-    def _log_seconds(self, expected: _Expected, measured: StepTimes) -> float:
+    def _log_seconds(self, expected: _Expected, measured: PointMeasurement) -> float:
         """The logarithm of a measured point's expected step time, as far from the measured one as noise may be."""
         far, seen = max(_SURELY * _noise(measured), _CLOSE), math.log(measured.seconds)
         return min(max(float(expected.log_seconds[self._places[measured.point]]), seen - far), seen + far)
@@ -208,9 +208,9 @@ class Search:
             return self._prior
         fitted = self._expectation().fitted
         unsure = np.sqrt(np.diag(fitted.covariance) + _MAY_HAVE_CHANGED**2)
-        return Prior(mean=fitted.numbers, deviation=np.minimum(unsure, 1.5))
+        return Prior(mean=fitted.log_coefficients, deviation=np.minimum(unsure, 1.5))
 
-    def tell(self, measured: StepTimes) -> None:
+    def tell(self, measured: PointMeasurement) -> None:
         """Take the measured step times of a point."""
         point = measured.point
         if point not in self._places:
@@ -238,7 +238,10 @@ class Search:
         return is_other or is_bound
 
     def refuse(self, point: Point, why: str) -> None:
-        """Leave out ``point``, which was not put in force, and points with its value of a key that ``why`` names."""
+        """Leave out ``point``, which was not put in force.
+
+        ``why`` is searched for config keys: points with the same value of a key named there are left out too.
+        """
         self._refused[point] = None
         self._best = None
         before = self._last
@@ -253,7 +256,7 @@ class Search:
         found.refuse_as(self)
         return found
 
-    def resized(self, facts: JobFacts) -> Search:
+    def for_global_batch(self, facts: JobFacts) -> Search:
         """A new search of the same job with the global batch size of ``facts``, with what this one has learnt."""
         found = Search(facts, self._tuning, before=self, is_again=True)
         found.refuse_as(self)
@@ -275,7 +278,7 @@ class Search:
         """The standard deviation of the logarithm of the expected step time at ``point``; else infinite."""
         return float(self._expectation().deviations[self._places[point]]) if point in self._places else math.inf
 
-    def measured_at(self, point: Point) -> StepTimes | None:
+    def measured_at(self, point: Point) -> PointMeasurement | None:
         """The measured step times of ``point``; None where none were measured."""
         return self._measured.get(point)
 
@@ -327,7 +330,7 @@ class Search:
         point = self._space.points[place]
         return PointProposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds)
 
-    def expect_at(self, facts: JobFacts) -> PointProposal | None:
+    def best_micro_batch_for(self, facts: JobFacts) -> PointProposal | None:
         """The micro-batch that is expected to be the fastest with the global batch size of ``facts``, as a point.
 
         The other knobs are those of the best point here. None where no such point fits into memory.
@@ -359,7 +362,7 @@ class Search:
         usual = self.best.seconds if self.best else seconds
         return float(cost_of_probes(budget, np.array([seconds]), np.zeros(1), probe_steps, usual)[0])
 
-    def fits_at(self, facts: JobFacts, point: Point) -> bool:
+    def fits_in_memory(self, point: Point, facts: JobFacts) -> bool:
         """Whether ``point`` fits into memory with the global batch size of ``facts``."""
         return not self._memory_at(facts).why_not(self._at_most(point, facts))
 
@@ -375,7 +378,7 @@ class Search:
         is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < self._facts.share)
         return point if is_chosen else point._replace(batch_size=facts.share)
 
-    def _gains(self, expected: _Expected, best: StepTimes, switching: Floats) -> Floats:
+    def _gains(self, expected: _Expected, best: PointMeasurement, switching: Floats) -> Floats:
         """The expected improvement at each point, as a share of a step, less the cost of the change.
 
         0 for points that are measured, refused or too large. For a gain that is normal with mean m (``shorter``, in
@@ -392,7 +395,7 @@ class Search:
         gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
         return gains
 
-    def _neighbours(self, best: StepTimes, most: Floats) -> Floats:
+    def _neighbours(self, best: PointMeasurement, most: Floats) -> Floats:
         """Tiny gains for a worker less and for a worker more, where the best point waits for samples; else 0.
 
         The right number of workers is what a model knows least of.
@@ -415,7 +418,7 @@ class Search:
                 gains[place] = self._least_gain * best.seconds / most[place] * _TIMES_OF_A_NEIGHBOUR
         return gains
 
-    def _horizon(self, best: StepTimes) -> float:
+    def _horizon(self, best: PointMeasurement) -> float:
         return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
 
     def _allowed(self) -> NDArray[np.bool_]:
@@ -458,7 +461,7 @@ class _Expected:
 
     fitted: Fitted
     drawn: Floats
-    """(draws, points): step times by several draws of the model's numbers."""
+    """(draws, points): step times by several draws of the performance model's coefficients."""
     own_deviations: Floats
     """Standard deviation at each point under any one draw, from the model's error there."""
 
@@ -476,7 +479,7 @@ def _known(facts: JobFacts) -> tuple[object, ...]:
     return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
 
 
-def _noise(measured: StepTimes) -> float:
+def _noise(measured: PointMeasurement) -> float:
     """The standard deviation of the logarithm of a measured step time."""
     if measured.is_brief:
         return _BRIEF_NOISE

@@ -87,7 +87,7 @@ _BY_ITSELF: Mapping[str, Value] = {
     "bucket_cap_mb": _BUCKET_MB,
 }
 """The value that torch or the library uses for a knob that a config leaves out, by field of a point."""
-_WORTH: Mapping[str, float] = {
+_RELATIVE_NUM_CHOICES: Mapping[str, float] = {
     "batch_size": 4,
     "strategy": 4,
     "num_workers": 3,
@@ -95,7 +95,8 @@ _WORTH: Mapping[str, float] = {
     "activation_checkpoint": 2,
     "prefetch": 0.2,
 }
-"""How many choices of these knobs are worth one choice of another knob, where a search space has too many points."""
+"""How many choices a knob keeps when a search space with too many points is thinned, relative to a knob that is not
+listed here: batch_size four times as many, prefetch a fifth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
     Where these are all that it has, the present value alone stays.
     """
     several = [each for each in choices if len(choices[each]) > 1]
-    name = max(several, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
+    name = max(several, key=lambda each: len(choices[each]) / _RELATIVE_NUM_CHOICES.get(each, 1))
     values = choices[name]
     now, last = getattr(present, name), len(values) - 1
     kept = [each for at, each in enumerate(values) if at % 2 == 0 or at == last or each == now]
@@ -285,7 +286,7 @@ _OTHERS = tuple(at for at, name in enumerate(KEYS) if name not in _WITH_A_TERM)
 
 
 class Shape(NamedTuple):
-    """What a point makes of a step, on the rank that has most samples: micro-steps, workers, sharding, prefetching."""
+    """How a step runs at one point, on the rank that has most samples: micro-steps, workers, sharding, prefetching."""
 
     micro_batch: int
     num_micro_steps: int
@@ -300,7 +301,7 @@ class Shape(NamedTuple):
     """Blocks whose parameters are gathered at once; 0 where the model is not sharded."""
     activation_checkpoint: float
     """Share of blocks whose activations are computed again in the backward pass."""
-    ahead: int
+    units_ahead: int
     """Units that are prefetched: gathered before they are needed; 0 where the model is not sharded."""
     bucket_bytes: int
     """Size of DDP's gradient buckets; 0 where the model is sharded."""
@@ -329,7 +330,7 @@ def shape_of(point: Point, facts: JobFacts) -> Shape:
         shard_degree=_degree(point, facts),
         unit=unit if is_sharded else 0,
         activation_checkpoint=_number(point.activation_checkpoint, 0.0),
-        ahead=_ahead(point.prefetch, unit, facts.num_blocks) if is_sharded else 0,
+        units_ahead=_ahead(point.prefetch, unit, facts.num_blocks) if is_sharded else 0,
         bucket_bytes=0 if is_sharded else int(_number(point.bucket_cap_mb, _BUCKET_MB) * 2**20),
         others=tuple([point[at] for at in _OTHERS]),
     )

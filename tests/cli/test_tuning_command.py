@@ -47,7 +47,7 @@ def strategy() -> Scripted:
 
 @pytest.fixture
 def master(tmp_path: Path, strategy: Scripted) -> Iterator[MasterThread]:
-    for made in master_on_thread(tmp_path, "--tuning", "auto", strategy=strategy.made):
+    for made in master_on_thread(tmp_path, "--tuning", "auto", tuner=strategy.made):
         caller = made.caller()
         caller.join()
         caller.beat(facts=FACTS.to_json(), workers=[reported(0), reported(1)])

@@ -69,7 +69,7 @@ DECIDING_BY_STRATEGY: Mapping[str, set[str]] = {
 def told_of_the_key() -> dict[str, Any]:
     """What a library with the row of the key makes of it."""
     from elastic_ext.training.batches import Batches
-    from elastic_ext.tuner.model import columns_of
+    from elastic_ext.tuner.performance_model import columns_of
     from elastic_ext.tuner.search import Switching
 
     config = ElasticConfig.parse(json.dumps({"version": 1, "dataloader": {"read_ahead_mb": 64}}).encode())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.doctor.report import PairReport
-from elastic_ext.master.cluster import Cluster, PairFindings, cluster_of, pair_findings
+from elastic_ext.master.cluster import MachineComparison, PairFindings, compare_machines, pair_findings
 from elastic_ext.master.machines import NodeFacts, facts_of, measured_in, why_refused
 from elastic_ext.profile.stragglers import Straggler
 from tests.support.clusters import FAST, NEAR, machine_of, pair_report
@@ -45,11 +45,11 @@ def _measured(report: PairReport) -> PairFindings:
     return pair_findings(measured_in(json.dumps({"record": "pairs", **_fields(report)}, default=_fields)))
 
 
-def _cluster(racks: Sequence[int], slow_ranks: Sequence[Straggler] = (), **planted: Any) -> Cluster:
-    return cluster_of(_facts(len(racks)), _measured(pair_report(racks, **planted)), slow_ranks)
+def _cluster(racks: Sequence[int], slow_ranks: Sequence[Straggler] = (), **planted: Any) -> MachineComparison:
+    return compare_machines(_facts(len(racks)), _measured(pair_report(racks, **planted)), slow_ranks)
 
 
-def _groups(cluster: Cluster) -> list[list[int]]:
+def _groups(cluster: MachineComparison) -> list[list[int]]:
     return sorted(sorted(int(node_id[3:]) for node_id in group.node_ids) for group in cluster.groups)
 
 
@@ -70,7 +70,7 @@ def test_racks_are_found_by_latency(racks: list[int], noise: float) -> None:
     for seed in range(4):
         found = _cluster(racks, noise=noise, seed=seed)
         assert _groups(found) == _planted(racks)
-        assert f"{len(set(racks))} groups by latency" in found.topology
+        assert f"{len(set(racks))} groups by latency" in found.topology_text
     group = found.groups[0]
     assert group.latency_seconds == pytest.approx(NEAR, rel=0.3)
     assert group.bandwidth == pytest.approx(FAST, rel=0.3)
@@ -81,7 +81,7 @@ def test_racks_are_found_by_bandwidth_where_all_answer_as_fast(racks: list[int])
     for seed in range(4):
         found = _cluster(racks, noise=0.05, seed=seed, by_latency=False)
         assert _groups(found) == _planted(racks)
-        assert "groups by bandwidth" in found.topology
+        assert "groups by bandwidth" in found.topology_text
 
 
 @pytest.mark.parametrize(("num_nodes", "num_racks"), each_once([40, 64, 96, 200], [2, 4]))
@@ -93,7 +93,7 @@ def test_of_nodes_that_have_met_some_others_most_are_placed_and_none_wrongly(num
     assert all(len({racks[node] for node in group}) == 1 for group in groups)
     num_left = num_nodes - sum(map(len, groups))
     assert num_left <= 0.1 * num_nodes
-    assert (f"of {num_left} node" in found.topology) == (num_left > 0)
+    assert (f"of {num_left} node" in found.topology_text) == (num_left > 0)
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4, 8, 24])
@@ -105,22 +105,22 @@ def test_nodes_in_one_place_are_never_parted(num_nodes: int, noise: float) -> No
         assert found.slow == () or noise > 0
         if found.groups:
             assert _groups(found) == [list(range(num_nodes))]
-            assert "all are about as near" in found.topology
+            assert "all are about as near" in found.topology_text
         else:
-            assert "not known" in found.topology
+            assert "not known" in found.topology_text
 
 
 def test_what_was_not_measured_is_not_known() -> None:
-    found = cluster_of(_facts(4))
+    found = compare_machines(_facts(4))
     assert found.groups == () and found.links == () and found.recommendations == ()
-    assert found.topology == "which nodes are near each other is not known: fewer than two links to compare"
-    assert "not known" in _cluster([0, 0]).topology
+    assert found.topology_text == "which nodes are near each other is not known: fewer than two links to compare"
+    assert "not known" in _cluster([0, 0]).topology_text
     assert _cluster([0, 0]).links[0].latency_seconds == NEAR
 
 
 def test_nodes_of_one_machine_are_near_each_other_whatever_was_measured() -> None:
     facts = [dataclasses.replace(each, boot_id="the same") for each in _facts(3)]
-    (group,) = cluster_of(facts).groups
+    (group,) = compare_machines(facts).groups
     assert list(group.node_ids) == ["id-000", "id-001", "id-002"]
     assert not group.HasField("latency_seconds")
 
@@ -133,7 +133,7 @@ def test_processes_of_one_machine_that_measured_each_other_are_one_machine() -> 
 
 
 def test_nodes_that_took_no_part_are_in_no_group() -> None:
-    found = cluster_of(_facts(9), _measured(pair_report(TWO_RACKS)))
+    found = compare_machines(_facts(9), _measured(pair_report(TWO_RACKS)))
     assert _groups(found) == _planted(TWO_RACKS)
 
 
@@ -186,7 +186,7 @@ def test_a_node_that_computes_slowly_is_named_with_what_its_ranks_do() -> None:
 
 def test_a_slow_rank_alone_is_told_of_without_any_measurement() -> None:
     slow = [Straggler(rank=3, host="host-000", score=0.5, own_score=1.0, slowed=0.5, num_rounds=3)]
-    found = cluster_of(_facts(2), None, slow)
+    found = compare_machines(_facts(2), None, slow)
     assert [each.host for each in found.slow] == ["host-000"]
     assert "and if that shows nothing take it out of the job" in found.recommendations[0]
 
@@ -197,7 +197,7 @@ def test_pairs_that_could_not_exchange_data_come_first() -> None:
         dataclasses.replace(report.pairs[0], trouble="timed out", latency_seconds=(), bandwidth=()),
         *report.pairs[1:],
     )
-    found = cluster_of(_facts(4), _measured(dataclasses.replace(report, pairs=pairs)))
+    found = compare_machines(_facts(4), _measured(dataclasses.replace(report, pairs=pairs)))
     assert found.recommendations[0].startswith("look whether a firewall is between host-000 and host-003")
     assert "timed out" in found.recommendations[0]
 
@@ -208,7 +208,7 @@ def test_a_node_that_fell_silent_is_named_once() -> None:
     pairs = tuple(
         dataclasses.replace(each, trouble="closed") if 3 in (each.first, each.second) else each for each in report.pairs
     )
-    found = cluster_of(_facts(4), _measured(dataclasses.replace(report, nodes=nodes, pairs=pairs)))
+    found = compare_machines(_facts(4), _measured(dataclasses.replace(report, nodes=nodes, pairs=pairs)))
     assert [each for each in found.recommendations if "host-003" in each] == [
         "look whether host-003 and the process there are alive: they stopped answering during the check"
     ]
@@ -220,7 +220,7 @@ def test_a_node_that_fell_silent_is_named_once() -> None:
 def test_nodes_that_differ_are_named_and_the_others_counted() -> None:
     versions = dataclasses.replace(GOOD_MACHINE.versions, torch="2.11.0")
     cpu = dataclasses.replace(GOOD_MACHINE.cpu, num_allowed=8)
-    found = cluster_of(_facts(20, {7: machine_of(7, versions=versions), 9: machine_of(9, cpu=cpu)}))
+    found = compare_machines(_facts(20, {7: machine_of(7, versions=versions), 9: machine_of(9, cpu=cpu)}))
     assert found.unlike == (
         "nodes have unlike versions of torch: 2.13.0 on 19 nodes; 2.11.0 on host-007",
         "nodes have unlike processors: 64 cores of Some CPU on 19 nodes; 8 cores of Some CPU on host-009",
@@ -231,7 +231,7 @@ def test_nodes_that_differ_are_named_and_the_others_counted() -> None:
 
 def test_of_very_many_that_differ_a_few_are_named() -> None:
     versions = dataclasses.replace(GOOD_MACHINE.versions, torch="2.11.0")
-    found = cluster_of(_facts(30, {number: machine_of(number, versions=versions) for number in range(12)}))
+    found = compare_machines(_facts(30, {number: machine_of(number, versions=versions) for number in range(12)}))
     (text,) = found.unlike
     assert text.endswith("2.11.0 on host-000, host-001, host-002, host-003, host-004 and 7 more")
 
@@ -269,7 +269,7 @@ def test_the_order_in_which_things_are_told_changes_nothing(data: st.DataObject)
         Straggler(rank=each, host="host-001", score=0.5, own_score=None, slowed=0.5, num_rounds=3) for each in (4, 2)
     ]
     facts = _facts(len(racks))
-    expected = cluster_of(facts, _measured(report), slow)
+    expected = compare_machines(facts, _measured(report), slow)
     order = data.draw(st.permutations(range(len(racks))))
     place_of = {old: new for new, old in enumerate(order)}
     nodes = tuple(dataclasses.replace(report.nodes[old], index=new) for new, old in enumerate(order))
@@ -279,7 +279,7 @@ def test_the_order_in_which_things_are_told_changes_nothing(data: st.DataObject)
         for ends in [(place_of[each.first], place_of[each.second])]
     )
     told = dataclasses.replace(report, nodes=nodes, pairs=pairs)
-    assert cluster_of([facts[each] for each in order], _measured(told), slow[::-1]) == expected
+    assert compare_machines([facts[each] for each in order], _measured(told), slow[::-1]) == expected
 
 
 _JSON = st.recursive(
@@ -309,7 +309,7 @@ def test_whatever_stands_in_a_report_it_is_refused_in_words_or_something_is_made
     except ValueError as refused:
         reason = str(refused)
     else:
-        reason = cluster_of(_facts(2), pair_findings(measured)).topology
+        reason = compare_machines(_facts(2), pair_findings(measured)).topology_text
     assert reason and "\n" not in reason
 
 
@@ -340,6 +340,6 @@ def test_what_is_said_of_a_large_job_is_bounded() -> None:
         for each in range(64)
     ]
     report = pair_report([number % 8 for number in range(200)], noise=0.3)
-    found = cluster_of(_facts(200, changed), _measured(report), slow)
+    found = compare_machines(_facts(200, changed), _measured(report), slow)
     assert len(found.recommendations) <= 32
     assert max(map(len, (*found.recommendations, *found.unlike))) < 1200

@@ -78,7 +78,7 @@ def test_other_contents_under_one_version_are_told_of_once_and_decided_by_nobody
     book = ConfigBook()
     authored = write(book, 0.1)
     assert book.conflict(1, authored.config.digest, "a") is None
-    assert "other contents under version 1" in str(book.conflict(1, "0" * 64, "a"))
+    assert "different configs under version 1" in str(book.conflict(1, "0" * 64, "a"))
     assert book.conflict(1, "0" * 64, "a") is None and book.conflict(1, "0" * 64, "b") is not None
     write(book, 0.2)
     assert book.conflict(1, "0" * 64, "a") is None, "it is over"

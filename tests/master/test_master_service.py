@@ -83,7 +83,7 @@ def test_an_agent_that_joins_is_told_whom_it_speaks_with(caller: Caller) -> None
     [
         ({"protocol": 9, "oldest_protocol": 2}, "speaks protocol 2 to 9, this master"),
         ({"job": "another"}, "this master is of job 'j', not of 'another'"),
-        ({"job_id": "0" * 32}, "listens in its place"),
+        ({"job_id": "0" * 32}, "kept its state elsewhere"),
         ({"epoch": 5}, "has met a later master \\(epoch 5\\)"),
     ],
 )

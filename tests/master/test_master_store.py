@@ -192,5 +192,5 @@ def test_a_file_that_computes_what_is_read_is_refused(tmp_path: Path, change: st
     JobStore(tmp_path).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "master.db")) as db:
         db.executescript(change)
-    with pytest.raises(StoreError, match="is computed by the file; give --state-dir another folder"):
+    with pytest.raises(StoreError, match="is a view, a trigger or a table with a generated column; give"):
         JobStore(tmp_path)

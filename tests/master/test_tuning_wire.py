@@ -18,7 +18,7 @@ from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_record
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
-from elastic_ext.tuner.measurements import MeasuredSteps, why_untrusted
+from elastic_ext.tuner.measurements import StepReport, why_untrusted
 from tests.support.job_facts import made_facts
 from tests.support.tuned import STEP, reported
 
@@ -118,7 +118,7 @@ def begun(world_size: int = 2) -> MeasurementRounds:
     return seeing
 
 
-def told_by(*workers: wire.Worker, world_size: int = 2) -> MeasuredSteps | None:
+def told_by(*workers: wire.Worker, world_size: int = 2) -> StepReport | None:
     seeing = begun(world_size)
     seeing.take(NOW, workers)
     return seeing.take_measurement(NOW)
@@ -219,7 +219,7 @@ def test_times_that_cannot_be_are_trouble_at_once(absurd: float) -> None:
     broken = reported(1)
     broken.windows[0].seconds["forward"] = absurd
     seen = told_by(reported(0), broken)
-    assert seen is not None and seen.trouble.startswith("what rank 1 told of their steps cannot be")
+    assert seen is not None and seen.trouble.startswith("rank 1 reported impossible values of steps")
 
 
 def test_ranks_that_tell_of_steps_that_cannot_be_the_same_are_trouble() -> None:

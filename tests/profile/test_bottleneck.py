@@ -198,7 +198,7 @@ def test_a_straggler_is_one_whatever_it_is_busy_with(phase: Phase) -> None:
     slow[phase] = slow.get(phase, 0.0) + 0.02
     found = verdict(_ranks([quick, slow, quick]))
     assert (found.kind, found.ranks) == ("straggler", (1,))
-    assert f"100% of that in {phase.label}" in found.text
+    assert f"100% of the excess is in {phase.label}" in found.text
 
 
 def test_half_of_the_ranks_may_be_slow() -> None:
@@ -363,9 +363,9 @@ def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
 def test_the_sentence_about_a_straggler_names_it_and_what_it_is_slow_in() -> None:
     quick, slow = _step(forward=20, communication=21), _step(forward=20, backward=20, communication=1)
     assert verdict(_ranks([quick, slow, quick])).text == (
-        "straggler: rank 1 on node1 takes 40 ms for its own part of a step where 20 ms are usual, 100% of that in "
-        "backward; the others wait for 49% of the step; training could take 1,524 samples/s: look at node1, or give it "
-        "less to do"
+        "straggler: rank 1 on node1 takes 40 ms for its own part of a step, 20 ms longer than usual; 100% of the "
+        "excess is in backward; the others wait for 49% of the step; training could take 1,524 samples/s: look at "
+        "node1, or give the rank a smaller share"
     )
 
 

@@ -95,7 +95,7 @@ def test_steps_are_known_once_the_device_has_come_past_them() -> None:
     assert [after[Phase.BACKWARD] - before[Phase.BACKWARD] for before, after in found] == [5e6, 6e6]
     assert found[0][1] == found[1][0]
     timeline.finish()
-    assert timeline.spent()[Phase.FORWARD] == 14e6 and sum(timeline.spent()[: len(Phase)]) == 25e6
+    assert timeline.take_spent()[Phase.FORWARD] == 14e6 and sum(timeline.take_spent()[: len(Phase)]) == 25e6
 
 
 def test_waiting_counts_as_far_as_the_device_waits() -> None:
@@ -107,7 +107,7 @@ def test_waiting_counts_as_far_as_the_device_waits() -> None:
     device.now += 30.0  # it has nothing to do
     timeline.enter(Phase.FORWARD)
     timeline.finish()
-    assert timeline.spent()[Phase.DATA] == 30e6
+    assert timeline.take_spent()[Phase.DATA] == 30e6
 
 
 def test_events_are_used_again() -> None:
@@ -129,7 +129,7 @@ def test_a_step_that_is_taken_back_is_counted_as_that() -> None:
     timeline.lose()
     take_step(timeline, device, 1.0, 2.0)
     timeline.finish()
-    spent = timeline.spent()
+    spent = timeline.take_spent()
     assert spent[Phase.ROLLED_BACK] == 8e6 and spent[Phase.FORWARD] == 2e6 and spent[Phase.BACKWARD] == 4e6
 
 
@@ -146,7 +146,7 @@ def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> N
     timeline.lose()
     device.run()
     timeline.finish()
-    wall = timeline.spent()
+    wall = timeline.take_spent()
     assert wall[Phase.OTHER] == 1e6 and wall[Phase.ROLLED_BACK] == 6e6
 
 
@@ -166,7 +166,7 @@ def test_marks_of_another_thread_take_no_processor_time_of_its() -> None:
         thread.start()
         thread.join()
     timeline.enter(Phase.OTHER)
-    had = timeline.spent()[len(Phase) :]
+    had = timeline.take_spent()[len(Phase) :]
     assert min(had) >= 0 and sum(had) < 0.05e9, "and none of the other's is taken for more or less of its own"
 
 
@@ -190,9 +190,9 @@ def test_where_the_device_cannot_be_read_the_hosts_clock_is(caplog: pytest.LogCa
         for _ in range(100 if is_behind else 3):
             take_step(timeline, device, 1.0, 1.0)
     assert sum("goes on by the host's clock" in message for message in caplog.messages) == 1
-    before = sum(timeline.spent()[: len(Phase)])
+    before = sum(timeline.take_spent()[: len(Phase)])
     assert take_step(timeline, device, 1.0, 1.0) == 1
-    assert sum(timeline.spent()[: len(Phase)]) > before
+    assert sum(timeline.take_spent()[: len(Phase)]) > before
     timeline.finish()
 
 

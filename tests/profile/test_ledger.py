@@ -188,7 +188,7 @@ def test_time_between_a_process_and_the_first_step_of_the_next_is_a_restart() ->
         TimeUse.STARTUP: 5.0,
         TimeUse.FORWARD: 4.0 + 1.5 + 4.0,
         TimeUse.DATA: 0.5,
-        TimeUse.AGAIN: 2.0,  # half of the second window: steps 7 and 8
+        TimeUse.LOST_STEPS: 2.0,  # half of the second window: steps 7 and 8
         TimeUse.RESTART: 26.0,
     }
 
@@ -216,8 +216,8 @@ def test_without_a_launcher_a_process_that_goes_on_by_hand_was_stopped_before() 
 def test_steps_count_as_lost_on_a_rank_that_did_not_come_back() -> None:
     found = killed_and_restarted()[:3]
     history = TrainingHistory(begun=((START + 40.0, 6),))
-    assert ledger(found, history)[TimeUse.AGAIN] == 2.0
-    assert TimeUse.AGAIN not in ledger(
+    assert ledger(found, history)[TimeUse.LOST_STEPS] == 2.0
+    assert TimeUse.LOST_STEPS not in ledger(
         found, TrainingHistory(begun=((START + 2.0, 6),))
     )  # began before, or at the same time
 
@@ -229,7 +229,12 @@ def test_steps_that_are_taken_again_within_a_process_count_as_lost() -> None:
         window(0.0, {"checkpoint": 1.0}, step=5, num_steps=0),
         window(0.0, {"forward": 10.0}, step=15, num_steps=10),
     )
-    assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.FORWARD: 15.0, TimeUse.AGAIN: 5.0, TimeUse.CHECKPOINT: 1.0}
+    assert ledger(found) == {
+        TimeUse.STARTUP: 1.0,
+        TimeUse.FORWARD: 15.0,
+        TimeUse.LOST_STEPS: 5.0,
+        TimeUse.CHECKPOINT: 1.0,
+    }
 
 
 def test_steps_that_do_not_commit_are_not_taken_for_lost_ones() -> None:
@@ -249,7 +254,12 @@ def test_what_came_before_training_went_back_within_a_process_counts_as_lost() -
         window(0.0, {"forward": 3.0}, step=3, num_steps=3),
     ]
     found = chain(first_window(START, 1.0), *parts)
-    assert ledger(found) == {TimeUse.STARTUP: 1.0, TimeUse.CHECKPOINT: 2.0, TimeUse.AGAIN: 12.0, TimeUse.FORWARD: 3.0}
+    assert ledger(found) == {
+        TimeUse.STARTUP: 1.0,
+        TimeUse.CHECKPOINT: 2.0,
+        TimeUse.LOST_STEPS: 12.0,
+        TimeUse.FORWARD: 3.0,
+    }
     assert ledger(merge_neighbours(found, 1e9)) == ledger(found)
 
 

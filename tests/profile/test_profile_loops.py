@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic_ext import ElasticDataLoader
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
-from elastic_ext.profile.sampled_steps import SampleListeners, Surveyor
+from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.notices import PeerName
 from elastic_ext.records.metrics import StepWindow
@@ -184,7 +184,7 @@ def test_a_machine_that_cannot_be_measured_is_left_so() -> None:
         probe,
         name=PeerName(rank=0, host="node", pid=1),
         device=torch.device("meta"),  # which nobody waits for
-        listeners=SampleListeners(census=seen.append, trace=seen.append, calibration=seen.append),
+        listeners=StepMeasurementListeners(census=seen.append, trace=seen.append, calibration=seen.append),
         why_no_census=lambda: None,
         needs_trace=lambda: False,
     )

@@ -170,7 +170,7 @@ def check_rank(folder: Path, rank: int, ledger: Ledger, told: Mapping[str, Any])
     (retried,) = told["retried"]
     assert STEP <= spent(ledger, TimeUse.ROLLED_BACK) <= retried
     num_passes = {"before": SHORT_AT, "short": 2 * (FIRST_IN_FORCE - SHORT_AT), "again": 4 * (BACK_AT - BACK_TO)}
-    assert spent(ledger, TimeUse.AGAIN) >= num_passes["again"] * STEP
+    assert spent(ledger, TimeUse.LOST_STEPS) >= num_passes["again"] * STEP
     num_passes["then"] = 4 * (SECOND_IN_FORCE - FIRST_IN_FORCE) + 2 * (LAST - SECOND_IN_FORCE)
     kept = sum(num_passes.values()) - num_passes["again"]
     assert kept * STEP <= spent(ledger, TimeUse.FORWARD) <= total(windows, "forward") - num_passes["again"] * STEP

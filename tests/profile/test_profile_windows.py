@@ -83,11 +83,11 @@ def test_time_is_counted_for_the_phase_that_it_was_spent_in(clock: Clock) -> Non
     clock.go(3.0, 0.0)
     assert timeline.enter(Phase.STARTUP) == Phase.DATA and timeline.phase == Phase.STARTUP
     clock.go(4.0)
-    spent = timeline.spent()
+    spent = timeline.take_spent()
     wall, processor = spent[: len(Phase)], spent[len(Phase) :]
     assert wall[Phase.STARTUP] == 6e9 and wall[Phase.DATA] == 3e9 and sum(wall) == clock.nanoseconds
     assert processor[Phase.STARTUP] == 5e9 and processor[Phase.DATA] == 0
-    assert timeline.spent() == spent
+    assert timeline.take_spent() == spent
 
 
 def test_what_comes_to_nothing_is_counted_as_that_and_no_moment_is_lost(clock: Clock) -> None:
@@ -98,12 +98,12 @@ def test_what_comes_to_nothing_is_counted_as_that_and_no_moment_is_lost(clock: C
     timeline.enter(Phase.FORWARD)
     clock.go(4.0)
     timeline.lose()
-    wall = timeline.spent()[: len(Phase)]
+    wall = timeline.take_spent()[: len(Phase)]
     assert wall[Phase.ROLLED_BACK] == 5e9 and wall[Phase.CHECKPOINT] == 2e9 and sum(wall) == 7e9
     clock.go(1.0)
-    assert timeline.spent()[Phase.FORWARD] == 1e9
+    assert timeline.take_spent()[Phase.FORWARD] == 1e9
     timeline.lose()
-    assert timeline.spent()[Phase.FORWARD] == 1e9, "what was told before is not taken back"
+    assert timeline.take_spent()[Phase.FORWARD] == 1e9, "what was told before is not taken back"
 
 
 def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it(clock: Clock) -> None:
@@ -115,7 +115,7 @@ def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it(clock:
     timeline.enter(Phase.FORWARD)
     clock.go(4.0)
     timeline.lose()
-    wall = timeline.spent()[: len(Phase)]
+    wall = timeline.take_spent()[: len(Phase)]
     assert wall[Phase.OTHER] == 1e9 and wall[Phase.ROLLED_BACK] == 6e9
 
 
@@ -135,8 +135,8 @@ def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, 
             elif kind == "b":
                 timeline.begin_step()
             else:
-                assert min(timeline.spent()) >= 0
-        assert sum(timeline.spent()[: len(Phase)]) == found.nanoseconds
+                assert min(timeline.take_spent()) >= 0
+        assert sum(timeline.take_spent()[: len(Phase)]) == found.nanoseconds
 
 
 def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) -> None:

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, is_far, local_times, usual
+from elastic_ext.profile.stragglers import RankBusyTime, Straggler, Stragglers, is_far, rank_busy_times, usual
 from tests.support.profiles import made_view
 
 
-def _times(seconds: Mapping[int, float] | Sequence[float], host: str = "node") -> list[LocalTime]:
+def _times(seconds: Mapping[int, float] | Sequence[float], host: str = "node") -> list[RankBusyTime]:
     each = seconds if isinstance(seconds, Mapping) else dict(enumerate(seconds))
     longest = max(each.values(), default=0.0)
     return [
-        LocalTime(rank=rank, host=f"{host}{rank}", seconds=own, step_seconds=longest * 1.25)
+        RankBusyTime(rank=rank, host=f"{host}{rank}", seconds=own, step_seconds=longest * 1.25)
         for rank, own in each.items()
     ]
 
@@ -113,7 +113,7 @@ def test_what_is_no_length_of_time_counts_for_nothing(value: float) -> None:
 def test_local_times_leave_out_waiting_for_others_and_ranks_that_nobody_looked_at() -> None:
     step = {Phase.DATA: 0.01, Phase.FORWARD: 0.02, Phase.COMMUNICATION: 0.5, Phase.AGREEMENT: 0.1}
     looked_at = made_view(step, rank=3, host="a")
-    (found,) = local_times(
+    (found,) = rank_busy_times(
         [looked_at, made_view(step, rank=4, num_undetailed=100), made_view(step, rank=5, num_steps=1)]
     )
     assert (found.rank, found.host) == (3, "a")

@@ -116,7 +116,7 @@ def test_a_second_trainer_adds_no_hook(tmp_path: Path, monkeypatch: pytest.Monke
         leaving.start()
         pulse = begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)
         claim = Claim(tmp_path, f"run-{number}", patience_seconds=0)
-        assert pulse.is_seen
+        assert pulse.wants_micro_steps
         leaving.stop()
         pulse.end()
         claim.release()

@@ -16,7 +16,7 @@ import grpc
 
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.process import serve
-from elastic_ext.master.tuning import StrategyFactory
+from elastic_ext.master.tuning import TunerFactory
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
@@ -67,9 +67,9 @@ class Reached:
 class MasterThread(Reached):
     """A master on a thread of this process."""
 
-    def __init__(self, folder: Path, *options: str, strategy: StrategyFactory | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, tuner: TunerFactory | None = None) -> None:
         super().__init__(folder)
-        self._strategy = strategy
+        self._tuner = tuner
         self._options = parse([*self.arguments, *options])
         self._told: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -92,7 +92,7 @@ class MasterThread(Reached):
     async def _serve(self) -> None:
         has_to_end = asyncio.Event()
         self._told.set_result((asyncio.get_running_loop(), has_to_end))
-        await serve(self._options, has_to_end, strategy=self._strategy)
+        await serve(self._options, has_to_end, tuner=self._tuner)
 
 
 class MasterProcess(Reached):
@@ -232,9 +232,9 @@ def until(is_so: Callable[[], Any], seconds: float = _DEADLINE) -> Any:
     return found
 
 
-def master_on_thread(folder: Path, *options: str, strategy: StrategyFactory | None = None) -> Iterator[MasterThread]:
+def master_on_thread(folder: Path, *options: str, tuner: TunerFactory | None = None) -> Iterator[MasterThread]:
     """For a fixture: a master that has started, ended with the test."""
-    master = MasterThread(folder, *options, strategy=strategy)
+    master = MasterThread(folder, *options, tuner=tuner)
     master.start()
     try:
         yield master

@@ -14,7 +14,7 @@ from elastic_ext.master.wire import window_message
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from tests.support.profiles import made_window
 
 __all__ = ["STEP", "Scripted", "Standing", "decision_of", "reported"]
@@ -79,7 +79,7 @@ class Scripted:
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
         return self._hear("take_config", config.version, author)
 
-    def see(self, now: float, seen: MeasuredSteps) -> list[Decision]:
+    def see(self, now: float, seen: StepReport) -> list[Decision]:
         return self._hear("see", seen)
 
     def tick(self, now: float) -> list[Decision]:

@@ -11,7 +11,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.controller import Controller, Mode
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
 
@@ -122,14 +122,14 @@ class TunedJob:
             self.take(self.controller.see(self.now, self.seen(**changes)))
         return self.told[before:]
 
-    def seen(self, **changes: Any) -> MeasuredSteps:
+    def seen(self, **changes: Any) -> StepReport:
         """The next step."""
         factor = 1 + self._random.uniform(-self._noise, self._noise)
         phases = {name: each * factor for name, each in self.seconds(self.point).items()}
         seconds = sum(phases.values())
         self.now += seconds
         self.step += 1
-        seen = MeasuredSteps(
+        seen = StepReport(
             time=self.now,
             version=self.version,
             revision=self.revision,

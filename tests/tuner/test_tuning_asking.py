@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from elastic_ext.master.configs import StaleVersion
 from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.nodes import RequestRefused
-from elastic_ext.master.process import PlanningThread
+from elastic_ext.master.process import TunerThread
 from elastic_ext.master.store import JobStore, Stored
-from elastic_ext.master.tuning import MOST_WAITING, StrategyQueue, Tuning, at_once
+from elastic_ext.master.tuning import MOST_WAITING, TunerQueue, Tuning, at_once
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.tuner.decisions import Decision
 from tests.support.job_facts import made_facts
@@ -60,7 +60,7 @@ class Asked:
         self.taken: list[tuple[float, list[int]]] = []
         self.failures: list[str] = []
         self.decisions: list[Decision] = []
-        self.asking = StrategyQueue(self.later.run, self)
+        self.asking = TunerQueue(self.later.run, self)
 
     def take_decisions(self, now: float, decisions: Sequence[Decision]) -> None:
         self.taken.append((now, [each.number for each in decisions]))
@@ -171,7 +171,7 @@ class Host:
         self.later = later
         settings = JobSettings(library="1", lease_seconds=1e6, tuning="auto")
         run = at_once if later is None else later.run
-        self.job = Job(STORED, settings, self.moment, strategy=strategy.made, run=run)
+        self.job = Job(STORED, settings, self.moment, tuner=strategy.made, run=run)
         self.job.join(self.moment, join_request("a"))
 
     @property
@@ -268,7 +268,7 @@ def test_what_was_planned_from_a_version_that_a_person_has_replaced_is_never_wri
 
 def test_answers_are_heard_on_the_loop_in_their_order_and_works_run_elsewhere() -> None:
     async def run() -> tuple[list[int], set[int], set[int]]:
-        planning = PlanningThread(asyncio.get_running_loop())
+        planning = TunerThread(asyncio.get_running_loop())
         heard, there, here = [], set(), set()
 
         def work(number: int) -> Callable[[], None]:
@@ -301,7 +301,7 @@ def test_a_plan_that_does_not_end_is_left_to_itself(caplog: pytest.LogCaptureFix
         return lambda: heard.append("an answer")
 
     async def run() -> None:
-        planning = PlanningThread(asyncio.get_running_loop())
+        planning = TunerThread(asyncio.get_running_loop())
         planning.run(work)
         assert entered.wait(DEADLINE)
         planning.close(0.01)
@@ -315,7 +315,7 @@ def test_a_plan_that_does_not_end_is_left_to_itself(caplog: pytest.LogCaptureFix
 def test_one_that_was_given_nothing_to_do_has_no_thread() -> None:
     async def run() -> set[threading.Thread]:
         before = set(threading.enumerate())
-        planning = PlanningThread(asyncio.get_running_loop())
+        planning = TunerThread(asyncio.get_running_loop())
         begun = set(threading.enumerate()) - before
         planning.close()
         return begun
@@ -348,7 +348,7 @@ def held() -> Iterator[Held]:
 
 @pytest.fixture
 def master(tmp_path: Path, held: Held) -> Iterator[MasterThread]:
-    for made in master_on_thread(tmp_path, "--tuning", "auto", strategy=held.strategy.made):
+    for made in master_on_thread(tmp_path, "--tuning", "auto", tuner=held.strategy.made):
         try:
             yield made
         finally:

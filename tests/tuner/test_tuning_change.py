@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.tuner.measurements import MeasuredSteps, PaceWatch, changed_facts
+from elastic_ext.tuner.measurements import PaceWatch, StepReport, changed_facts
 from tests.support.job_facts import made_facts
 
 
-def _seen(step: int, seconds: float, **changes: Any) -> MeasuredSteps:
-    seen = MeasuredSteps(
+def _seen(step: int, seconds: float, **changes: Any) -> StepReport:
+    seen = StepReport(
         time=float(step), version=3, step=step, num_steps=1, num_ranks=4, world_size=4, step_seconds=seconds
     )
     return dataclasses.replace(seen, **changes)

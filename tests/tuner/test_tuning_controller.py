@@ -15,7 +15,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from elastic_ext.tuner.controller import Controller
 from elastic_ext.tuner.decisions import Decision
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
 from tests.support.tuned_jobs import LOADER, TunedJob, loader_seconds
@@ -276,7 +276,7 @@ def test_edits_of_what_is_not_its_own_do_not_pause_it() -> None:
     job.tell_facts()
     assert job.controller.standing.stand != "paused"
     assert [each.kind for each in job.edit({"user.mixup": 0.1}, author="node")] == ["pause"]
-    assert "a config of the node" in job.last("pause").reason
+    assert "the config file of a node" in job.last("pause").reason
 
 
 def test_pause_takes_back_what_is_being_tried() -> None:
@@ -578,7 +578,7 @@ def test_whatever_is_told_every_change_is_a_config_and_is_its_own(events: list[A
             job.take(calls[event]())
         else:
             job.run(2)
-            seen: MeasuredSteps = job.seen()
+            seen: StepReport = job.seen()
             job.take(job.controller.see(job.now, dataclasses.replace(seen, **event)))
     for each in job.told:
         assert set(each.changes) <= {"dataloader.batch_size", "dataloader.num_workers"}

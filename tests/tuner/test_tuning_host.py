@@ -43,7 +43,7 @@ class Told:
     def __init__(self, strategy: Scripted, mode: Mode = "auto", **stored: Any) -> None:
         settings = JobSettings(library="1", beat_seconds=BEAT, lease_seconds=1e6, tuning=mode)
         self.now = 1000.0
-        self.job = Job(replace(STORED, **stored), settings, self._moment, strategy=strategy.made)
+        self.job = Job(replace(STORED, **stored), settings, self._moment, tuner=strategy.made)
         self.job.join(self._moment, join_request("a"))
 
     @property
@@ -425,7 +425,7 @@ def strategy() -> Scripted:
 
 @pytest.fixture
 def master(tmp_path: Path, strategy: Scripted) -> Iterator[MasterThread]:
-    yield from master_on_thread(tmp_path, "--tuning", "auto", strategy=strategy.made)
+    yield from master_on_thread(tmp_path, "--tuning", "auto", tuner=strategy.made)
 
 
 def begun(caller: Caller) -> None:
@@ -459,11 +459,11 @@ def test_a_decision_goes_to_the_nodes_at_once_and_is_stored_with_its_version(
 
 def test_a_master_that_is_started_again_goes_on_from_what_was_decided(tmp_path: Path) -> None:
     first = deciding(decision_of())
-    for master in master_on_thread(tmp_path, "--tuning", "auto", strategy=first.made):
+    for master in master_on_thread(tmp_path, "--tuning", "auto", tuner=first.made):
         begun(master.caller())
     (tmp_path / "port").unlink()
     again = Scripted()
-    for master in master_on_thread(tmp_path, "--tuning", "auto", strategy=again.made):
+    for master in master_on_thread(tmp_path, "--tuning", "auto", tuner=again.made):
         caller = master.caller()
         assert len(caller("GetTuning").decisions) == 1
         caller.join(incarnation=2)
@@ -519,7 +519,7 @@ def test_a_version_that_cannot_be_written_is_refused_and_the_beat_is_answered(tm
         strategy = deciding(decision_of(**given))
         folder = tmp_path / str(number)
         folder.mkdir()
-        for master in master_on_thread(folder, "--tuning", "auto", strategy=strategy.made):
+        for master in master_on_thread(folder, "--tuning", "auto", tuner=strategy.made):
             caller = master.caller()
             caller.join()
             caller.beat(facts=FACTS.to_json(), workers=[reported(0), reported(1)])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from elastic_ext.records.metrics import JobFacts, MemoryFacts
-from elastic_ext.tuner.measurements import StepTimes
-from elastic_ext.tuner.model import NAMES, Fitted, PointColumns, columns_of, fit, phases_of, prior_of
+from elastic_ext.tuner.measurements import PointMeasurement
+from elastic_ext.tuner.performance_model import COEFFICIENTS, Fitted, PointColumns, columns_of, fit, phases_of, prior_of
 from elastic_ext.tuner.space import Point
 from tests.support.job_facts import made_facts
 
@@ -55,12 +55,14 @@ def _numbers(**seconds: float) -> np.ndarray:
         "pinned": 0.2,
         "other": 0.001,
     }
-    assert tuple(usual) == NAMES
+    assert tuple(usual) == COEFFICIENTS
     found: np.ndarray = np.log(np.array(list({**usual, **seconds}.values())))
     return found
 
 
-def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noise: float = 0.0) -> list[StepTimes]:
+def _measured(
+    numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noise: float = 0.0
+) -> list[PointMeasurement]:
     """What a job whose steps are as the model has them would show."""
     said = phases_of(numbers, columns_of(points, facts), facts.share)
     random = np.random.default_rng(1)
@@ -70,7 +72,9 @@ def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noi
         passes = phases.pop("passes")
         phases |= {"forward": passes / 3, "backward": passes * 2 / 3}
         seconds = sum(phases.values())
-        found.append(StepTimes(point=point, seconds=seconds, spread=0.0, num_steps=3, num_reports=3, phases=phases))
+        found.append(
+            PointMeasurement(point=point, seconds=seconds, spread=0.0, num_steps=3, num_reports=3, phases=phases)
+        )
     return found
 
 
@@ -88,7 +92,7 @@ def test_two_sizes_tell_what_a_micro_step_and_a_sample_take() -> None:
     facts, numbers = _facts(), _numbers()
     points = [START, START._replace(batch_size=32)]
     others = [START._replace(batch_size=size) for size in (1, 4, 8, 16, 64)]
-    found = _steps(_fitted(numbers, points, facts).numbers, others, facts)
+    found = _steps(_fitted(numbers, points, facts).log_coefficients, others, facts)
     assert found == pytest.approx(_steps(numbers, others, facts), rel=0.05)
 
 
@@ -103,7 +107,7 @@ def test_workers_load_side_by_side_and_steps_wait_for_the_rest() -> None:
     facts, numbers = _facts(), _numbers(loading=0.05)
     points = [START, START._replace(num_workers=2)]
     fitted = _fitted(numbers, points, facts)
-    steps = _steps(fitted.numbers, [START._replace(num_workers=each) for each in (0, 2, 4, 8)], facts)
+    steps = _steps(fitted.log_coefficients, [START._replace(num_workers=each) for each in (0, 2, 4, 8)], facts)
     assert (np.diff(steps) < 0).all()
     true = _steps(numbers, [START._replace(num_workers=4)], facts)
     assert steps[2] == pytest.approx(true[0], rel=0.1)
@@ -118,7 +122,7 @@ def test_loaders_that_sleep_are_learnt_to_scale_beyond_the_processors() -> None:
     drawn = fitted.log_seconds(columns, facts.share)
     assert np.mean(drawn[:, 1] < drawn[:, 0] - 0.1) > 0.25, "that it may go on so is thought possible"
     busy = _fitted(_numbers(loading=0.2, loaders=2.0), [START._replace(num_workers=each) for each in workers], facts)
-    more = _steps(busy.numbers, [START._replace(num_workers=each) for each in (8, 16)], facts)
+    more = _steps(busy.log_coefficients, [START._replace(num_workers=each) for each in (8, 16)], facts)
     assert more[1] >= more[0]
 
 
@@ -128,7 +132,7 @@ def test_loaders_that_wait_are_expected_to_scale_beyond_the_processors_and_other
 
     def expected(loading_share: float) -> np.ndarray:
         phases = {"data": 0.9, "forward": 0.03, "backward": 0.06, "optimizer": 0.01}
-        first = StepTimes(START, 1.0, 0.0, 3, 3, phases=phases, loading_share=loading_share)
+        first = PointMeasurement(START, 1.0, 0.0, 3, 3, phases=phases, loading_share=loading_share)
         prior = prior_of(facts, first, columns.at([0]))
         found: np.ndarray = np.exp(
             fit(prior, [first], columns.at([0]), facts.share).log_seconds(columns, facts.share)[0]
@@ -149,7 +153,7 @@ def test_a_slow_link_is_learnt_from_what_is_waited_for_gradients() -> None:
             START._replace(batch_size=16, strategy="full_shard"),
             START._replace(batch_size=16, strategy="hybrid_shard", shard_degree=4),
         )
-        found, true = _steps(fitted.numbers, [full, hybrid], facts), _steps(numbers, [full, hybrid], facts)
+        found, true = _steps(fitted.log_coefficients, [full, hybrid], facts), _steps(numbers, [full, hybrid], facts)
         assert (found[0] > found[1]) == (true[0] > true[1])
         assert found == pytest.approx(true, rel=0.35)
 
@@ -157,7 +161,7 @@ def test_a_slow_link_is_learnt_from_what_is_waited_for_gradients() -> None:
 def test_noise_in_what_was_measured_does_little() -> None:
     facts, numbers = _facts(), _numbers(loading=0.02)
     points = [START._replace(batch_size=size, num_workers=workers) for size, workers in ((2, 0), (8, 2), (32, 4))]
-    found = _steps(_fitted(numbers, points, facts, noise=0.05).numbers, points, facts)
+    found = _steps(_fitted(numbers, points, facts, noise=0.05).log_coefficients, points, facts)
     assert found == pytest.approx(_steps(numbers, points, facts), rel=0.12)
 
 
@@ -165,16 +169,16 @@ def test_steps_that_were_not_looked_at_teach_by_their_length_alone() -> None:
     facts, numbers = _facts(), _numbers()
     points = [START, START._replace(batch_size=64)]
     columns = columns_of(points, facts)
-    bare = [StepTimes(each.point, each.seconds, 0.0, 3, 3) for each in _measured(numbers, points, facts)]
+    bare = [PointMeasurement(each.point, each.seconds, 0.0, 3, 3) for each in _measured(numbers, points, facts)]
     fitted = fit(prior_of(facts, bare[0], columns.at([0])), bare, columns, facts.share)
-    assert _steps(fitted.numbers, points, facts) == pytest.approx([each.seconds for each in bare], rel=0.1)
+    assert _steps(fitted.log_coefficients, points, facts) == pytest.approx([each.seconds for each in bare], rel=0.1)
 
 
 def test_the_same_measurements_give_the_same_numbers() -> None:
     facts, points = _facts(), [START, START._replace(batch_size=8)]
     one, other = (_fitted(_numbers(), points, facts, noise=0.05) for _ in range(2))
     columns: PointColumns = columns_of(points, facts)
-    assert (one.numbers == other.numbers).all()
+    assert (one.log_coefficients == other.log_coefficients).all()
     assert (one.log_seconds(columns, 64) == other.log_seconds(columns, 64)).all()
 
 

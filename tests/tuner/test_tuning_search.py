@@ -13,7 +13,7 @@ from benchmarks.simulated_job import SimulatedJob
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.tuner.costs import Budget
-from elastic_ext.tuner.measurements import MeasuredSteps, StepTimes
+from elastic_ext.tuner.measurements import PointMeasurement, StepReport
 from elastic_ext.tuner.search import Search, Switching, cost_of_probes
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import ALL_CHOICES, made_facts
@@ -30,8 +30,8 @@ def _saved(seconds: float, *, own_seconds: float = 1.0, report_seconds: float = 
     return budget
 
 
-def _seen(num_steps: int, step_seconds: float) -> MeasuredSteps:
-    return MeasuredSteps(
+def _seen(num_steps: int, step_seconds: float) -> StepReport:
+    return StepReport(
         time=0.0, version=0, step=1, num_steps=num_steps, num_ranks=1, world_size=1, step_seconds=step_seconds
     )
 
@@ -40,9 +40,9 @@ ANY = _saved(1e9)
 """A probe may cost whatever it costs."""
 
 
-def _measured(point: Point, factor: float = 1.0, **changes: object) -> StepTimes:
+def _measured(point: Point, factor: float = 1.0, **changes: object) -> PointMeasurement:
     phases = {name: each * factor for name, each in loader_seconds(point).items()}
-    measured = StepTimes(
+    measured = PointMeasurement(
         point=point, seconds=sum(phases.values()), spread=0.01, num_steps=3, num_reports=3, phases=phases
     )
     return dataclasses.replace(measured, **changes)  # type: ignore[arg-type]
@@ -85,11 +85,11 @@ def test_the_same_told_gives_the_same_points() -> None:
 def test_where_samples_are_waited_for_one_worker_less_and_more_are_tried_whatever_is_expected() -> None:
     """Loaders are in each other's way from three on, which no model expects."""
 
-    def measured(point: Point) -> StepTimes:
+    def measured(point: Point) -> PointMeasurement:
         workers = int(point.num_workers or 0)
         waiting = 64 * 0.02 / min(max(workers, 1), 3) * (1 + 0.15 * max(workers - 3, 0))
         phases = {"data": waiting, "forward": 0.01, "backward": 0.02}
-        return StepTimes(point, sum(phases.values()), 0.01, 3, 3, phases=phases)
+        return PointMeasurement(point, sum(phases.values()), 0.01, 3, 3, phases=phases)
 
     search = Search(made_facts(choices={"dataloader.num_workers": ()}), TuningSection())
     search.tell(measured(point_of({"dataloader.batch_size": 1, "dataloader.num_workers": 8})))
@@ -213,7 +213,7 @@ def test_simulated_jobs_are_tuned_within_few_probes_and_without_running_out_of_m
         last = seen[-1]
         assert last is not None
         search.tell(
-            StepTimes(
+            PointMeasurement(
                 point=job.point,
                 seconds=job.true_step_seconds(job.point),
                 spread=0.0,
@@ -248,5 +248,5 @@ def test_what_was_measured_as_slow_is_not_taken_for_the_best_since_it_was_expect
         phases = {name: longer * each for name, each in loader_seconds(point).items()}
         seconds, num = math.fsum(phases.values()), 3 if micro_batch == 1 else 2
         is_brief = micro_batch != 1
-        search.tell(StepTimes(point, seconds, 0.01, num, num, phases=phases, is_brief=is_brief))
+        search.tell(PointMeasurement(point, seconds, 0.01, num, num, phases=phases, is_brief=is_brief))
     assert search.best is not None and search.best.point.batch_size == 1

@@ -11,11 +11,11 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.tuner.costs import Budget
+from elastic_ext.tuner.course import Course
 from elastic_ext.tuner.decisions import Book, Decision
-from elastic_ext.tuner.measurements import MeasuredSteps
+from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.search import Search
 from elastic_ext.tuner.space import Point, point_of
-from elastic_ext.tuner.trials import Course
 from tests.support.job_facts import made_facts
 from tests.support.tuned_jobs import TunedJob, loader_seconds
 
@@ -230,7 +230,7 @@ def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_
 
     def see(seconds: float, *, until: str) -> None:
         for step in range(100):
-            seen = MeasuredSteps(
+            seen = StepReport(
                 time=0.0, version=0, step=step, num_steps=1, num_ranks=4, world_size=4, step_seconds=seconds
             )
             if any(each.kind == until for each in course.see(0.0, seen, writes=True)):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from elastic_ext.profile.breakdown import RankView
 from elastic_ext.profile.reader import NodeProfiles, WindowsByRank, present_windows, rounds_of, view_of
-from elastic_ext.profile.stragglers import Straggler, Stragglers, local_times
+from elastic_ext.profile.stragglers import Straggler, Stragglers, rank_busy_times
 from elastic_ext.profile.summary import flops_share
 from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.agent import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
@@ -80,7 +80,7 @@ def _stragglers(
     rounds, found = Stragglers(), list[Straggler]()
     for each in rounds_of(present_windows(windows, seconds=math.inf), _NUM_ROUNDS):
         views = _views({rank: (window,) for rank, window in each.items()}, profiles, metrics)
-        found = rounds.see(local_times(views))
+        found = rounds.see(rank_busy_times(views))
     return tuple(found)
 
 

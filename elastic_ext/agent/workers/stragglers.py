@@ -1,6 +1,6 @@
-"""Stragglers: the workers that keep the others waiting, found every few seconds from each worker's local time.
+"""Stragglers: the workers that keep the others waiting, found every few seconds from each worker's busy time.
 
-A worker's local time is what its own work of a step takes, without waiting for others. A *round* here is the local
+A worker's busy time is what its own work of a step takes, without waiting for others. A *round* here is the busy
 times of all workers since the round before. Each agent reads those of its own workers, from the ends of their profiles;
 the agent of the first node judges all, and the others hear from it.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ext.profile.breakdown import RankView
 from elastic_ext.profile.reader import present_windows, read_trace, tails_of, view_of
-from elastic_ext.profile.stragglers import LocalTime, Straggler, Stragglers, local_times
+from elastic_ext.profile.stragglers import RankBusyTime, Straggler, Stragglers, rank_busy_times
 from elastic_ext.ranks.board import Board
 from elastic_ext.records.json import records_of
 from elastic_ext.records.measures import Measures
@@ -57,7 +57,7 @@ class NodeRound:
     """When the last profile window in it ends, in seconds since 1970."""
     config: tuple[int, int]
     """The version and revision of the config that was in force."""
-    times: tuple[LocalTime, ...]
+    times: tuple[RankBusyTime, ...]
 
     def to_row(self) -> list[Any]:
         """The round as values for JSON."""
@@ -71,7 +71,7 @@ class NodeRound:
             return cls(
                 until=float(until),
                 config=(int(version), int(revision)),
-                times=records_of(LocalTime, times),
+                times=records_of(RankBusyTime, times),
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"no round: {error}") from None
@@ -161,7 +161,7 @@ class SlowWorkers:
         tails = tails_of(self._run_dir, ranks, _NUM_WINDOWS)
         windows = present_windows(tails, seconds=math.inf, since=self._since)
         views = [self._view(rank, row) for rank, row in windows.items()]
-        times = local_times(views)
+        times = rank_busy_times(views)
         if not times or len(times) < len(ranks):
             return None
         last = max((row[-1] for row in windows.values()), key=lambda each: each.end)

@@ -1,9 +1,7 @@
 """The gRPC messages between agents, people and the master: master.proto, the stubs made from it, and conversions.
 
 The stubs are made by `make stubs` with the oldest compiler whose code the oldest supported protobuf loads; newer ones
-load it too.
-
-Below, the messages as plain values.
+load it too. Functions turn messages into plain values and records, and back.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from . import master_pb2
 __all__ = ["as_dict", "filled", "metrics_of", "put_metrics", "window_message", "window_record"]
 
 
-# --- messages as plain values, as JSON has them, and records of metrics.py as messages and back ----------------------
+# --- messages as plain values, as JSON has them, and records of records/metrics.py as messages and back --------------
 
 _Filled = TypeVar("_Filled", bound=Message)
 _MAP = "metrics"

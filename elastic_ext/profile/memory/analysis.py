@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import recompute, why_not_recompute
 
-from .lines import Peaks, Tally
-from .prediction_request import dtype_of, from_description
+from .model_description import dtype_of, from_description
+from .peaks import Peaks, PeakTally
 from .questions import MemoryAnswer, OptimizerKind, ParameterKind, Question
 from .samples import BlockWatch, LiveBytes
 
@@ -31,7 +31,7 @@ _FLOAT_BYTES = 4
 
 
 def without_memory() -> AbstractContextManager[Any]:
-    """A context in which tensors are made without memory; ImportError where this torch has no such tensors."""
+    """A context in which all tensors are fake, without memory; ImportError where this torch has no such tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     made: AbstractContextManager[Any] = FakeTensorMode()
@@ -39,7 +39,7 @@ def without_memory() -> AbstractContextManager[Any]:
 
 
 def why_not_fake() -> str | None:
-    """Why tensors without memory do not tell what a step takes in this torch; None where they do."""
+    """Why fake tensors do not tell the memory of a step in this torch; None where they do."""
     try:
         found = _tried()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
@@ -56,7 +56,7 @@ def why_not_fake() -> str | None:
 
 def _tried() -> tuple[int, int]:
     """The peak bytes of the forward and of the backward pass of a step with one operation, without memory."""
-    tally = Tally()
+    tally = PeakTally()
     with without_memory():
         given = torch.empty(_ROWS, _COLUMNS, requires_grad=True)
         with LiveBytes(tally):
@@ -171,7 +171,7 @@ class _Passes(NamedTuple):
 
 def _passes(model: nn.Module, question: Question, size: int, blocks: Sequence[nn.Module]) -> _Passes:
     """The memory of a micro-step of ``size`` samples, and what each of ``blocks`` keeps for its backward pass."""
-    tally = Tally()
+    tally = PeakTally()
     live = LiveBytes(tally)
     watch = BlockWatch(blocks, tally)
     with _keeping_gradients(model, live), live:
@@ -228,7 +228,7 @@ def _from_batch(given: Any, at_hand: Sequence[torch.Tensor]) -> Any:
     return given
 
 
-def _told_of_gradients(outputs: Any, tally: Tally) -> list[RemovableHandle]:
+def _told_of_gradients(outputs: Any, tally: PeakTally) -> list[RemovableHandle]:
     """Have the stage ``backward`` begin in ``tally`` with the first gradient of the model's outputs."""
 
     def begin(gradient: torch.Tensor) -> None:
@@ -294,9 +294,9 @@ def _update_bytes(kind: OptimizerKind, parameters: Mapping[str, nn.Parameter]) -
     for group in groups:
         for each in group["params"]:
             each.grad = torch.empty_like(each) if each.requires_grad else None
-    tally = Tally()
+    tally = PeakTally()
     for _ in range(_NUM_STEPS):
-        tally = Tally()
+        tally = PeakTally()
         with LiveBytes(tally):
             tally.enter("update")
             optimizer.step()

@@ -46,9 +46,7 @@ def main() -> None:
                 asked.question.main.take_up()
             analyse(asked.question, tell)
         except MemoryError:
-            tell(
-                MemoryAnswer(problem=f"working out what steps take needs more than {_MEMORY_BYTES >> 30} GiB of memory")
-            )
+            tell(MemoryAnswer(problem=f"predicting the memory of steps needs more than {_MEMORY_BYTES >> 30} GiB"))
         except BaseException as error:  # a script may do anything as it is imported: told to who has asked
             text = " ".join(str(error).split())
             why = f"{type(error).__name__}: {text[:300]}"

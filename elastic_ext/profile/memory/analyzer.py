@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from elastic_ext.profile.probe import Probe
 from elastic_ext.records.metrics import MemoryFacts
 
-from .lines import Peaks, correction, lines_through, sizes_up_to
-from .prediction_request import (
-    Factory,
+from .analysis_client import AnalysisClient
+from .extrapolation import correction, lines_through, sizes_up_to
+from .model_description import (
+    FactoryOrigins,
     batch_dim,
     describe,
     dtype_name,
@@ -30,7 +31,7 @@ from .prediction_request import (
     optimizer_kinds,
     parameter_kinds,
 )
-from .process import MemoryAnalysis
+from .peaks import Peaks
 from .questions import Question
 from .samples import MemorySample, Readiness, sample_on
 
@@ -112,7 +113,7 @@ def _whole(tensors: Iterable[torch.Tensor]) -> int:
 # it.
 
 _RATIOS = (0.0, 1.0, 0.5)
-_MOST_SAMPLES = 64
+_MOST_MEASUREMENTS = 64
 _MOST_DEPTH = 4  # of containers among what the model gives
 _NO_FACTORY = "no model_factory was given, so that only the sizes are known that steps have had"
 _NO_BATCH = (
@@ -120,10 +121,10 @@ _NO_BATCH = (
     "trainer.run(function, batch)"
 )
 _ROWS = (
-    "the model is given {} rows where a step takes {} samples at once, and of other sizes nobody knows how many it "
-    "would be given"
+    "the model is given {} rows where a step takes {} samples at once, so the number of rows at other batch sizes is "
+    "unknown"
 )
-_WORKING = "what micro-batches of other sizes take is still being worked out"
+_WORKING = "the memory of micro-batches of other sizes is still being worked out"
 
 
 class AnalyzedTraining(Protocol):
@@ -134,7 +135,7 @@ class AnalyzedTraining(Protocol):
         """The most samples that a rank takes at once."""
 
     @property
-    def share(self) -> int:
+    def samples_per_step(self) -> int:
         """The most samples that one rank takes in a step, over all its micro-steps; 0 where that is not known."""
 
     @property
@@ -142,7 +143,7 @@ class AnalyzedTraining(Protocol):
         """How many micro-steps the step under way has."""
 
     @property
-    def ratio(self) -> float:
+    def recomputed_share(self) -> float:
         """The share of blocks whose activations are computed again."""
 
     @property
@@ -188,7 +189,7 @@ class Analyzer:
         training: AnalyzedTraining,
         *,
         blocks: Sequence[nn.Module] = (),
-        factory: Factory | None = None,
+        factory: FactoryOrigins | None = None,
     ) -> None:
         """``model`` is the one that holds the parameters, without a wrapper; ``blocks`` are what it repeats."""
         self._model, self._optimizers = model, tuple(optimizers)
@@ -201,17 +202,17 @@ class Analyzer:
         self._shapes: _Shapes | None = None
         self._why_not = _NO_FACTORY if factory is None else ""
         self._outputs: list[weakref.ref[Any]] = []
-        self._asking: MemoryAnalysis | None = None
+        self._asking: AnalysisClient | None = None
         self._readiness = Readiness(self._device)
-        self._sample: MemorySample | None = None
-        self._sampled: tuple[int, float] = (0, 0.0)  # samples of the micro-step that is sampled, its recomputed share
-        self._is_first = False  # whether the micro-step that is sampled is the first of its step
+        self._measurement: MemorySample | None = None
+        self._measurement_key: tuple[int, float] = (0, 0.0)  # samples of the micro-step measured, recomputed share
+        self._is_first = False  # whether the micro-step that is measured is the first of its step
         self._measured: dict[tuple[int, float], Peaks] = {}
         # By the largest micro-batch and the share of blocks computed again: a step's first micro-batch may be smaller.
         self._tried: set[tuple[int, float]] = set()
         self._update_bytes: int | None = None
         self._besides_bytes = 0
-        self._num_samples = 0
+        self._num_measurements = 0
         self.wants_batch = True
         """Whether ``see_batch`` is to be called with the coming batches."""
         probe.watcher = self
@@ -234,15 +235,15 @@ class Analyzer:
             return
         dim, num_rows = found
         num_samples = min(num_rows, micro_batch or num_rows)
-        if self._sample is not None:  # of several passes the largest
-            self._sampled = max(num_samples, self._sampled[0]), self._sampled[1]
+        if self._measurement is not None:  # of several passes the largest
+            self._measurement_key = max(num_samples, self._measurement_key[0]), self._measurement_key[1]
         if self._shapes is None and num_samples > 0:
             self._keep_shapes(arguments, options, dim, num_rows=num_rows, num_samples=num_samples)
 
     def see_outputs(self, outputs: Any) -> None:
         """Take in the outputs of a forward pass that has ended."""
-        if self._sample is not None:
-            self._sample.end_forward()
+        if self._measurement is not None:
+            self._measurement.end_forward()
         if self._asking is None and self._factory is not None:
             with suppress(RuntimeError, TypeError):  # a kind of tensor that tells of no memory
                 self._outputs = [weakref.ref(each.untyped_storage()) for each in _tensors_in(outputs, _MOST_DEPTH)]
@@ -253,7 +254,7 @@ class Analyzer:
             keeps = any(each() is not None for each in self._outputs)
             self._outputs.clear()
             self._ask(self._factory, self._shapes, keeps_outputs=keeps)
-        if self._sample is None:
+        if self._measurement is None:
             self._probe.watcher = None  # until there is a sample to be taken
 
     def enter(self, micro_step: int) -> None:
@@ -261,40 +262,40 @@ class Analyzer:
         training = self._training
         self._is_first = micro_step == 0
         if self._is_first:
-            key = training.micro_batch, training.ratio
+            key = training.micro_batch, training.recomputed_share
             is_wanted = key not in self._tried
         else:  # the last micro-step has the optimizer's step, whose memory is measured once
             is_wanted = self._update_bytes is None and micro_step + 1 == training.num_micro_steps
-            key = self._sampled
-        if not is_wanted or self._num_samples >= _MOST_SAMPLES:
+            key = self._measurement_key
+        if not is_wanted or self._num_measurements >= _MOST_MEASUREMENTS:
             return
         if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.can_sample()):
             return
-        self._num_samples += 1
+        self._num_measurements += 1
         self._tried.add(key)
-        self._sampled = 0, key[1]  # until the model is given some
+        self._measurement_key = 0, key[1]  # until the model is given some
         sample = sample_on(self._device, self._model.parameters())
         try:
             sample.begin()
         except RuntimeError as error:  # somebody else has begun to profile
-            _logger.debug("what a step takes is not measured: %s", error)
+            _logger.debug("the memory of a step is not measured: %s", error)
             return
-        self._sample, self._probe.watcher = sample, self
+        self._measurement, self._probe.watcher = sample, self
         self._probe.tell_phases(sample.see)
 
     def leave(self) -> None:
         """End the micro-step, which has ended or failed."""
-        sample, self._sample = self._sample, None
+        sample, self._measurement = self._measurement, None
         if sample is None:
             return
         self._probe.tell_phases(None)
         self._probe.watcher = None
-        shapes, (num_samples, ratio) = self._shapes, self._sampled
+        shapes, (num_samples, ratio) = self._shapes, self._measurement_key
         num_samples = num_samples or self._training.micro_batch  # inputs without a size count as a full micro-batch
         try:
             peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
         except (RuntimeError, ValueError) as error:  # somebody else has ended the profile
-            _logger.debug("what a step takes was not measured: %s", error)
+            _logger.debug("the memory of a step was not measured: %s", error)
             return
         if peaks is None or not peaks.backward_bytes:  # the micro-step failed, or its passes were not seen
             return
@@ -333,8 +334,8 @@ class Analyzer:
             return None  # what was worked out is to be compared first
         passes = worked_out
         if why_not:
-            share = self._training.share or max(each.micro_batch for each in measured)
-            passes, scale = lines_through(measured, sizes_up_to(share)), 1.0
+            largest = self._training.samples_per_step or max(each.micro_batch for each in measured)
+            passes, scale = lines_through(measured, sizes_up_to(largest)), 1.0
         updates = [each.update_bytes for each in answers if each.update_bytes is not None]
         flops = [each.flops_per_sample for each in answers if each.flops_per_sample is not None]
         kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
@@ -357,8 +358,8 @@ class Analyzer:
         )
 
     @property
-    def asking(self) -> MemoryAnalysis | None:
-        """The process that works out what steps take; None where none was started."""
+    def asking(self) -> AnalysisClient | None:
+        """The process that predicts the memory of steps; None where none was started."""
         return self._asking
 
     # ---- what follows ----
@@ -373,7 +374,7 @@ class Analyzer:
     @property
     def _may_be_measured(self) -> bool:
         is_possible = self._training.is_whole and not self._readiness.is_refused
-        return is_possible and self._num_samples < _MOST_SAMPLES
+        return is_possible and self._num_measurements < _MOST_MEASUREMENTS
 
     def _refuse(self, why: str) -> None:
         self._why_not = self._why_not or why
@@ -394,10 +395,10 @@ class Analyzer:
         if batch is None and self._factory is not None and self._factory.loss is not None:
             self._refuse(_NO_BATCH)
 
-    def _ask(self, factory: Factory, shapes: _Shapes, *, keeps_outputs: bool) -> None:
+    def _ask(self, factory: FactoryOrigins, shapes: _Shapes, *, keeps_outputs: bool) -> None:
         training = self._training
-        present, now = training.ratio, max(training.micro_batch, shapes.num_samples)
-        share = max(training.share, now)
+        present, now = training.recomputed_share, max(training.micro_batch, shapes.num_samples)
+        largest = max(training.samples_per_step, now)
         ratios = (present, *_RATIOS) if self._blocks else (0.0,)
         try:
             question = Question(
@@ -412,7 +413,7 @@ class Analyzer:
                 batch=shapes.batch,
                 keeps_outputs=keeps_outputs,
                 blocks=names_of(self._model, self._blocks),
-                micro_batches=tuple(sizes_up_to(share, shapes.num_samples, now)),
+                micro_batches=tuple(sizes_up_to(largest, shapes.num_samples, now)),
                 ratios=tuple(dict.fromkeys(ratios)),
                 optimizers=optimizer_kinds(self._model, self._optimizers, is_on_accelerator=self._device.type != "cpu"),
             )
@@ -420,10 +421,10 @@ class Analyzer:
             self._refuse(str(error))
             return
         try:
-            self._asking = MemoryAnalysis(question)
+            self._asking = AnalysisClient(question)
             self._asking.start()
         except (OSError, RuntimeError) as error:  # this process has no files or threads left
-            self._refuse(f"the process that works out what steps take could not be started: {error}")
+            self._refuse(f"the process that predicts memory could not be started: {error}")
 
 
 def _shapes_of(

@@ -76,7 +76,7 @@ class MainModule(JsonRecord):
 def origin_of(argument: str, given: object) -> tuple[Origin, MainModule | None]:
     """Where ``given`` is defined, and the script if that defines it; ValueError where no other process can find it.
 
-    ``argument`` is what the user has called it.
+    ``argument`` is the name of the parameter that it was given as, for errors.
     """
     if not callable(given):
         raise ValueError(f"{argument} is {given!r}; allowed: a function or class at the top of a module, or None")
@@ -171,11 +171,11 @@ class Question(JsonRecord):
     autocast: str | None
     """The type that passes are computed in, where autocast is on."""
     given: Mapping[str, Any]
-    """Positional arguments of the model, as prediction_request.py tells them."""
+    """Positional arguments of the model, as model_description.py tells them."""
     options: Mapping[str, Any]
-    """Named arguments of the model, as prediction_request.py tells them."""
+    """Named arguments of the model, as model_description.py tells them."""
     batch: Mapping[str, Any] | None
-    """The batch, as prediction_request.py tells it, like the arguments ``given`` and ``options`` of the model."""
+    """The batch, as model_description.py tells it, like the arguments ``given`` and ``options`` of the model."""
     keeps_outputs: bool
     """Whether the loop holds on to the model's outputs while the backward pass runs."""
     blocks: tuple[str, ...]

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.step_costs import events_of, is_profiling, quiet_profile
 
-from .lines import Peaks, Stage, Tally
+from .peaks import Peaks, PeakTally, Stage
 
 __all__ = ["BlockWatch", "LiveBytes", "MemorySample", "Readiness", "sample_on"]
 
@@ -39,8 +39,8 @@ _TRIED_BYTES = 1 << 20
 _AGAIN_SECONDS = 60.0  # to look for others' profiles takes a tenth of a second
 
 
-class Account(Protocol):
-    """Counts the memory that comes and goes in a micro-step: by a profiler, or by an allocator."""
+class AllocationObserver(Protocol):
+    """Observes the memory that comes and goes in a micro-step: by a profiler, or by an allocator."""
 
     base_bytes: int | None
     """Bytes that were allocated when the micro-step began; None where nobody counts them."""
@@ -58,8 +58,8 @@ class Account(Protocol):
 class MemorySample:
     """Measures the memory of one micro-step: ``begin``, ``see`` each phase, ``end``; all on the training thread."""
 
-    def __init__(self, account: Account, parameters: Iterable[torch.Tensor]) -> None:
-        self._account = account
+    def __init__(self, observer: AllocationObserver, parameters: Iterable[torch.Tensor]) -> None:
+        self._observer = observer
         self._handles: list[RemovableHandle] = []
         self._parameters = [each for each in parameters if each.requires_grad]
         self._stage: Stage = "forward"
@@ -69,7 +69,7 @@ class MemorySample:
     @property
     def base_bytes(self) -> int | None:
         """Bytes that the device's allocator had given before the micro-step; None where nobody counts them."""
-        return self._account.base_bytes
+        return self._observer.base_bytes
 
     def begin(self) -> None:
         """Begin to measure, just before the micro-step; RuntimeError where somebody else uses torch's profiler."""
@@ -82,7 +82,7 @@ class MemorySample:
                     self._handles.append(keep(self._keep_gradient))  # type: ignore[no-untyped-call]
                 else:
                     self.had_gradients = True
-            self._account.begin()
+            self._observer.begin()
             undo.pop_all()
 
     def see(self, phase: int) -> None:
@@ -90,17 +90,17 @@ class MemorySample:
         stage = _next_stage(self._stage, phase)
         if stage != self._stage or phase == Phase.FORWARD:
             self._stage = stage
-            self._account.enter(stage)
+            self._observer.enter(stage)
 
     def end_forward(self) -> None:
         """Take in that the model has given its outputs: what follows is the loss."""
         self._stage = "loss"
-        self._account.enter("loss")
+        self._observer.enter("loss")
 
     def end(self, given_bytes: int) -> Peaks | None:
         """The peaks of the micro-step; None where there was too much to count."""
         self._let_go()
-        return self._account.end(given_bytes)
+        return self._observer.end(given_bytes)
 
     def _let_go(self) -> None:
         while self._handles:
@@ -113,7 +113,7 @@ class MemorySample:
         with suppress(RuntimeError, TypeError):  # a kind of tensor that tells no size
             num_bytes = gradient.numel() * gradient.element_size()
             if gradient.untyped_storage().nbytes() == num_bytes:  # else it is a part of what was there before
-                self._account.keep_gradient(num_bytes)
+                self._observer.keep_gradient(num_bytes)
 
 
 def sample_on(device: torch.device, parameters: Iterable[torch.Tensor]) -> MemorySample:
@@ -161,7 +161,7 @@ def _tells() -> bool:
         del kept
         peaks = tried.end(0)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        _logger.debug("what steps take is not measured: %s", error)
+        _logger.debug("the memory of steps is not measured: %s", error)
         return False
     return peaks is not None and _TRIED_BYTES <= peaks.forward_bytes < 2 * _TRIED_BYTES
 
@@ -207,7 +207,7 @@ class _Profiled:
 
 
 def _tallied(events: Iterable[Any], given_bytes: int) -> Peaks:
-    tally = Tally()
+    tally = PeakTally()
     for event in sorted(events, key=lambda each: int(each.start_ns())):
         name: str = event.name()
         if name == _MEMORY:
@@ -228,7 +228,7 @@ class _Allocator:
     def __init__(self, device: torch.device) -> None:
         self.base_bytes: int | None = None
         self._device = device
-        self._tally = Tally()
+        self._tally = PeakTally()
         self._held = 0
         self._num_given = 0  # bytes that had come before the first forward pass: inputs that were copied there
 
@@ -282,7 +282,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: PeakTally) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_flops = 0
         self._tally = tally
@@ -388,7 +388,7 @@ class BlockWatch:
     A block may be called several times, within another one, and may raise.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], tally: Tally) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], tally: PeakTally) -> None:
         self._blocks = tuple(blocks)
         self._tally = tally
         self._seen: set[int] = set()

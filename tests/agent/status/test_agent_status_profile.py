@@ -161,4 +161,4 @@ def test_under_plain_torchrun_the_log_and_the_files_name_the_slow_rank(tmp_path:
         assert until(lambda: slow_ranks(tmp_path) or None) == [1]
         node.send(signal.SIGTERM)
         node.end()
-    assert "straggler: rank 1 on" in line and "of that in forward" in line
+    assert "straggler: rank 1 on" in line and "of the excess is in forward" in line

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ext.agent.workers.stragglers import NodeRound, SlowNews, SlowWorkers, StragglerRounds
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.stragglers import LocalTime
+from elastic_ext.profile.stragglers import RankBusyTime
 from elastic_ext.ranks.board import Board
 from elastic_ext.records.run_dir import RunDirectory
 from tests.support.nodes import Node, nodes, until
@@ -99,7 +99,7 @@ def test_of_several_nodes_each_says_who_is_slow_and_where(tmp_path: Path) -> Non
 
 def test_rounds_of_unlike_configs_or_told_of_before_are_not_compared() -> None:
     def of(place: int, until: float, version: int = 1) -> NodeRound:
-        time = LocalTime(rank=place, host="n", seconds=0.01 * (1 + 2 * place), step_seconds=0.03)
+        time = RankBusyTime(rank=place, host="n", seconds=0.01 * (1 + 2 * place), step_seconds=0.03)
         return NodeRound.from_row(
             json.loads(json.dumps(NodeRound(until=until, config=(version, 0), times=(time,)).to_row()))
         )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ext.profile.memory.analysis import analyse, without_memory
-from elastic_ext.profile.memory.lines import Tally
+from elastic_ext.profile.memory.peaks import PeakTally
 from elastic_ext.profile.memory.questions import MemoryAnswer
 from elastic_ext.profile.memory.samples import BlockWatch, LiveBytes
 from tests.profile.memory.test_model_memory import words
@@ -83,7 +83,7 @@ def again(block: nn.Module, given: torch.Tensor) -> torch.Tensor:
 
 def kept(model: Repeated, size: int = SIZE) -> tuple[int, ...]:
     """Bytes of a micro-step by block; its passes are the whole of it."""
-    tally = Tally()
+    tally = PeakTally()
     watch = BlockWatch(list(model.blocks), tally)
     with LiveBytes(tally):
         with watch:

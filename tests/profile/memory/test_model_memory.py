@@ -16,8 +16,8 @@ from hypothesis import given, strategies
 from torch import nn
 
 from elastic_ext.profile.memory.analysis import why_not_fake, without_memory
-from elastic_ext.profile.memory.lines import Stage, Tally, correction, lines_through, sizes_up_to
-from elastic_ext.profile.memory.prediction_request import (
+from elastic_ext.profile.memory.extrapolation import correction, lines_through, sizes_up_to
+from elastic_ext.profile.memory.model_description import (
     batch_dim,
     describe,
     factory_of,
@@ -27,6 +27,7 @@ from elastic_ext.profile.memory.prediction_request import (
     optimizer_kinds,
     parameter_kinds,
 )
+from elastic_ext.profile.memory.peaks import PeakTally, Stage
 from elastic_ext.profile.memory.questions import MainModule, Origin, origin_of
 from elastic_ext.profile.memory.samples import LiveBytes, MemorySample, Readiness, sample_on
 from elastic_ext.profile.phases import Phase
@@ -65,7 +66,7 @@ def rows(size: int) -> Batch:
 
 
 def test_each_stage_has_its_own_peak_and_gradients_are_counted_apart() -> None:
-    tally = Tally()
+    tally = PeakTally()
     tally.count_given(8)
     tally.change(100)
     tally.peak(30)
@@ -89,7 +90,7 @@ def test_each_stage_has_its_own_peak_and_gradients_are_counted_apart() -> None:
 
 
 def test_what_was_there_before_is_counted_once() -> None:
-    before, within = Tally(), Tally()
+    before, within = PeakTally(), PeakTally()
     before.count_given(100)
     within.change(120)  # what it is given, and something else
     within.count_given(100)
@@ -102,7 +103,7 @@ def test_what_was_there_before_is_counted_once() -> None:
     )
 )
 def test_peaks_are_those_of_the_whole_account(changes: list[tuple[Stage, int]]) -> None:
-    tally, held, most = Tally(), 0, {"forward": 0, "loss": 0, "backward": 0}
+    tally, held, most = PeakTally(), 0, {"forward": 0, "loss": 0, "backward": 0}
     for stage, num_bytes in changes:
         tally.enter(stage)
         most[stage] = max(most[stage], held)
@@ -213,8 +214,8 @@ def step(model: nn.Module, batch: Batch, enter: Callable[[Stage], None]) -> None
     enter("after")
 
 
-def accounted(model: nn.Module, batch: Batch) -> Tally:
-    tally = Tally()
+def accounted(model: nn.Module, batch: Batch) -> PeakTally:
+    tally = PeakTally()
     with LiveBytes(tally) as live:
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(lambda part: live.keep_gradient(part.grad))  # type: ignore[no-untyped-call]
@@ -251,7 +252,7 @@ def test_tensors_without_memory_tell_what_the_allocator_gives(
 
 def test_what_lies_there_before_is_none_of_the_steps() -> None:
     kept = torch.ones(1 << 12)
-    tally = Tally()
+    tally = PeakTally()
     with LiveBytes(tally):
         kept.add_(1)
         view = kept[:10]

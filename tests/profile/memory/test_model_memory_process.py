@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.profile.memory.prediction_request import describe, optimizer_kinds, parameter_kinds
-from elastic_ext.profile.memory.process import MemoryAnalysis
+from elastic_ext.profile.memory.analysis_client import AnalysisClient
+from elastic_ext.profile.memory.model_description import describe, optimizer_kinds, parameter_kinds
 from elastic_ext.profile.memory.questions import IS_ANALYSIS, MemoryAnswer, Origin, Question, refuse_in_analysis
 from tests.profile.memory.test_model_memory import accounted, rows, words
 from tests.support import memory_models
@@ -57,8 +57,8 @@ def question_of(
 
 
 @contextmanager
-def asked(question: Question, **options: Any) -> Iterator[MemoryAnalysis]:
-    asking = MemoryAnalysis(question, **options)
+def asked(question: Question, **options: Any) -> Iterator[AnalysisClient]:
+    asking = AnalysisClient(question, **options)
     asking.start()
     try:
         yield asking
@@ -160,7 +160,7 @@ def test_what_is_printed_is_no_answer() -> None:
         ("no_module", memory_models.layers, "model_factory gives a str; allowed: a torch.nn.Module"),
         ("picks", memory_models.picks, "a step on tensors without memory failed: DynamicOutputShapeException"),
         ("exits", memory_models.layers, "importing the code of model_factory in another process failed: SystemExit: 3"),
-        ("kills_itself", memory_models.layers, "the process that works out what steps take was killed by SIGABRT"),
+        ("kills_itself", memory_models.layers, "the process that predicts memory was killed by SIGABRT"),
         (
             "takes_memory",
             memory_models.layers,
@@ -183,7 +183,7 @@ def test_a_loss_that_is_none_is_told() -> None:
 def test_it_takes_no_longer_than_it_may_and_no_process_stays() -> None:
     with asked(question_of("is_slow", memory_models.layers(), rows(4)), most_seconds=2.0) as asking:
         assert asking.wait(WAIT_SECONDS)
-        assert [each.problem for each in asking.answers] == ["what steps take was not worked out within 2 seconds"]
+        assert [each.problem for each in asking.answers] == ["the memory of steps was not predicted within 2 seconds"]
     assert children() == []
 
 
@@ -202,7 +202,7 @@ def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> 
     question = question_of("layers", memory_models.layers(), rows(4), options=describe({"text": "x" * (1 << 20)}, 4, 0))
     sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
     assert problem_of(question, most_seconds=1.0, command=sleeps) == (
-        "what steps take was not worked out within 1 seconds"
+        "the memory of steps was not predicted within 1 seconds"
     )
     with asked(question, command=sleeps) as asking:
         until = time.monotonic() + WAIT_SECONDS
@@ -226,7 +226,7 @@ def test_a_question_longer_than_a_pipe_is_answered_and_what_is_no_text_in_the_pa
 
 def test_a_process_that_cannot_be_started_is_told() -> None:
     problem = problem_of(question_of("layers", memory_models.layers(), rows(4)), command=("/nowhere/python",))
-    assert "the process that works out what steps take failed" in problem and "/nowhere/python" in problem
+    assert "the process that predicts memory failed" in problem and "/nowhere/python" in problem
 
 
 def test_what_is_no_answer_is_told() -> None:
@@ -234,7 +234,7 @@ def test_what_is_no_answer_is_told() -> None:
     assert "not worked out" not in (
         told := problem_of(question_of("layers", memory_models.layers(), rows(4)), command=says)
     )
-    assert "the process that works out what steps take failed" in told
+    assert "the process that predicts memory failed" in told
 
 
 def children(words: str = "analysis_process") -> list[int]:
@@ -260,8 +260,8 @@ def test_it_ends_with_the_process_that_asks(tmp_path: Path) -> None:
             from tests.support import memory_models
             from tests.profile.memory.test_model_memory import rows
             from tests.profile.memory.test_model_memory_process import question_of, children
-            from elastic_ext.profile.memory.process import MemoryAnalysis
-            MemoryAnalysis(question_of("is_slow", memory_models.layers(), rows(4))).start()
+            from elastic_ext.profile.memory.analysis_client import AnalysisClient
+            AnalysisClient(question_of("is_slow", memory_models.layers(), rows(4))).start()
             while not children():
                 time.sleep(0.01)
             print(*children(), flush=True)

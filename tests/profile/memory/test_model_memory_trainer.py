@@ -111,7 +111,7 @@ def test_where_nobody_says_how_much_memory_there_is_no_step_is_profiled(tmp_path
     facts, analyzer = train(
         tmp_path, memory_models.attention(), until=lambda facts, analyzer: analyzer is not None, least_steps=60
     )
-    assert facts is None and analyzer._num_samples == 0
+    assert facts is None and analyzer._num_measurements == 0
 
 
 def test_without_a_factory_what_steps_have_taken_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from elastic_ext.profile.memory.lines import Tally
+from elastic_ext.profile.memory.peaks import PeakTally
 from elastic_ext.profile.memory.samples import LiveBytes
 from elastic_ext.training.gradients.noise import _FIRST_PAIRS, GradientPairs
 from elastic_ext.training.gradients.sharing import Sharing
@@ -56,7 +56,7 @@ def test_gradients_in_another_order_of_memory_tell_the_same_and_are_not_copied(d
     plain = steps.compare(first, second)
     by_channels = [each.to(memory_format=torch.channels_last) for each in (*first, *second) if each is not None]
     assert not by_channels[0].is_contiguous()
-    tally = Tally()
+    tally = PeakTally()
     with LiveBytes(tally):
         found = steps.compare(list(by_channels[:1]), list(by_channels[1:]))
     assert found == plain is not None

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .questions import MainModule, OptimizerKind, Origin, ParameterKind, origin_of
 
 __all__ = [
-    "Factory",
+    "FactoryOrigins",
     "batch_dim",
     "describe",
     "dtype_name",
@@ -142,8 +142,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Factory:
-    """Where another process finds the functions that make a model like the trained one, and its loss."""
+class FactoryOrigins:
+    """Where another process imports the functions from that make a model like the trained one, and its loss."""
 
     main: MainModule | None
     model: Origin
@@ -152,7 +152,7 @@ class Factory:
 
 def factory_of(
     model_factory: Callable[[], nn.Module] | None, loss_fn: Callable[..., torch.Tensor] | None
-) -> Factory | None:
+) -> FactoryOrigins | None:
     """Where the user's functions are found; None without a factory; ValueError if no other process can find them."""
     if model_factory is None:
         if loss_fn is not None:
@@ -163,9 +163,9 @@ def factory_of(
         return None
     model, main = origin_of("model_factory", model_factory)
     if loss_fn is None:
-        return Factory(main=main, model=model, loss=None)
+        return FactoryOrigins(main=main, model=model, loss=None)
     loss, main_of_loss = origin_of("loss_fn", loss_fn)
-    return Factory(main=main or main_of_loss, model=model, loss=loss)
+    return FactoryOrigins(main=main or main_of_loss, model=model, loss=loss)
 
 
 def parameter_kinds(model: nn.Module) -> tuple[ParameterKind, ...]:

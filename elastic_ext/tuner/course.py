@@ -1,6 +1,8 @@
 """One search carried out in a job, a *course*: points are put in force, measured, kept or taken back. Pure.
 
-Words: *here* is the point in force, or the one that was asked for; the *best* is the one that measured best so far.
+Words: a *trial* is the measuring of one point; a *probe* is a decision that puts a point in force to measure it; a
+*try* is that of another global batch size (batch_size_trials.py); a *search* learns from trials and proposes points.
+*Here* is the point in force, or the one that was asked for; the *best* is the one that measured best so far.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from elastic_ext.records.metrics import JobFacts
 from .costs import Advice, Budget
 from .decisions import Book, Decision, Kind
 from .explain import change_in_words, rate_in_words, why_try
-from .measurements import PROBE_STEPS, MeasuredSteps, PaceWatch, SlowdownCheck, StepTimes, Trial, changed_facts
+from .measurements import PROBE_STEPS, PaceWatch, PointMeasurement, SlowdownCheck, StepReport, Trial, changed_facts
 from .space import KEYS, Point, Value, point_of, values_of
 
 if TYPE_CHECKING:
@@ -23,19 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Course", "Stage"]
 
-Stage = Literal["probing", "saving", "settled"]
-"""Where a course is: "probing", points are measured; "saving", at the best point until probes can be paid for;
-"settled", at the best point, with nothing more to be tried.
+Stage = Literal["probing", "waiting-for-budget", "settled"]
+"""Where a course is: "probing", points are measured; "waiting-for-budget", at the best point until the budget covers
+the next probe; "settled", at the best point, with nothing more to be tried.
 
     begin -> probing               the point in force is measured first
     probing -> probing             a point was measured or refused, and another is affordable; or, where nothing else is
                                    to be tried or can be paid for, the best one is put in force again, and measured
-    probing -> saving              the best point is in force, and the next probe costs more than the budget has
+    probing -> waiting-for-budget  the best point is in force, and the next probe costs more than the budget has
     probing -> settled             the best point is in force: it reaches the goal, or nothing is expected to be faster;
                                    or no config may be written, and advice is given
-    saving -> probing              the budget has what the probe costs
-    saving, settled -> probing     the pace of the job has changed, and the search begins again ("reopen"); or newer
-                                   facts of the job give the search something to try
+    waiting-for-budget -> probing  the budget has what the probe costs
+    waiting-for-budget, settled    the pace of the job has changed, and the search begins again ("reopen"); or newer
+      -> probing                   facts of the job give the search something to try
 
 In "probing", a point is first asked for (its config is not written yet) and then measured. Where the job itself puts
 another config in force, the course is at its end (``is_changed_inside``), and the controller begins another.
@@ -70,7 +72,7 @@ class Course:
         self._asked: tuple[int, Point] | None = None  # decision and point whose config is not written yet
         self._trial: Trial | None = self._trial_of(self._base)
         self._watch = PaceWatch()
-        self._last: StepTimes | None = None
+        self._last: PointMeasurement | None = None
         self._wanted = 0.0  # seconds that the budget must have saved for the next probe
         self._must_look = False  # whether newer facts may allow other points
         # Reports of steps under another config in a row; -1 once the job itself has put another revision in force.
@@ -78,7 +80,9 @@ class Course:
         self._num_scattered = 0  # trials in a row whose step times differed too much
         self._advice = Advice()
         self._slowdown_check = SlowdownCheck()
-        self._supposed: StepTimes | None = None  # what a change of pace makes of the best point, until it is measured
+        self._supposed: PointMeasurement | None = (
+            None  # what a change of pace makes of the best point, until it is measured
+        )
 
     # ---- what others ask ----
 
@@ -98,7 +102,7 @@ class Course:
         return self._base.version
 
     @property
-    def best(self) -> StepTimes | None:
+    def best(self) -> PointMeasurement | None:
         """The point that measured best so far, with its expected step times; None where none was measured."""
         return self.search.best
 
@@ -109,7 +113,7 @@ class Course:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the best point is in force and known by facts, nothing is left to try, and the goal is missed."""
+        """Whether the best point is in force and known by facts, nothing is left to try, and no goal is reached."""
         base, facts, best = self._base, self._facts, self.search.best
         is_known = (base.version, base.revision) == (facts.config_version, facts.config_revision)
         is_here = self.stage == "settled" and self._asked is None and self._trial is None
@@ -130,7 +134,7 @@ class Course:
 
     @property
     def is_changed_inside(self) -> bool:
-        """Whether the job itself has put another config in force, whose facts have not come yet."""
+        """Whether the job itself, as when memory ran out, put another config in force whose facts have not come yet."""
         return self._num_elsewhere < 0
 
     def rate(self, seconds: float) -> float:
@@ -144,19 +148,19 @@ class Course:
 
     # ---- what happens ----
 
-    def see(self, now: float, seen: MeasuredSteps, *, writes: bool) -> list[Decision]:
+    def see(self, now: float, report: StepReport, *, writes: bool) -> list[Decision]:
         """Take a report of steps that can be trusted; ``writes`` says whether configs may be written."""
-        self._budget.see(seen)
-        if (seen.version, seen.revision) != (self._base.version, self._base.revision) or self._asked:
-            return self._see_elsewhere(now, seen)
+        self._budget.see(report)
+        if (report.version, report.revision) != (self._base.version, self._base.revision) or self._asked:
+            return self._see_elsewhere(now, report)
         self._num_elsewhere = 0
         if self._trial is not None:
-            self._trial.add(seen)
+            self._trial.add(report)
             return self._look(now, self._trial, writes=writes)
-        change = self._watch.see(seen)
+        change = self._watch.see(report)
         if change is not None:
             return self._reopen(now, change)
-        is_saved = self.stage == "saving" and writes and self._budget.saved >= self._wanted
+        is_saved = self.stage == "waiting-for-budget" and writes and self._budget.saved >= self._wanted
         if is_saved or self._must_look:
             return self.go_on(now, writes=writes)
         return []
@@ -235,7 +239,7 @@ class Course:
             self._budget.take_own(measured.seconds)
         return [*told, *self._close(measured), *self.go_on(now, writes=writes)]
 
-    def _doubted(self, now: float, measured: StepTimes) -> list[Decision]:
+    def _doubted(self, now: float, measured: PointMeasurement) -> list[Decision]:
         """Compare step times with what was expected: begin a new search at another pace, or doubt the measurement."""
         before, best = self.search.measured_at(measured.point), self.search.best
         aside = self._slowdown_check.pop_set_aside()
@@ -262,7 +266,7 @@ class Course:
             return self._say(now, "hold", f"nothing is decided: {why}")
         return self.leave(now, f"what was tried cannot be measured: {why}")
 
-    def _close(self, measured: StepTimes) -> list[Decision]:
+    def _close(self, measured: PointMeasurement) -> list[Decision]:
         open_ = self._book.open
         if open_ is None or open_.version != self._base.version:
             return []
@@ -270,33 +274,33 @@ class Course:
         is_kept = open_.kind != "probe" or (best is not None and best.point == measured.point)
         return _some(self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds)))
 
-    def _see_elsewhere(self, now: float, seen: MeasuredSteps) -> list[Decision]:
+    def _see_elsewhere(self, now: float, report: StepReport) -> list[Decision]:
         """Take steps under another config than the one that is to be measured."""
-        if seen.version == self._base.version and seen.revision > self._base.revision:
-            return self._changed_inside(seen) if not self.is_changed_inside else []
+        if report.version == self._base.version and report.revision > self._base.revision:
+            return self._changed_inside(report) if not self.is_changed_inside else []
         self._num_elsewhere += 1
         if self._num_elsewhere != _PATIENCE:
             return []
         written = f"version {self._base.version} was written {_PATIENCE} reports ago"
         return self._say(
-            now, "hold", f"nothing is decided: steps are taken under version {seen.version}, and {written}"
+            now, "hold", f"nothing is decided: steps are taken under version {report.version}, and {written}"
         )
 
-    def _changed_inside(self, seen: MeasuredSteps) -> list[Decision]:
+    def _changed_inside(self, report: StepReport) -> list[Decision]:
         """Note that the job itself has put another revision in force, as when memory runs out; the point is refused."""
         open_, self._num_elsewhere = self._book.open, -1
         self.search.refuse(self.here, "the job itself changed it")
         if open_ is None:
             return []
-        why = f"the job itself put revision {seen.revision} of version {seen.version} in force instead"
+        why = f"the job itself put revision {report.revision} of version {report.version} in force instead"
         return _some(self._book.close(open_.number, "refused", reason=why))
 
     # ---- what is decided ----
 
-    def _is_enough(self, best: StepTimes) -> bool:
+    def _is_enough(self, best: PointMeasurement) -> bool:
         return self._tuning.goal is not None and self.rate(best.seconds) >= self._tuning.goal
 
-    def _settle(self, now: float, best: StepTimes, why: str) -> list[Decision]:
+    def _settle(self, now: float, best: PointMeasurement, why: str) -> list[Decision]:
         """End the search at the best point, and tell people once."""
         if best.point != self.here:
             return self._back(now, best, why)
@@ -306,17 +310,17 @@ class Course:
             return []
         return self._say(now, "settle", f"the config stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
 
-    def _is_told(self, best: StepTimes) -> bool:
+    def _is_told(self, best: PointMeasurement) -> bool:
         """Whether the newest decision already has put the best point in force, so that people know of it."""
         last = self._book.last
         return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
 
-    def _save_up(self, now: float, best: StepTimes, proposal: PointProposal) -> list[Decision]:
+    def _save_up(self, now: float, best: PointMeasurement, proposal: PointProposal) -> list[Decision]:
         """Train at the best point until its steps have paid for the proposed probe."""
         self._wanted = proposal.cost
         if best.point != self.here:
             return self._back(now, best, "steps at the best point so far have to pay for what is to be tried next")
-        self._rest("saving")
+        self._rest("waiting-for-budget")
         return []
 
     def _rest(self, stage: Stage = "settled") -> None:
@@ -324,7 +328,7 @@ class Course:
         self.stage = stage
         self._watch = PaceWatch()
 
-    def _back(self, now: float, best: StepTimes, why: str) -> list[Decision]:
+    def _back(self, now: float, best: PointMeasurement, why: str) -> list[Decision]:
         """Put the best point in force again: an undo where the point in force was measured last, else a settle."""
         last = self._last
         rate = rate_in_words(self.rate(best.seconds))
@@ -332,9 +336,9 @@ class Course:
         if last is not None and last.point == self.here:
             measured = rate_in_words(self.rate(last.seconds))
             return self._write(now, "undo", best.point, f"{change}: back to {rate}, from {measured} now; {why}")
-        return self._write(now, "settle", best.point, f"{change}: {rate} were measured so; {why}")
+        return self._write(now, "settle", best.point, f"{change}: {rate} measured with that; {why}")
 
-    def _advise(self, now: float, best: StepTimes) -> list[Decision]:
+    def _advise(self, now: float, best: PointMeasurement) -> list[Decision]:
         found = self.search.advise(self.here)
         if found is None or not self._advice.is_news(found.point, self.rate(found.seconds)):
             return []
@@ -350,7 +354,7 @@ class Course:
         self._slowdown_check = SlowdownCheck()
         return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
 
-    def _why(self, proposal: PointProposal, best: StepTimes) -> str:
+    def _why(self, proposal: PointProposal, best: PointMeasurement) -> str:
         return why_try(proposal, best, self.here, self._facts.global_batch)
 
     def _write(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None = None) -> list[Decision]:

@@ -1,4 +1,6 @@
-"""A process beside training that works out what memory a model's steps take, and its answers so far.
+"""In training: the handle of a process that predicts the memory of a model's steps, and its answers so far.
+
+analysis_process.py is the main of that process, and analysis.py is what it does.
 
 Training asks once and looks now and then; it never waits. One thread starts the process, reads what it answers, and
 sees to its end.
@@ -23,7 +25,7 @@ from elastic_ext.ranks.deadlines import OwnedThread
 
 from .questions import AnalysisRequest, MemoryAnswer, Question
 
-__all__ = ["THREAD_NAME", "MemoryAnalysis"]
+__all__ = ["THREAD_NAME", "AnalysisClient"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ _MOST_LINE_BYTES = 1 << 16
 _END_SECONDS = 5.0
 
 
-class MemoryAnalysis:
-    """One question to a process that works out what steps take, and its answers; ``close`` when training ends."""
+class AnalysisClient:
+    """One question to a process that predicts the memory of steps, and its answers; ``close`` when training ends."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class MemoryAnalysis:
         return self._is_over.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End the process that works out what steps take, whatever it does. Closing twice is allowed."""
+        """End the process that predicts memory, whatever it does. Closing twice is allowed."""
         if not self._thread.stopping.is_set() and self._thread.close(_END_SECONDS):
             os.close(self._closing)
 
@@ -82,7 +84,7 @@ class MemoryAnalysis:
         try:
             problem = self._ask()
         except (OSError, ValueError) as error:  # no process could be started, or what it says is no answer
-            problem = f"the process that works out what steps take failed: {error}"
+            problem = f"the process that predicts memory failed: {error}"
         if problem is not None:
             self._answers.append(MemoryAnswer(problem=problem))
         self._is_over.set()
@@ -110,7 +112,7 @@ class MemoryAnalysis:
             process.stdout.close()
         if problem is not None or status == 0:
             return problem
-        return f"the process that works out what steps take {_ending(status)}"
+        return f"the process that predicts memory {_ending(status)}"
 
     def _asked(self) -> bytes:
         argv = tuple(map(str, sys.argv))
@@ -136,7 +138,7 @@ class MemoryAnalysis:
             if self._closing in ready:
                 return "training has ended"
             if not ready:
-                return f"what steps take was not worked out within {self._most_seconds:.0f} seconds"
+                return f"the memory of steps was not predicted within {self._most_seconds:.0f} seconds"
             if asked in ready:
                 question = question[_written(asked, question) :]
                 if not question:

@@ -1,4 +1,7 @@
-"""A model of how long a step takes at any point, learnt from measured steps. Pure, with numpy."""
+"""The performance model: how long a step takes at any point, learnt from measured steps. Pure, with numpy.
+
+A *model* alone is the network that is trained; the numbers that the performance model learns are its *coefficients*.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from numpy.typing import NDArray
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.strategies import STRATEGIES
 
-from .measurements import StepTimes
+from .measurements import PointMeasurement
 from .space import Point, Shape, Value, shape_of
 
-__all__ = ["NAMES", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
+__all__ = ["COEFFICIENTS", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
 
 
 # --- many points at once, as arrays of numbers: what a model of steps computes with ----------------------------------
@@ -84,12 +87,12 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
     known: dict[Shape, int] = {}
     shape_ids = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.intp)
     numbers = np.array([_numbers(shape) for shape in shapes], dtype=np.float64).T
-    micro, steps, workers, ahead, pinned, strategy, degree, unit, recomputed, units_ahead, bucket = numbers
+    micro, steps, workers, prefetch_factor, pinned, strategy, degree, unit, recomputed, units_ahead, bucket = numbers
     traffic = _Traffic(facts, strategy, degree, unit, bucket)
     features = [
         np.log2(micro) / 6,
         np.log2(workers + 1) / 2,
-        np.log2(np.maximum(ahead, 1)) / 6,
+        np.log2(np.maximum(prefetch_factor, 1)) / 6,
         pinned / 2,
         *(0.7 * (strategy == each) for each in range(len(_STRATEGIES))),
         np.log2(degree) / 8,
@@ -104,7 +107,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> PointColumns:
         num_micro_steps=steps,
         num_workers=workers,
         num_processors=np.full(len(points), float(facts.num_processors)),
-        prefetch_factor=np.maximum(ahead, 1),
+        prefetch_factor=np.maximum(prefetch_factor, 1),
         is_pinned=pinned,
         is_sharded=np.minimum(unit, 1.0),
         shard_degree=degree,
@@ -136,7 +139,7 @@ def _numbers(shape: Shape) -> tuple[float, ...]:
         shape.shard_degree,
         shape.unit,
         shape.activation_checkpoint,
-        shape.ahead,
+        shape.units_ahead,
         shape.bucket_bytes,
     )
 
@@ -196,16 +199,16 @@ def _by_link(size: Floats, is_far: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     return np.where(is_far, 0.0, size), np.where(is_far, size, 0.0)
 
 
-# --- what a step takes at any point, by a few numbers of the job that are learnt from the steps it takes -------------
+# --- how long a step takes at any point, by coefficients of the job that are learnt from measured steps -------------
 # The time of a step is the sum of: micro-steps, each a constant and an amount for each sample, longer where activations
 # are computed again; communication, so far as nothing is computed meanwhile; the optimizer's step; copies to the
 # accelerator; and waiting for samples, which workers load meanwhile. Where there are too few processors for workers
-# and training thread, the step becomes longer. The model leaves much out, on purpose: search.py learns its error.
+# and training thread, the step becomes longer. This leaves much out, on purpose: search.py learns its error.
 #
-# The model's numbers are the most likely ones, given the measured phases and what is usual in such jobs. They come with
+# The coefficients are the most likely ones, given the measured phases and what is usual in such jobs. They come with
 # a covariance. Times are in seconds. A share "as odds" is share / (1 - share), which is above 0 as any logarithm needs.
 
-NAMES = (
+COEFFICIENTS = (
     "micro_step",  # seconds that a micro-step takes whatever its size
     "sample",  # seconds that a sample adds to its micro-step
     "least_micro_step",  # seconds that a micro-step takes at least, since operations have to be started
@@ -224,12 +227,12 @@ NAMES = (
     "loaders",  # loaders that make progress side by side
     "hindering",  # share by which each further loader slows down the others
     "unevenness",  # share by which loading times of batches differ
-    "optimizer",  # seconds of an optimizer's step with the whole model
+    "optimizer",  # seconds of an optimizer's step on a whole copy of the network
     "copying",  # seconds that a sample takes to the accelerator from pageable memory
     "pinned",  # factor on that from pinned memory
     "other",  # seconds of a step besides
 )
-"""Names of the model's numbers, in their order; it is their logarithms that are learnt."""
+"""Names of the performance model's coefficients, in their order; it is their logarithms that are learnt."""
 _FORWARD = 1 / 3
 """Share of the forward pass in the time of both passes."""
 _SOFT = 0.05
@@ -239,11 +242,11 @@ _TOO_MANY = 0.25
 
 
 _NUM_DRAWN = 12
-"""Draws of the model's numbers beside the likeliest ones; an even number, since each is drawn with its opposite."""
+"""Draws of the coefficients beside the likeliest ones; an even number, since each is drawn with its opposite."""
 
 
 class Prior(NamedTuple):
-    """What the logarithms of the model's numbers usually are: their means and standard deviations."""
+    """What the logarithms of the coefficients usually are: their means and standard deviations."""
 
     mean: Floats
     deviation: Floats
@@ -251,36 +254,36 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The logarithms of the model's most likely numbers, and the covariance of these logarithms."""
+    """The logarithms of the most likely coefficients, and the covariance of these logarithms."""
 
-    numbers: Floats
+    log_coefficients: Floats
     covariance: Floats
 
     def log_seconds(self, columns: PointColumns, rank_samples: int) -> Floats:
-        """(draws, points): logarithms of step times by several draws of the numbers, the likeliest numbers first.
+        """(draws, points): logarithms of step times by several draws of the coefficients, the likeliest first.
 
         ``rank_samples`` are the samples of a step on the rank that has most.
         """
-        roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
-        drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
-        moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
-        return np.stack([_log_steps(self.numbers + each, columns, rank_samples) for each in moved])
+        roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.log_coefficients)))
+        drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.log_coefficients))) @ roots.T
+        moved = [np.zeros_like(self.log_coefficients), *drawn, *-drawn]
+        return np.stack([_log_steps(self.log_coefficients + each, columns, rank_samples) for each in moved])
 
 
-def phases_of(numbers: Floats, columns: PointColumns, rank_samples: int) -> dict[str, Floats]:
+def phases_of(log_coefficients: Floats, columns: PointColumns, rank_samples: int) -> dict[str, Floats]:
     """Seconds of a step at each point by phase: passes, communication, optimizer, transfer, data, other.
 
-    ``numbers`` are logarithms, in the order of NAMES; ``rank_samples`` are the samples of a step on one rank.
+    ``log_coefficients`` are in the order of COEFFICIENTS; ``rank_samples`` are the samples of a step on one rank.
 
     - passes: micro-steps * (forward + backward + waits for gathered parameters)
     - communication: time to send gradients, less what the last micro-step's backward pass hides, and the last message
-    - optimizer: that of a whole model / shard degree
+    - optimizer: that of a whole copy of the network / shard degree
     - transfer: samples * time to copy a sample
     - data: waits for samples
 
     All but data are longer where workers take processors from the training thread.
     """
-    value = dict(zip(NAMES, np.exp(numbers), strict=True))
+    value = dict(zip(COEFFICIENTS, np.exp(log_coefficients), strict=True))
     steps, is_sharded = columns.num_micro_steps, columns.is_sharded > 0
     # one micro-step without communication: forward is a third of it, recomputing is part of backward
     plain = _longer(value["micro_step"] + value["sample"] * rank_samples / steps, value["least_micro_step"])
@@ -294,8 +297,8 @@ def phases_of(numbers: Floats, columns: PointColumns, rank_samples: int) -> dict
     gather = gather + value["message"] * columns.num_units
     first = gather / np.maximum(columns.num_units, 1.0)
     # prefetching 1 unit hides the share ``beside`` of computing, n units 1 - (1 - beside)^n; none hides nothing
-    ahead = columns.units_ahead
-    gathered_beside = np.where(is_sharded & (ahead != 1), 1 - (1 - beside) ** ahead, beside)
+    units_ahead = columns.units_ahead
+    gathered_beside = np.where(is_sharded & (units_ahead != 1), 1 - (1 - beside) ** units_ahead, beside)
     waits = _left(gather, gathered_beside * forward) + first
     waits = waits + columns.gathers_again * (_left(gather, gathered_beside * backward) + first)
     passes = steps * (forward + backward + waits)
@@ -376,18 +379,18 @@ def _above(value: Floats, soft: Floats) -> Floats:
     return 0.5 * (value + np.sqrt(value * value + soft * soft))
 
 
-def _log_steps(numbers: Floats, columns: PointColumns, rank_samples: int) -> Floats:
-    total: Floats = sum(phases_of(numbers, columns, rank_samples).values(), np.zeros(len(columns.micro_batch)))
+def _log_steps(log_coefficients: Floats, columns: PointColumns, rank_samples: int) -> Floats:
+    total: Floats = sum(phases_of(log_coefficients, columns, rank_samples).values(), np.zeros(len(columns.micro_batch)))
     return np.log(total)
 
 
 # ---- what is usual ----
 
 
-def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
-    """The prior of a job's model, made from the step times of the ``first`` measured point, which ``columns`` is of.
+def prior_of(facts: JobFacts, first: PointMeasurement, columns: PointColumns) -> Prior:
+    """The prior of a job's coefficients, from the step times of the ``first`` measured point, which ``columns`` is of.
 
-    Of most numbers the median is a share of what was measured at that point, or else a usual value of such hardware.
+    The median of most is a share of what was measured at that point, or else a usual value of such hardware.
     """
     rank_samples, steps = facts.share, float(columns.num_micro_steps[0])
     seen = _seen_phases(first)
@@ -428,8 +431,8 @@ def prior_of(facts: JobFacts, first: StepTimes, columns: PointColumns) -> Prior:
         "other": (max(seen.get("other", 0.0), little), 0.5),
     }
     return Prior(
-        mean=np.log(np.array([known[name][0] for name in NAMES])),
-        deviation=np.array([known[name][1] for name in NAMES]),
+        mean=np.log(np.array([known[name][0] for name in COEFFICIENTS])),
+        deviation=np.array([known[name][1] for name in COEFFICIENTS]),
     )
 
 
@@ -443,7 +446,7 @@ def _odds(share: float) -> float:
     return share / (1 - share)
 
 
-def _seen_phases(measured: StepTimes) -> dict[str, float]:
+def _seen_phases(measured: PointMeasurement) -> dict[str, float]:
     """Measured seconds by the phases of this model; empty where no step was timed by phase."""
     phases = measured.phases
     if not phases:
@@ -457,46 +460,46 @@ def _seen_phases(measured: StepTimes) -> dict[str, float]:
 # ---- learning ----
 
 _OF_A_STEP = 0.08
-"""Standard deviation of the logarithm of a step time from what the best numbers say."""
+"""Standard deviation of the logarithm of a step time from what the best coefficients say."""
 _OF_A_PHASE = 0.10
-"""Standard deviation of the logarithm of a phase's time from what the best numbers say."""
+"""Standard deviation of the logarithm of a phase's time from what the best coefficients say."""
 _FLOOR = 0.02
 """Share of a step below which the time of a phase is not told from 0."""
 _MOST_ROUNDS = 25
 
 
-def fit(prior: Prior, measured: Sequence[StepTimes], columns: PointColumns, rank_samples: int) -> Fitted:
-    """The most likely numbers of the model, given ``prior`` and the ``measured`` points, which ``columns`` is of.
+def fit(prior: Prior, measured: Sequence[PointMeasurement], columns: PointColumns, rank_samples: int) -> Fitted:
+    """The most likely coefficients, given ``prior`` and the ``measured`` points, which ``columns`` is of.
 
     They make the sum of squared residuals least, found by Levenberg-Marquardt; the covariance is the inverse of J^T J,
-    with the Jacobian J of the residuals at these numbers.
+    with the Jacobian J of the residuals at their logarithms.
     """
     targets = _FitTargets(measured, columns, rank_samples)
-    numbers = np.array(prior.mean, dtype=np.float64)
-    damping, residuals = 1e-2, _all_residuals(numbers, prior, targets)
+    found = np.array(prior.mean, dtype=np.float64)
+    damping, residuals = 1e-2, _all_residuals(found, prior, targets)
     for _ in range(_MOST_ROUNDS):
-        slopes = _slopes(numbers, prior, targets, residuals)
+        slopes = _slopes(found, prior, targets, residuals)
         square = slopes.T @ slopes
         step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slopes.T @ residuals)
-        moved = numbers + np.clip(step, -1.5, 1.5)
+        moved = found + np.clip(step, -1.5, 1.5)
         tried = _all_residuals(moved, prior, targets)
         better = float(residuals @ residuals - tried @ tried)
         if better > 0:
-            numbers, residuals, damping = moved, tried, max(damping / 5, 1e-6)
+            found, residuals, damping = moved, tried, max(damping / 5, 1e-6)
             if better < 1e-4 * float(tried @ tried) + 1e-9:
                 break
         else:
             damping *= 6
             if damping > 1e6:
                 break
-    slopes = _slopes(numbers, prior, targets, residuals)
-    return Fitted(numbers=numbers, covariance=np.linalg.inv(slopes.T @ slopes))
+    slopes = _slopes(found, prior, targets, residuals)
+    return Fitted(log_coefficients=found, covariance=np.linalg.inv(slopes.T @ slopes))
 
 
 class _FitTargets:
-    """The measured step times and phases that the model's numbers are fitted to."""
+    """The measured step times and phases that the coefficients are fitted to."""
 
-    def __init__(self, measured: Sequence[StepTimes], columns: PointColumns, rank_samples: int) -> None:
+    def __init__(self, measured: Sequence[PointMeasurement], columns: PointColumns, rank_samples: int) -> None:
         self.columns, self.rank_samples = columns, rank_samples
         self.seconds = np.array([each.seconds for each in measured])
         self.least = _FLOOR * self.seconds
@@ -505,9 +508,9 @@ class _FitTargets:
         names = ("passes", "communication", "optimizer", "transfer", "data", "other")
         self.phases = {name: np.array([each.get(name, 0.0) for each in phases]) for name in names}
 
-    def residuals(self, numbers: Floats) -> Floats:
+    def residuals(self, log_coefficients: Floats) -> Floats:
         """The deviations of the model from measured steps and phases, in standard deviations of each."""
-        said = phases_of(numbers, self.columns, self.rank_samples)
+        said = phases_of(log_coefficients, self.columns, self.rank_samples)
         steps = sum(said.values(), np.zeros(len(self.seconds)))
         found = [np.log(steps / self.seconds) / _OF_A_STEP]
         for name, seen in self.phases.items():
@@ -516,16 +519,16 @@ class _FitTargets:
         return np.concatenate(found)
 
 
-def _all_residuals(numbers: Floats, prior: Prior, targets: _FitTargets) -> Floats:
+def _all_residuals(log_coefficients: Floats, prior: Prior, targets: _FitTargets) -> Floats:
     """Deviations from measured times and from the prior's mean, each in standard deviations."""
-    return np.concatenate([targets.residuals(numbers), (numbers - prior.mean) / prior.deviation])
+    return np.concatenate([targets.residuals(log_coefficients), (log_coefficients - prior.mean) / prior.deviation])
 
 
-def _slopes(numbers: Floats, prior: Prior, targets: _FitTargets, residuals: Floats) -> Floats:
-    """(residuals, numbers): the Jacobian of the residuals, by finite differences."""
-    slopes = np.empty((len(residuals), len(numbers)))
-    for at in range(len(numbers)):
-        moved = numbers.copy()
+def _slopes(log_coefficients: Floats, prior: Prior, targets: _FitTargets, residuals: Floats) -> Floats:
+    """(residuals, coefficients): the Jacobian of the residuals, by finite differences."""
+    slopes = np.empty((len(residuals), len(log_coefficients)))
+    for at in range(len(log_coefficients)):
+        moved = log_coefficients.copy()
         moved[at] += 1e-4
         slopes[:, at] = (_all_residuals(moved, prior, targets) - residuals) / 1e-4
     return slopes
