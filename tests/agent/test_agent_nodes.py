@@ -30,7 +30,9 @@ FOR_EVER = ("--steps=1000000", "--pace=0.1", "--every=1000000")
 class Cluster:
     """Where nodes of one job meet, and how they are started.
 
-    A node is lost that is silent for ``silence`` seconds: on a machine under load others are for a while.
+    A node is lost that is silent for ``silence`` seconds: on a machine under load others are for a while. A round
+    begins some seconds after the first node has come to it: one that comes later ends it again, and where that takes
+    less than the nodes of a loaded machine are apart, they might never all be in one.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Cluster:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=job",
-            "--rdzv-conf=last_call_timeout=1,join_timeout=240,keep_alive_interval=1,"
+            "--rdzv-conf=last_call_timeout=5,join_timeout=240,keep_alive_interval=1,"
             f"keep_alive_max_attempt={silence}{conf}",
             f"--max-restarts={max_restarts}",
             "--local-addr=127.0.0.1",
