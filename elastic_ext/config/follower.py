@@ -591,7 +591,7 @@ class ConfigFollower:
         if self._closed_by:
             raise ElasticError(
                 f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before "
-                "it, or make a new follower on every rank"
+                "it, or make a new one on every rank"
             )
 
     def _record(self, applied: Applied | None) -> None:

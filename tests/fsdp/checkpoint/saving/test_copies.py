@@ -30,14 +30,14 @@ def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(
     checkpoints = checkpoints_of(small)
     small.take()
     FileOperations(small.storage, "full", 0, like="os.writev")
-    checkpoints.save("step_1", checkpoints.moment(), checkpoints._manner())
+    checkpoints.save("step_1", checkpoints.moment(), checkpoints._mode())
     end_saves()
     small.take()
     saving_of(small)._copy()
     assert checkpoints.job.saver.is_holding
     with pytest.raises(CheckpointError, match="No space left on device"):
-        checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
-    checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
+        checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._mode())
+    checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._mode())
     small.trainer.close()
     assert small.saved == ["step_2"]
 
