@@ -2,8 +2,8 @@
 
 Words: an *item* is a tensor with the layout that it has and the one that it shall have. A *bucket* is some items in a
 row, whose elements all ranks exchange at once. What is sent and received lies in memory that is taken once, for all
-buckets; the new memory of a bucket is there beside the old one until the bucket has been exchanged. The *load* of a
-change is what a rank holds for a while beyond the larger of what it holds before and after.
+buckets; the new memory of a bucket is there beside the old one until the bucket has been exchanged. The
+*extra* bytes of a change are what a rank holds for a while beyond the larger of what it holds before and after.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Route:
     """The moves from one layout to another, for all tensors alike, with amounts by rank, counted in elements."""
 
     moves: tuple[Move, ...]
-    sent_bytes: int
+    num_sent: int
     exchanged: tuple[int, ...]
     taken: tuple[int, ...]
     given_back: tuple[int, ...]
@@ -50,7 +50,7 @@ class BucketItem:
     @property
     def sent_bytes(self) -> int:
         """Bytes of this tensor that go from one rank to another."""
-        return self._route.sent_bytes * self.item_bytes
+        return self._route.num_sent * self.item_bytes
 
     @property
     def exchanged_bytes(self) -> list[int]:
