@@ -21,6 +21,7 @@ from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import can_be_written, read_object, shown
 
 from .keys import (
+    DLROVERS_VERSIONED,
     KEYS,
     SECTION_TYPES,
     SECTIONS,
@@ -264,8 +265,8 @@ def _take_section(
                 refusals.append(null_refusal(path))
             else:
                 known[name] = value
-        elif name == "version" and kind.section in ("dataloader", "optimizer"):
-            refusals += _check_section_version(path, value)  # DLRover writes it; not used here
+        elif name == "version" and kind.section in DLROVERS_VERSIONED:
+            refusals += _check_section_version(path, value)
         else:
             refusals.append(unknown_key_refusal(path, searched=len(refusals) < _MOST_REFUSALS))
     try:

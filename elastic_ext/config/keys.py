@@ -13,6 +13,7 @@ from elastic_ext.records.json import MAX_DEPTH, can_be_written, shown
 from elastic_ext.strategies import STRATEGIES
 
 __all__ = [
+    "DLROVERS_VERSIONED",
     "KEYS",
     "SECTIONS",
     "SECTION_TYPES",
@@ -624,6 +625,8 @@ KEYS: Mapping[str, Key] = {
     **{path: key for kind in SECTION_TYPES for path, key in keys_of(kind).items()},
 }
 """The whole table of keys, by dotted key."""
+DLROVERS_VERSIONED = ("dataloader", "optimizer")
+"""The sections into which DLRover writes a version of their own; it is accepted, and not used."""
 TUNABLE = tuple(_TUNABLE)
 """The keys that a tuner may be given bounds for."""
 SECTIONS = (

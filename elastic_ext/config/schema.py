@@ -7,7 +7,7 @@ lists in lists that are too deep.
 
 from __future__ import annotations
 
-from .keys import KEYS, SECTION_TYPES, USER_NAME, USER_RULE, Integer, Key, Schema, keys_of
+from .keys import DLROVERS_VERSIONED, KEYS, SECTION_TYPES, USER_NAME, USER_RULE, Integer, Key, Schema, keys_of
 
 __all__ = ["json_schema"]
 
@@ -20,7 +20,7 @@ def json_schema() -> Schema:
     properties = {path: _described(key) for path, key in KEYS.items() if "." not in path}
     for section, (words, keys) in sections.items():
         rows = {path.partition(".")[2]: _described(key) for path, key in keys.items()}
-        if section in ("dataloader", "optimizer"):
+        if section in DLROVERS_VERSIONED:
             rows["version"] = {"description": "DLRover's; it is not used", **Integer(0).schema}
         properties[section] = {
             "description": words,
