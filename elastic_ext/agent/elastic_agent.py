@@ -265,13 +265,14 @@ class ElasticAgent(LocalElasticAgent):
             self._journal.tell_staged(outcome.why, outcome.path)
 
     def _tell_plan(self, plan: MembershipPlan) -> None:
-        num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
-        words = f"membership {plan.version}: {counted(num_nodes, 'node')}, {counted(num_ranks, 'rank')}: "
-        self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
+        """Write the plan's file, then tell of it: who reads the event finds the plan that it names."""
         try:
             write_whole(self._folders.run_dir / MEMBERSHIP_FILE, f"{plan.to_json()}\n".encode(), durable=False)
         except OSError as error:
             self._journal.tell("trouble", f"the membership plan cannot be written: {error}", is_bad=True)
+        num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
+        words = f"membership {plan.version}: {counted(num_nodes, 'node')}, {counted(num_ranks, 'rank')}: "
+        self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
 
     # ---- failures ----
 
