@@ -101,7 +101,8 @@ class Node:
 
     def events(self) -> list[dict[str, Any]]:
         file = self.run_dir / EVENTS_FILE
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        written = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]  # one may be half there
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.events()]
