@@ -1,4 +1,4 @@
-"""RESULTS.md, made of what is recorded in benchmarks/results/: ``make results``.
+"""RESULTS.md, made of what is recorded in benchmarks/results/, and the numbers in README: ``make results``.
 
 Nothing is decided here: verdicts and numbers are those of the records. What a benchmark does not measure is said in its
 own words, which are taken from its module.
@@ -16,6 +16,7 @@ from typing import get_args
 
 from benchmarks.harness import Finding, Verdict
 from benchmarks.plan import PARTS, Planned, planned
+from benchmarks.readme_numbers import README, with_numbers
 from benchmarks.recording import Record, RecordedTable, read_records
 from elastic_ext.records.files import write_whole
 
@@ -189,10 +190,12 @@ def _interval(each: Finding) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page."""
+    """Write the page, and the numbers into README."""
     assert not arguments, f"this takes no arguments, not {list(arguments)}"
-    page = page_of(read_records(), docstrings())
+    records = read_records()
+    page = page_of(records, docstrings())
     write_whole(PAGE, page.encode())
+    write_whole(README, with_numbers(README.read_text(encoding="utf-8"), records).encode())
     sys.stdout.write(f"{PAGE}: {len(page.splitlines())} lines\n")
     return 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tests.support.documents import (
     matches,
     run_page,
 )
+from tests.support.ports import free_port
 from tests.support.ranks import RankPool
 from tests.support.scripts import Script
 
@@ -55,6 +58,57 @@ def test_page_shows_json_that_can_be_read_and_configs_that_are_valid(page: Path)
 def test_page_does_what_it_says(page: Path, ranks: RankPool, tmp_path: Path) -> None:
     if any(block.is_run for block in fenced_blocks(page.read_text(encoding="utf-8"))):
         run_in_a_process(page, tmp_path, None if page.name == "README.md" else ranks)
+
+
+def test_readmes_loop_trains_before_and_after_its_diff_which_has_at_most_ten_lines(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (diff,) = [
+        block.code.splitlines()
+        for block in fenced_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+        if block.language == "diff"
+    ]
+    assert sum(line[:1] in ("-", "+") for line in diff) <= 10
+    before = indented_by_headers([line[1:] for line in diff if line[:1] != "+"])
+    after = "\n".join(line[1:] for line in diff if line[:1] != "-")
+    assert steps_taken(before, "optimizer.state[next(model.parameters())]['step'].item()", ranks, tmp_path) == 10 * 4
+    assert steps_taken(after, "trainer.global_step", ranks, tmp_path) == 10 * 4  # 256 samples in steps of 64
+
+
+def indented_by_headers(lines: Iterable[str]) -> str:
+    """Lines of Python, each below the ``for`` and ``with`` that it is in: ``diff -w`` has them indented as after it."""
+    headers: list[int] = []
+    found = []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if line.strip():
+            headers = [each for each in headers if each < indent]
+        found.append("    " * len(headers) + line.strip())
+        if line.endswith(":"):
+            headers.append(indent)
+    return "\n".join(found)
+
+
+def steps_taken(script: str, told_by: str, pool: RankPool, folder: Path) -> int:
+    """How many steps two ranks take that run ``script``, as an expression at its end tells it."""
+    file = folder / "train.py"
+    file.write_text(f"{script}\nprint('steps:', int({told_by}))\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ELASTIC_EXT")}
+    environ |= {"PYTHONPATH": str(ROOT), "ELASTIC_EXT_RUN_DIR": str(folder / "run")}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        environ[name] = "2"
+    with ExitStack() as both:
+        started = [
+            both.enter_context(
+                Script(pool, [str(file)], folder=folder, env={**environ, "RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in "01"
+        ]
+        texts = [each.communicate(PAGE_SECONDS)[0] for each in started]
+        assert [each.wait() for each in started] == [0, 0], "\n".join(texts)
+    (num_steps,) = {int(text.rpartition("steps:")[2]) for text in texts}
+    return num_steps
 
 
 def config_fault(block: Block) -> str | None:

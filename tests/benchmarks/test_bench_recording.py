@@ -23,6 +23,7 @@ from benchmarks.model_memory import ErrorTable, Point
 from benchmarks.plan import PARTS, SHORT_SHARE, on_gpu, planned
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
 from benchmarks.rates import Rates, RateTable
+from benchmarks.readme_numbers import README, lines_shown, with_numbers
 from benchmarks.recording import (
     CommitError,
     Record,
@@ -356,6 +357,17 @@ def test_the_page_is_what_make_results_would_make() -> None:
     assert PAGE.read_text(encoding="utf-8") == page_of(read_records(), docstrings()), "run make results"
 
 
+def test_readme_has_the_numbers_that_make_results_would_put_in() -> None:
+    page = README.read_text(encoding="utf-8")
+    assert page == with_numbers(page, read_records()), "run make results"
+
+
+def test_a_line_of_readme_that_names_no_recorded_claim_is_an_error() -> None:
+    without = [record for record in read_records() if record.benchmark != "loader_switch"]
+    with pytest.raises(AssertionError, match=r"loader_switch.* names 0 recorded claims"):
+        lines_shown(without)
+
+
 def test_every_line_of_the_page_names_its_date_and_commit() -> None:
     records = read_records()
     named = {f"| {each.date} | {each.commit[:10]}{'+' if each.commit_is == 'added' else ''} |" for each in records}
@@ -368,7 +380,7 @@ def test_every_line_of_the_page_names_its_date_and_commit() -> None:
 
 def test_the_documents_say_that_nothing_ran_on_a_gpu_as_long_as_nothing_did() -> None:
     has_run = any(record.accelerator for record in read_records())
-    for path in (ROOT / "README.md", ROOT / "docs" / "support.md", PAGE):
+    for path in (README, ROOT / "docs" / "support.md", PAGE):
         says_none = "othing has run on" in path.read_text(encoding="utf-8")
         assert says_none is not has_run, path
 
