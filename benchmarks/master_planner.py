@@ -34,7 +34,7 @@ _MOST_STEPS = 400
 
 
 class Planner:
-    """A strategy that changes nothing, and says of each plan how many seconds it took."""
+    """A tuner that changes nothing, and says of each plan how many seconds it took."""
 
     def __init__(self) -> None:
         self._plans = enumerate(self._made(), 1)

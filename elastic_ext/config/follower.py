@@ -345,9 +345,9 @@ class ConfigFollower:
         self._finished = False
         self._closed_by = ""  # what the user did, in words; empty until then
 
-    def take_pulse(self, pulse: Heartbeat) -> None:
-        """Replace this rank's heartbeat by ``pulse``, which forwards what it is told to the one that it replaces."""
-        self.heartbeat = self.agreement.appliers.heartbeat = pulse
+    def take_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Replace this rank's heartbeat by one that forwards what it is told to the one that it replaces."""
+        self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""

@@ -519,7 +519,7 @@ class ParallelismSection(Section):
     )
     unit: int | str | None = row(
         BlocksOrWhole(),
-        "transformer blocks per FSDP unit, whose parameters are all-gathered together",
+        "blocks (parts that the model repeats) per FSDP unit, whose parameters are all-gathered together",
         knob=TunerKnob(words="{} blocks per unit", cost="move", choices=(1, 2, 4)),
     )
     activation_checkpoint: float | None = row(

@@ -396,7 +396,7 @@ class ConfigWatcher:
         self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
-        kept = "the start-up values stay in force" if self._held is None else f"{self._held.label} stays"
+        kept = "what is in force stays" if self._held is None else f"{self._held.label} stays"
         _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, kept, self._refusal)
 
 

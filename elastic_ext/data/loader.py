@@ -227,7 +227,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
     ranks. A ``sampler`` draws it otherwise: its ``generator`` is seeded from ``seed`` and the epoch, so that all ranks
-    draw the same order. Each loop over the loader is another epoch, unless ``set_epoch`` names one.
+    draw the same order; it has to draw from that generator, or from this process's random numbers. Each loop over the
+    loader is another epoch, unless ``set_epoch`` names one.
 
     ``config_file`` is followed by a loader that has no trainer. ``seed_samples`` has the random numbers of a sample
     depend on ``seed``, epoch and index alone. ``fast_forward``: an IterableDataset without

@@ -1,4 +1,4 @@
-"""Moves: the copies between holders by which a tensor comes to lie by another layout. Pure; carriers do the copying."""
+"""Moves: the copies between holders by which a tensor comes to lie by another layout. Pure; others do the copying."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _check_counts(facts: JobFacts) -> None:
     if not all(0 <= each < _MOST_COUNT for each in counts) or not 0 <= facts.time < _MOST_COUNT:
         raise ValueError(
             "restart, config_version, config_revision, num_blocks, num_parameters or time is no amount; allowed: 0 to "
-            f"{_MOST_COUNT}"
+            f"{_MOST_COUNT - 1}"
         )
     if facts.learning is not None and not facts.learning.first_batch < _MOST_COUNT:
         raise ValueError("learning.first_batch is no amount")

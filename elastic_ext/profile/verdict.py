@@ -169,7 +169,7 @@ def causes(job: RanksCompared) -> list[Cause]:
 
 
 def limit(cause: Cause, job: RanksCompared) -> float:
-    """The share that a cause has to exceed to be named; for stragglers it grows with the usual lost share."""
+    """The share that a cause has to exceed to be named; for stragglers it grows with the CPU-starved share."""
     return LIMITS[cause.kind] + (_LESS_SURE * job.cpu_starved_share if cause.kind == "straggler" else 0.0)
 
 
@@ -327,7 +327,7 @@ def _communication(cause: Cause, job: RanksCompared) -> str:
     return (
         f"communication-bound: each rank waits for at least {_time(seconds)} ({cause.share:.0%} of the step) for "
         f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: raise "
-        "global_batch_size, or try another communication.bucket_cap_mb"
+        "global_batch_size, or under no_shard try another communication.bucket_cap_mb"
     )
 
 

@@ -101,7 +101,7 @@ def record(
         surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
     )
     recorder.analyzer = analyzer
-    follower.take_pulse(recorder)
+    follower.take_heartbeat(recorder)
     return recorder
 
 

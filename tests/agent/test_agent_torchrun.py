@@ -138,7 +138,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
         ["--name", "z"],
         {},
     ),
-    "in this interpreter": (["--run-path", "--nproc-per-node=1"], ["w"], {}),
+    "in this interpreter": (["--run-path", "--nproc-per-node=2"], ["w"], {}),
 }
 
 

@@ -107,7 +107,7 @@ class LinkedJob:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.link.address(0)}:{RENDEZVOUS_PORT}",
             "--rdzv-id=job",
-            "--rdzv-conf=last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4,"
+            "--rdzv-conf=last_call_timeout=5,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4,"
             f"is_host={int(host == 0)}",
             "--max-restarts=3",
             f"--local-addr={self.link.address(host)}",

@@ -141,13 +141,14 @@ def test_a_writer_killed_at_any_moment_leaves_old_or_new_contents_and_never_a_pa
     assert all(name.startswith(".config.json.") and name.endswith(".tmp") for name in left)
 
 
-def test_a_reader_meanwhile_sees_whole_contents_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_reads", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_reader_meanwhile_sees_whole_contents_only(tmp_path: Path, num_reads: int) -> None:
     path = tmp_path / "config.json"
     write_whole(path, b"0" * 100_000)
     with subprocess.Popen([*PYTHON, WRITER, REPOSITORY, str(path), "0"], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
-        for _ in range(100):
+        for _ in range(num_reads):
             assert len(set(read_at_most(path, 1 << 20).split())) == 1
         writer.kill()
 

@@ -124,9 +124,9 @@ def _serve(requests: socket.socket) -> list[Any] | None:
         requests.send(_REPLY.pack(reply))
 
 
-def _be_worker(argv: list[str], environ: dict[str, str]) -> None:
-    """Run a Python's command line as an interpreter would that has just begun."""
-    if "ELASTIC_EXT_AGENT_PID" in environ:
+def _be_worker(agent: int, argv: list[str], environ: dict[str, str]) -> None:
+    """Run a Python's command line as an interpreter would that has just begun, and is a child of ``agent``."""
+    if environ.get("ELASTIC_EXT_AGENT_PID") == str(agent):
         environ["ELASTIC_EXT_AGENT_PID"] = str(os.getppid())  # by which the start knows that it is that of a worker
     os.environ.clear()
     os.environ.update(environ)
@@ -151,13 +151,14 @@ def _be_worker(argv: list[str], environ: dict[str, str]) -> None:
 
 def main() -> None:
     """The agent; or a worker of it, which comes back from here as its own script's end has it."""
+    agent = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
         told = _serve(theirs)
         if told is None:
             os._exit(0)
-        return _be_worker(*told)
+        return _be_worker(agent, *told)
     theirs.close()
     template = Template(ours)
 

@@ -1,4 +1,4 @@
-"""A tuner that decides what a test has it decide, and what nodes tell it: for tests of what surrounds a strategy."""
+"""A tuner that decides what a test has it decide, and what nodes tell it: for tests of what surrounds a tuner."""
 
 from __future__ import annotations
 

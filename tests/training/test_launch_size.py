@@ -122,7 +122,7 @@ def test_two_processes_without_a_process_group_are_refused_before_anything_is_sa
 
 @pytest.mark.usefixtures("forked_jobs")
 @pytest.mark.parametrize("is_launched", the_first([False, True]), ids=["in its environment", "launched"])
-def test_two_processes_each_with_a_group_of_one_train_and_resume_each_for_itself_under_either_launcher(
+def test_two_processes_each_with_a_group_of_one_train_and_resume_each_for_itself_in_the_environment_of_either_launcher(
     is_launched: bool, environs: Environs, tmp_path: Path
 ) -> None:
     for launcher, first in zip(LAUNCHERS, (0, 4), strict=True):

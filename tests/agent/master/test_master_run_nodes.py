@@ -165,7 +165,7 @@ def test_nodes_of_one_job_take_one_config_from_the_master_and_agree_on_it(
     master: MasterProcess, tmp_path: Path
 ) -> None:
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    launch += ["--rdzv-id=job", "--rdzv-conf=last_call_timeout=1", "--local-addr=127.0.0.1", "--job=job"]
+    launch += ["--rdzv-id=job", "--rdzv-conf=last_call_timeout=5", "--local-addr=127.0.0.1", "--job=job"]
     job = ["-m", "tests.support.elastic_job", str(tmp_path), "--steps=100000", "--pace=0.05", "--every=100000"]
     given = [*ways(master), *launch, *job]
     made = [Node(tmp_path / f"node-{number}", given, launcher=FORKING_RUN) for number in range(2)]

@@ -277,7 +277,8 @@ def test_a_loop_that_is_left_early_leaves_nothing(num_workers: int) -> None:
 def running(ranks: RankPool, folder: Path, main: str, *arguments: str, stderr: int | None = None) -> Script:
     """A process group of its own, in a function of tests/support/loading.py."""
     script = folder / "script.py"
-    script.write_text(f"from tests.support.loading import {main}; {main}(*{arguments})")
+    main_of_its_own = f"if __name__ == '__main__':\n    {main}(*{arguments})\n"  # a worker that is spawned imports it
+    script.write_text(f"from tests.support.loading import {main}\n{main_of_its_own}")
     return Script(ranks, [str(script)], folder=folder, env=os.environ, stderr=stderr)
 
 

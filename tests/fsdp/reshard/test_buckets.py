@@ -65,7 +65,7 @@ def _carry(bucket: Bucket, sources: list[list[Array]]) -> tuple[list[list[Array]
 
 
 @given(item_lists(), st.integers(0, 600))
-def test_buckets_bring_every_tensor_to_its_new_layout_within_the_load_that_they_tell(
+def test_buckets_bring_every_tensor_to_its_new_layout_within_the_extra_bytes_that_they_tell(
     items: list[BucketItem], most_bytes: int
 ) -> None:
     bucket_plan = BucketPlan(items, most_bytes)

@@ -34,6 +34,7 @@ from tests.support.resharding import (
     make,
     take_step,
 )
+from tests.support.thinning import the_first
 
 
 def _tour(plans: Sequence[ParallelPlan]) -> list[ParallelPlan]:
@@ -135,10 +136,21 @@ def _train_in_order(rank: int, plans: list[ParallelPlan]) -> tuple[list[float], 
     return losses, state
 
 
-def test_losses_are_those_of_a_training_that_never_changed(ranks: RankPool) -> None:
-    recomputed = ParallelPlan(strategy="hybrid_shard", shard_degree=2, unit=2, activation_checkpoint=0.5)
-    ahead = ParallelPlan(strategy="full_shard", prefetch=2, activation_checkpoint="all")
-    plans = [FULL, WHOLE, GRAD_OP, ahead, KEPT, recomputed, FULL]
+RECOMPUTED = ParallelPlan(strategy="hybrid_shard", shard_degree=2, unit=2, activation_checkpoint=0.5)
+AHEAD = ParallelPlan(strategy="full_shard", prefetch=2, activation_checkpoint="all")
+
+
+@pytest.mark.parametrize(
+    "plans",
+    the_first(
+        [
+            [FULL, WHOLE, GRAD_OP, AHEAD, KEPT, RECOMPUTED, FULL],
+            [FULL, WHOLE, HYBRID, GRAD_OP, AHEAD, KEPT, RECOMPUTED, WHOLE, FULL],
+        ]
+    ),
+    ids=len,
+)
+def test_losses_are_those_of_a_training_that_never_changed(ranks: RankPool, plans: list[ParallelPlan]) -> None:
     stayed = ranks.run(4, _train_in_order, [FULL] * len(plans), deadline_seconds=120)
     changed = ranks.run(4, _train_in_order, plans, deadline_seconds=120)
     for (losses, state), (expected, whole) in zip(changed, stayed, strict=True):

@@ -29,6 +29,7 @@ from elastic_ext.fsdp.plan import ParallelPlan
 from tests.support.ranks import RankPool
 from tests.support.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net, by_blocks
 from tests.support.retraining import RECOMPUTED, WIDTH, Retraining, differing, stayed
+from tests.support.thinning import the_first
 from tests.support.training import make_data, trainer_of
 
 # --- models and optimizers of many kinds ------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def recorded(model: Any, engine: DistributedDataParallel | None, take: Callable[
     return found
 
 
-def collectives(rank: int, folder: Path) -> None:
+def collectives(rank: int, folder: Path, from_ddp: Sequence[ParallelPlan]) -> None:
     def by_hand(plan: ParallelPlan) -> Callable[[Any], Any]:
         sharding: dict[str, Any] = {}
         if plan == WHOLE:
@@ -324,7 +325,7 @@ def collectives(rank: int, folder: Path) -> None:
         with run.trainer:
             run.train(2)  # DDP orders its buckets anew in the first
             expected[plan] = recorded(run.model, engine, partial(run.train, 3))
-    for start, tour in ((FULL, (WHOLE, GRAD_OP, KEPT, FULL)), (WHOLE, (FULL, KEPT, WHOLE))):
+    for start, tour in ((FULL, (WHOLE, GRAD_OP, KEPT, FULL)), (WHOLE, from_ddp)):
         run = Retraining(rank, folder, start, name=f"changed {start.strategy}", **options)
         with run.trainer:
             for plan in tour:
@@ -336,8 +337,11 @@ def collectives(rank: int, folder: Path) -> None:
                 assert found == expected[plan], (plan, found, expected[plan])
 
 
-def test_steps_after_a_change_make_the_collectives_of_the_plan_written_by_hand(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, collectives, tmp_path)
+@pytest.mark.parametrize("from_ddp", the_first([[FULL, KEPT, WHOLE], [FULL, KEPT, WHOLE, GRAD_OP]]), ids=len)
+def test_steps_after_a_change_make_the_collectives_of_the_plan_written_by_hand(
+    ranks: RankPool, tmp_path: Path, from_ddp: Sequence[ParallelPlan]
+) -> None:
+    ranks.run(2, collectives, tmp_path, from_ddp)
 
 
 # --- nothing is left --------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_tensors_that_are_cut_along_another_dimension_are_moved_along_that() -> 
         assert _made(old, new, tensors).sent_bytes == _least_bytes(old, new, tensors, 4)
 
 
-def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_take() -> None:
+def test_extra_bytes_are_those_of_the_largest_bucket_and_grow_with_what_a_bucket_may_take() -> None:
     tensors = [Tensor(f"weight {at}", (64, 4), 4) for at in range(8)]
     loads = [_made(FULL, WHOLE, tensors, bucket_bytes=size).extra_bytes for size in (1, 2000, 1 << 20)]
     one, all_of_them = (

@@ -505,16 +505,19 @@ def test_a_start_that_fails_at_any_call_leaves_the_next_one_a_folder(tmp_path: P
     assert call > 10
 
 
-NUM_STARTERS, NUM_STARTS = 4, 40
+NUM_STARTS = 40
 
 
-def test_processes_that_start_a_job_for_the_first_time_at_once_all_get_one_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_starters", the_first([4, 6]))
+def test_processes_that_start_a_job_for_the_first_time_at_once_all_get_one_folder(
+    tmp_path: Path, num_starters: int
+) -> None:
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(NUM_STARTERS)
+    barrier = context.Barrier(num_starters)
     with ProcessPoolExecutor(
-        NUM_STARTERS, mp_context=context, initializer=_meet_at, initargs=(barrier, END_SECONDS)
+        num_starters, mp_context=context, initializer=_meet_at, initargs=(barrier, END_SECONDS)
     ) as pool:
-        starters = [pool.submit(start_often, tmp_path, seconds) for seconds in range(NUM_STARTERS)]
+        starters = [pool.submit(start_often, tmp_path, seconds) for seconds in range(num_starters)]
         found = [starter.result(END_SECONDS) for starter in starters]
     for number, paths in enumerate(zip(*found, strict=True)):
         assert set(paths) == {paths[0]}, f"start {number}"
