@@ -14,10 +14,11 @@ from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefu
 from elastic_ext.master.address import MasterPlace
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.tuning import changes_in_words, rates_of
-from elastic_ext.master.wire import as_dict, metrics_of
+from elastic_ext.master.wire import as_dict, logged_of, metrics_of
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.ranks.deadlines import Backoff
 from elastic_ext.records.json import object_of
+from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import shown_in_words
 from elastic_ext.records.text import age_in_words, counted, on_one_line
 
@@ -101,6 +102,8 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
             yield "", f"never heard of here: {', '.join(unknown)}"
     if speed := _speed(status.progress):
         yield "speed", speed
+    if logged := logged_of(status.progress):
+        yield "logged", f"{logged_in_words(logged)}; means of all ranks"
     if status.verdict.text:
         yield "profile", status.verdict.text
     elif status.progress.shares:

@@ -14,11 +14,12 @@ from elastic_ext.profile.reader import present_windows, view_of
 from elastic_ext.profile.stragglers import ChangeDetector, Straggler
 from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.json import object_of, record_of
+from elastic_ext.records.logged import mean_logged
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
 
 from .node_metrics import METRICS_OF_A_JOB, MOST_WORKERS, NodeReport, SlowRanks, report_of, window_in
-from .wire import filled, master_pb2, put_metrics
+from .wire import filled, master_pb2, put_logged, put_metrics
 
 __all__ = ["FINEST_SECONDS", "Collector", "History", "MeanPoint", "mean_of"]
 
@@ -285,7 +286,9 @@ class Collector:
     def progress(self, now: float) -> master_pb2.Progress:
         """The job's progress by the reports that are fresh at ``now``: step, rates, shares by phase, and metrics."""
         progress = filled(master_pb2.Progress(), self._point(now, 0.0))
-        put_metrics(progress, _middles_of([report for _, report in self._fresh(now)]))
+        fresh = [report for _, report in self._fresh(now)]
+        put_metrics(progress, _middles_of(fresh))
+        put_logged(progress, mean_logged((each.logged, len(each.ranks)) for each in fresh))
         return progress
 
     def versions_in_force(self, now: float) -> list[int]:

@@ -17,7 +17,7 @@ from elastic_ext.profile.phases import Phase
 from elastic_ext.records.measures import METRICS, Metric
 from elastic_ext.records.text import on_one_line
 
-from .wire import master_pb2, metrics_of
+from .wire import logged_of, master_pb2, metrics_of
 
 __all__ = ["CONTENT_TYPE", "MOST_RANKS", "MetricsServer", "exposition"]
 
@@ -62,6 +62,8 @@ class _Family:
     kind: Literal["gauge", "counter"]
     help: str
     samples: Iterable[tuple[Labels, float]]
+    is_any_number: bool = False
+    """Whether NaN and infinities are shown too; else series with these are left out."""
 
 
 def exposition(
@@ -131,6 +133,13 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
     yield _one("recommendations", "Recommendations in the job's status.", len(status.recommendations))
     yield _optional("step", "Steps that have committed since training began.", progress, "step")
     yield from _of_measured([({}, metrics_of(progress))], of_job=True)
+    yield _Family(
+        name="logged",
+        kind="gauge",
+        help=METRICS["logged"].help,
+        samples=[({"name": name}, value) for name, value in logged_of(progress).items()],
+        is_any_number=True,
+    )
     shares = [({"phase": phase}, progress.shares[phase]) for phase in _PHASES if phase in progress.shares]
     yield _Family(
         name="phase_ratio", kind="gauge", help="The share of ranks' recent time in each phase.", samples=shares
@@ -245,7 +254,7 @@ def _lines(family: _Family) -> Iterator[str]:
     seen: set[str] = set()
     for labels, value in family.samples:
         series = name + _in_braces(labels)
-        if series in seen or not math.isfinite(value):
+        if series in seen or not (family.is_any_number or math.isfinite(value)):
             continue
         if not seen:
             yield f"# HELP {name} {_escaped(family.help, quotes=False)}\n# TYPE {name} {family.kind}\n"
@@ -266,6 +275,8 @@ def _escaped(text: str, *, quotes: bool = True) -> str:
 
 
 def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if float(value).is_integer() and abs(value) < 2**53 else repr(float(value))
 
 

@@ -13,11 +13,12 @@ from google.protobuf.message import DecodeError
 
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.stragglers import Straggler
+from elastic_ext.records.logged import mean_logged
 from elastic_ext.records.measures import METRICS
 from elastic_ext.records.metrics import SIZES, StepWindow
 from elastic_ext.records.text import on_one_line
 
-from .wire import master_pb2, metrics_of, put_metrics, window_record
+from .wire import logged_of, master_pb2, metrics_of, put_logged, put_metrics, window_record
 
 __all__ = [
     "METRICS_OF_A_JOB",
@@ -91,6 +92,7 @@ def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
         shares=fitting_table(worker.shares, MOST_SHARE),
     )
     put_metrics(found, metrics_of(worker))
+    put_logged(found, logged_of(worker))
     if worker.HasField("exit_code"):
         found.exit_code = worker.exit_code
     for name, most in _MOST_OF.items():
@@ -138,6 +140,7 @@ MOST_WORKERS = 64
 """The most workers of one node; nothing is kept of more."""
 _MOST_WORKER_BYTES = 640  # of a report as it was sent, before it is made fit
 _REPORT_BYTES, _WORKER_BYTES = 1600, 140  # the memory of a report's objects, and of those for each of its workers
+_LOGGED_BYTES = 150  # the memory of a number that the script has logged, with its name
 _MOST_RATE = 1e15
 _LABELS = tuple(phase.label for phase in Phase)
 _NOTHING = (0.0,) * len(_LABELS)
@@ -182,11 +185,14 @@ class NodeReport:
     """The shares of time in each phase, by the phase's number, summed over ``num_shared`` workers."""
     num_shared: int
     """How many workers have reported shares."""
+    logged: Mapping[str, float]
+    """The mean over workers of each number that the script has logged."""
 
     @property
     def num_bytes(self) -> int:
         """About how much memory the report takes."""
-        return _REPORT_BYTES + sum(map(len, self.said)) + _WORKER_BYTES * len(self.said)
+        said = sum(map(len, self.said)) + _WORKER_BYTES * len(self.said)
+        return _REPORT_BYTES + said + _LOGGED_BYTES * len(self.logged)
 
     @property
     def workers(self) -> list[master_pb2.Worker]:
@@ -234,6 +240,7 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
         config_version=config_version,
         shares=tuple(shares),
         num_shared=num_shared,
+        logged=mean_logged((logged_of(worker), 1.0) for worker in workers if worker.metrics),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic_ext.records.logged import mean_logged
 from elastic_ext.records.metrics import ADDED_UP, NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase
@@ -155,6 +156,7 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         step_seconds=tuple(max(each) for each in zip(*quantiles, strict=False)),
         waiting_seconds=_mean_quartile([(each.num_detailed, each.waiting_seconds) for each in ordered]),
         computing_seconds=_mean_quartile([(each.num_detailed, each.computing_seconds) for each in ordered]),
+        logged=mean_logged((each.logged, max(each.num_steps, 1)) for each in ordered),
         **{name: _ADDING[how]([getattr(each, name) for each in ordered]) for name, how in ADDED_UP.items()},
     )
 

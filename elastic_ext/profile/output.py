@@ -84,7 +84,7 @@ class Sinks:
 
 
 class TensorBoardSink:
-    """Curves by step for TensorBoard in ``folder``: speed, where the time goes, memory, the config in force.
+    """Curves by step for TensorBoard in ``folder``: logged numbers, speed, where the time goes, memory, the config.
 
     It needs the package ``tensorboard``; torch's writer is imported when there is something to write.
     """
@@ -125,6 +125,7 @@ def _scalars(profile: StepProfile) -> Iterator[tuple[str, float]]:
     }
     yield from ((name, value) for name, value in values.items() if value is not None)
     yield from ((f"time/{label}", share) for label, share in profile.shares.items())
+    yield from ((f"logged/{name}", value) for name, value in profile.logged.items())
 
 
 # --- what becomes of a rank's windows as they end: its metrics, and on rank 0 a line of the log and sinks ------------
@@ -176,16 +177,15 @@ class ProfileOutput:
 
     def see(self, window: StepWindow) -> None:
         """Take in a window that has ended: write it to the sinks, and log a line where one is due."""
-        if window.num_steps == 0:
-            return
-        self._last = window
+        if window.num_steps > 0:
+            self._last = window
         if self._rank > 0:
             return
         if self._sinks.are_there:
             profile = summary_of([window], num_replicas=self._facts().num_replicas)
             if profile is not None:
                 self._sinks.write(profile)
-        if self._every_seconds > 0:
+        if self._every_seconds > 0 and window.num_steps > 0:
             self._keep(window)
 
     def with_profile(self, measures: Measures) -> Measures:

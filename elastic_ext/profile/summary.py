@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 from .breakdown import RankView, breakdown_of, is_usable, merged, replicas_of
@@ -42,7 +43,7 @@ class StepProfile:
     config_version: int
     config_revision: int
     shares: Mapping[str, float]
-    """The share of that time that each phase took; they add up to 1."""
+    """The share of that time that each phase took; they add up to 1. Empty where no step has ended."""
     step_seconds: float | None
     """The median length of a step; ``slow_step_seconds`` is the length that nine tenths of steps stay within."""
     slow_step_seconds: float | None
@@ -54,15 +55,18 @@ class StepProfile:
     accelerator_bytes: int | None
     accelerator_peak_bytes: int | None
     """The most accelerator memory of tensors since torch's peak counters were last reset."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """This rank's mean of each number that the script has given to ``trainer.log()``, by name."""
 
 
 def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None) -> StepProfile | None:
-    """The profile of one rank's windows under one config, the oldest first; None if no step has ended in them.
+    """The profile of one rank's windows under one config, the oldest first; None if no step has ended in them, and
+    nothing was logged.
 
     ``num_replicas`` of the model take samples of their own; without it each rank does.
     """
     window = merged(windows)
-    if window.num_steps == 0:
+    if window.num_steps == 0 and not window.logged:
         return None
     training = training_seconds(window)
     return StepProfile(
@@ -72,11 +76,7 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
         seconds=window.length,
         config_version=window.config_version,
         config_revision=window.config_revision,
-        shares={
-            phase.label: share
-            for phase, share in breakdown_of(RankView(host="", window=window)).shares.items()
-            if share
-        },
+        shares=_shares(window),
         step_seconds=_quantile(windows, _MIDDLE),
         slow_step_seconds=_quantile(windows, _NINE_TENTHS),
         samples_per_second=_rate(window.num_samples, training),
@@ -84,6 +84,7 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
         memory_bytes=window.memory_bytes,
         accelerator_bytes=window.accelerator_bytes,
         accelerator_peak_bytes=window.accelerator_peak_bytes,
+        logged=window.logged,
     )
 
 
@@ -111,6 +112,14 @@ def num_tokens(window: StepWindow, *, num_replicas: int | None = None) -> float:
     """Tokens that all ranks' models were given in all steps, by the steps of this rank that were measured."""
     own = window.num_tokens * window.num_steps / window.num_detailed if window.num_detailed else 0.0
     return own * replicas_of(window, num_replicas)
+
+
+def _shares(window: StepWindow) -> dict[str, float]:
+    if window.num_steps == 0:
+        return {}
+    return {
+        phase.label: share for phase, share in breakdown_of(RankView(host="", window=window)).shares.items() if share
+    }
 
 
 def _rate(number: float, seconds: float) -> float | None:
@@ -142,7 +151,8 @@ _SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 def line_of(profile: StepProfile, *, mfu: float | None, text: str) -> str:
     """A profile on one line, with ``text``, which says what holds training up."""
-    return f"step {profile.step}, {', '.join(_speeds(profile, mfu))}: {shares_in_words(profile.shares)}; {text}"
+    told = ", ".join(filter(None, (logged_in_words(profile.logged), *_speeds(profile, mfu))))
+    return f"step {profile.step}, {told}: {shares_in_words(profile.shares)}; {text}"
 
 
 def shares_in_words(shares: Mapping[str, float]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ class TrainingProgress(NamedTuple):
     config_revision: int
     is_settled: bool = True
     """Whether everything that should run is running, such as a loader's workers."""
+    logged: Mapping[str, float] = {}
+    """The means of the numbers that the script has logged since the last window."""
 
 
 class WindowAccumulator:
@@ -131,6 +133,7 @@ class WindowAccumulator:
             memory_bytes=memory.memory_bytes,
             accelerator_bytes=memory.accelerator_bytes,
             accelerator_peak_bytes=memory.accelerator_peak_bytes,
+            logged=progress.logged,
         )
         self._begin, self._num_samples, self._is_settled = end, progress.num_samples, progress.is_settled
         self._config = progress.config_version, progress.config_revision

@@ -175,6 +175,16 @@ class Measures:
     waits_in_passes: bool = _row(
         Metric("Whether passes wait for parameters of other ranks.", is_told=False), default=False
     )
+    logged: Mapping[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "metric": Metric(
+                "The numbers that the script gives to `trainer.log()`, by name: each the rank's mean over the steps "
+                "since the record before, or its last one.",
+                help="The numbers that the script gives to trainer.log(), by name: the mean over ranks.",
+            )
+        },
+    )
     num_not_finite: int | None = _row(
         Metric(
             "Steps with gradients or a loss that were not finite.",

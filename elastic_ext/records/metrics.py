@@ -58,6 +58,8 @@ class RankMetrics(JsonRecord):
     def check_read(self) -> None:
         if not all(type(each) in (int, float) and 0 <= each <= 1.001 for each in self.measures.shares.values()):
             raise ValueError("measures.shares holds what is no share")
+        if not all(type(each) is float for each in self.measures.logged.values()):
+            raise ValueError("measures.logged holds what is no number")
 
 
 def _added_up(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
@@ -113,6 +115,8 @@ class StepWindow(JsonRecord):
     """The accelerator's memory that this process holds at the window's end."""
     accelerator_peak_bytes: int | None = _added_up("most", default=None)
     """The most accelerator memory that this process held since torch's peak counters began anew."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that the script gave to ``trainer.log()``, by name: each its mean over the steps of the window."""
 
     @property
     def length(self) -> float:
@@ -126,6 +130,8 @@ class StepWindow(JsonRecord):
                 "seconds, processor_seconds, typical, step_seconds, waiting_seconds or computing_seconds hold what is "
                 "no length of time"
             )
+        if not all(type(each) is float for each in self.logged.values()):
+            raise ValueError("logged holds what is no number")
 
 
 ADDED_UP: Mapping[str, str] = {

@@ -130,6 +130,11 @@ class Progress:
         if self._bar is not None:
             self._bar.update(number)
 
+    def note(self, words: str) -> None:
+        """Show ``words`` behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(words)
+
     def end(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -10,7 +10,7 @@ from elastic_ext.profile.ledger import ENTRIES, TimeUse
 
 from .events import GROUPS, Group, Happening, Period
 from .markup import elapsed_in_words, number, path_of, svg, tag, text
-from .record import RankRecord, RankSums, Remark, RunRecord
+from .record import RankRecord, RankSums, Remark, RunRecord, means_of
 
 __all__ = [
     "GROUP_NAMES",
@@ -26,6 +26,7 @@ __all__ = [
     "event_key",
     "lanes",
     "middle",
+    "nice_ends",
     "nice_top",
     "time_axis",
     "verticals",
@@ -49,6 +50,8 @@ class Column:
     """The share of all ranks' time that each ledger entry has; the shares add up to 1."""
     sums: dict[int, RankSums]
     """The sums of each rank that was measured in the interval."""
+    logged: dict[str, float]
+    """The mean over ranks of each number that the script has logged in the interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +73,11 @@ def columns_of(record: RunRecord, *, cells: bool) -> TimeColumns:
     num_columns = max(min(_MOST, _MOST_CELLS // max(len(record.ranks), 1)), _LEAST) if cells else _MOST
     width = max((record.end - record.begin) / num_columns, 1e-9)
     record.spent.widen(width)
-    for rank in record.ranks:
-        record.spent.widen(rank.bins.width)
-    for rank in record.ranks:
-        rank.bins.widen(record.spent.width)
+    bins = [*(rank.bins for rank in record.ranks), *record.logged.values()]
+    for each in bins:
+        record.spent.widen(each.width)
+    for each in bins:
+        each.widen(record.spent.width)
     return TimeColumns(width=record.spent.width, columns=tuple(_columns(record, record.ranks)))
 
 
@@ -90,6 +94,10 @@ def _columns(record: RunRecord, ranks: Sequence[RankRecord]) -> Iterator[Column]
     for rank in ranks:
         for begin, row in rank.bins.items():
             of_ranks.setdefault(begin, {})[rank.rank] = RankSums(*row)
+    logged: dict[float, dict[str, float]] = {}
+    for name, bins in record.logged.items():
+        for begin, mean in means_of(bins):
+            logged.setdefault(begin, {})[name] = mean
     for begin, row in record.spent.items():
         total = sum(row)
         if total > 0:
@@ -98,6 +106,7 @@ def _columns(record: RunRecord, ranks: Sequence[RankRecord]) -> Iterator[Column]
                 end=min(begin + record.spent.width, record.end),
                 shares={entry: value / total for entry, value in zip(ENTRIES, row, strict=True) if value > 0},
                 sums=of_ranks.get(begin, {}),
+                logged=logged.get(begin, {}),
             )
 
 
@@ -140,21 +149,26 @@ class TimeScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AmountScale:
-    """The vertical scale of a drawing: amounts from 0 at the bottom to ``most`` at the top."""
+    """The vertical scale of a drawing: amounts from ``least`` at the bottom to ``most`` at the top."""
 
     most: float
     bottom: float
     top: float
+    least: float = 0.0
 
     def y(self, amount: float) -> float:
         """The place of an amount in the drawing; at an edge where the amount is not within the scale."""
-        share = amount / self.most if self.most > 0 else 0.0
+        length = self.most - self.least
+        share = (amount - self.least) / length if length > 0 else 0.0
         return self.bottom - min(max(share, 0.0), 1.0) * (self.bottom - self.top)
 
     def ticks(self) -> list[float]:
-        """The amounts that the axis names, from 0 to the top, three to six of them."""
-        step = _nice(self.most / 4)
-        return [each * step for each in range(floor(self.most / step + 1e-9) + 1)] if step > 0 else [0.0]
+        """The amounts that the axis names, from the bottom to the top, three to six of them."""
+        step = _nice((self.most - self.least) / 4)
+        if step <= 0:
+            return [self.least]
+        first, last = ceil(self.least / step - 1e-9), floor(self.most / step + 1e-9)
+        return [each * step for each in range(first, last + 1)]
 
 
 def nice_top(most: float) -> float:
@@ -163,6 +177,12 @@ def nice_top(most: float) -> float:
         return 1.0
     step = _nice(most / 4)
     return ceil(most / step - 1e-9) * step
+
+
+def nice_ends(low: float, high: float) -> tuple[float, float]:
+    """The closest round amounts around ``low`` and ``high``, at which an axis may begin and end."""
+    step = _nice((high - low) / 4) or _nice(max(abs(low), _LEAST_AMOUNT) / 4)
+    return floor(low / step + 1e-9) * step, ceil(high / step - 1e-9) * step
 
 
 def _nice(amount: float) -> float:

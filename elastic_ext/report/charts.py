@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import nan
 
 from elastic_ext.profile.ledger import Ledger, TimeUse
 from elastic_ext.profile.summary import number_in_words
@@ -19,6 +20,7 @@ from .axes import (
     TimeScale,
     amount_axis,
     middle,
+    nice_ends,
     nice_top,
     time_axis,
     verticals,
@@ -33,6 +35,7 @@ __all__ = [
     "busy_map",
     "ledger_bar",
     "legend",
+    "logged_chart",
     "memory_chart",
     "speed_chart",
     "stack_chart",
@@ -348,6 +351,8 @@ def _ratio_in_words(bound: float | None) -> str:
 
 _LINE_TOP, _LINE_BOTTOM, _LINE_LOW_BOTTOM = 10.0, 170.0, 110.0
 _MOST_BANDS = 120
+_MOST_DRAWN = 1e15
+"""The largest logged number that has a place in a drawing."""
 
 
 def speed_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
@@ -382,6 +387,34 @@ def token_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> st
     points = _points(columns, lambda column: _tokens(column.sums.get(first)))
     return _rate_chart(
         "tokens", "Tokens per second, over time", "A line of the speed", points, number_in_words, record, scale
+    )
+
+
+def logged_chart(name: str, record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
+    """A line of a number that the script has logged; empty where none of its values can be drawn."""
+
+    def drawn(column: Column) -> float | None:
+        value = column.logged.get(name, nan)
+        return value if abs(value) <= _MOST_DRAWN else None
+
+    points = _points(columns, drawn)
+    values = [value for _, _, value in points if value is not None]
+    if not values:
+        return ""
+    least, most = nice_ends(min(values), max(values))
+    amounts = AmountScale(least=least, most=most, bottom=_LINE_LOW_BOTTOM, top=_LINE_TOP)
+    changes = [scale.x(each.begin) for each in record.periods[1:]]
+    return svg(
+        f"logged-{list(record.logged).index(name)}",
+        f"{name}, over time",
+        "A line of the mean over ranks. Dashed lines are where another config came into force.",
+        amount_axis(amounts, lambda value: f"{value:.4g}", left=LEFT, right=RIGHT),
+        time_axis(scale, _LINE_LOW_BOTTOM, top=_LINE_TOP),
+        verticals(changes, "change", top=_LINE_TOP, bottom=_LINE_LOW_BOTTOM),
+        _line(points, "line-a", scale, amounts),
+        width=WIDTH,
+        height=_LINE_LOW_BOTTOM + 26,
+        class_="over-time",
     )
 
 

@@ -28,6 +28,7 @@ from elastic_ext.profile.reader import read_calibration, read_census, read_trace
 from elastic_ext.profile.verdict import verdict
 from elastic_ext.records.files import open_regular, read_at_most
 from elastic_ext.records.json import object_of
+from elastic_ext.records.logged import MOST_NAMES, fitting
 from elastic_ext.records.metrics import SIZES, JobEvent, RankMetrics, StepWindow
 
 from .events import (
@@ -132,7 +133,8 @@ def _window_of(line: bytes, rank: int) -> StepWindow:
     values |= {name: None if found.get(name) is None else _count(found[name]) for name in SIZES}
     quantiles = tuple(map(_length, found.get("step_seconds", ())[:_NUM_QUANTILES]))
     seconds = _lengths(found["seconds"])
-    return StepWindow(begin=begin, end=end, seconds=seconds, step_seconds=quantiles, **counts, **values)
+    logged = fitting(found["logged"]) if found.get("logged") else {}
+    return StepWindow(begin=begin, end=end, seconds=seconds, step_seconds=quantiles, logged=logged, **counts, **values)
 
 
 def _count(value: object) -> int:
@@ -381,6 +383,8 @@ class _Gathering:
     spent: Bins = field(default_factory=lambda: Bins(len(ENTRIES), MOST_BINS))
     """Seconds of all ranks by ledger entry, in intervals of time."""
     ranks: list[RankRecord] = field(default_factory=list)
+    logged: dict[str, Bins] = field(default_factory=dict)
+    """The weighted sum and the weights of each number that the script has logged, in intervals of time."""
     judging: Judging = field(default_factory=Judging)
     witness: list[Slice] = field(default_factory=list)
     """The slices of the first rank's time, by which the job's steps and samples are counted."""
@@ -436,10 +440,20 @@ class _Gathering:
         self._num_shifted += sum(each.shift_seconds > 0 for each in processes)
         for each in slices:
             self.spent.add(each.begin, each.end, [each.seconds.get(entry, 0.0) for entry in ENTRIES])
+            if each.piece is not None:
+                self._add_logged(each, each.piece.window)
         if is_first:
             self.witness, self.witness_speeds = slices, speeds
             self.num_restarts = sum(each.is_whole for each in processes[1:])
             self.num_failures = len(self.chosen.history.failures) or max(each.restart for each in processes)
+
+    def _add_logged(self, piece: Slice, window: StepWindow) -> None:
+        """Add up the logged numbers of a window, each weighed by the window's steps."""
+        weight = float(max(window.num_steps, 1))
+        for name, value in window.logged.items():
+            if name in self.logged or len(self.logged) < MOST_NAMES:
+                bins = self.logged.setdefault(name, Bins(2, MOST_BINS))
+                bins.add(piece.begin, piece.end, (value * weight, weight))
 
     def record(self) -> RunRecord:
         """The record of the chosen training, once all ranks are read."""
@@ -474,6 +488,7 @@ class _Gathering:
             happenings=tuple(happenings_of(within(told, chosen.begin, chosen.end))),
             notes=tuple(self._notes()),
             remarks=tuple(self.judging.remarks(self._view)),
+            logged=self.logged,
         )
 
     def _view(self, rank: int, windows: list[StepWindow]) -> RankView:

@@ -16,6 +16,7 @@ from .charts import (
     busy_map,
     ledger_bar,
     legend,
+    logged_chart,
     memory_chart,
     speed_chart,
     stack_chart,
@@ -404,6 +405,10 @@ def _over_time(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str
             "Bands are the middle half of each config's windows.",
             speed_chart(record, columns, scale),
         ),
+        *(
+            _drawing(f"Logged: {name}", _logged_words(columns, name), logged_chart(name, record, columns, scale))
+            for name in record.logged
+        ),
         _drawing("Tokens per second", _RATE_WORDS, token_chart(record, columns, scale)),
         _drawing("MFU", _MFU_WORDS, arithmetic_chart(record, columns, scale)),
         _drawing("Memory of the host", "", memory_chart(columns, scale, of_accelerator=False), _memory_key(record)),
@@ -418,6 +423,12 @@ def _over_time(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str
         f"Time since the first process was started, {moment(record.begin)} UTC; a moment is at the same place in each."
     )
     return _section("Over time", words, "".join(parts))
+
+
+def _logged_words(columns: TimeColumns, name: str) -> str:
+    """The first and the last value of a number that the script has logged, as far as the columns tell them apart."""
+    values = [column.logged[name] for column in columns if name in column.logged]
+    return f"From {values[0]:.4g} to {values[-1]:.4g}: means over ranks and steps." if values else ""
 
 
 def _ranks(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 from typing import NamedTuple
 
 from elastic_ext.profile.ledger import Ledger, ProcessProfile, Slice, ledger_of_slices
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.summary import training_seconds
+from elastic_ext.records.logged import as_json
 from elastic_ext.records.measures import METRICS, parts_of
 from elastic_ext.records.metrics import StepWindow
 
@@ -25,6 +26,7 @@ __all__ = [
     "Remark",
     "RunRecord",
     "busy_seconds",
+    "means_of",
     "rank_record",
 ]
 
@@ -207,6 +209,8 @@ class RunRecord:
     notes: tuple[str, ...]
     """What the report left out or had to assume, a sentence each."""
     remarks: Sequence[Remark] = ()
+    logged: Mapping[str, Bins] = field(default_factory=dict)
+    """For each number that the script has logged, its weighted sum over ranks and the weights, over time."""
 
     @property
     def mfu(self) -> Quartiles | None:
@@ -245,6 +249,7 @@ class RunRecord:
             "restarts": self.num_restarts,
             "failures": self.num_failures,
             **_named(self.metrics),
+            "logged": {name: as_json(_first_and_last(bins)) for name, bins in self.logged.items()},
             "ledger": self.ledger.to_dict(),
             "ranks": [_of_rank(each) for each in self.ranks],
             "config": [
@@ -255,6 +260,17 @@ class RunRecord:
             "verdicts": [each._asdict() for each in self.remarks],
             "notes": list(self.notes),
         }
+
+
+def means_of(bins: Bins) -> list[tuple[float, float]]:
+    """The mean of a logged number in each interval that has it, by the interval's beginning, in order."""
+    return [(begin, total / weight) for begin, (total, weight) in bins.items() if weight > 0]
+
+
+def _first_and_last(bins: Bins) -> dict[str, float]:
+    """The means of a logged number in the first and the last interval that has it."""
+    means = [mean for _, mean in means_of(bins)]
+    return {"first": means[0], "last": means[-1]} if means else {}
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float | None]:

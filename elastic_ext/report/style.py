@@ -204,4 +204,5 @@ def _words(record: RunRecord, column: Column) -> str:
     first = column.sums.get(record.ranks[0].rank)
     if first is not None and first.step_seconds > 0 and first.num_samples > 0:
         lines.append(f"{amount(first.num_samples / first.step_seconds)} samples/s in steps")
+    lines += [f"{name} {value:.4g}" for name, value in list(column.logged.items())[:_MOST_NAMED]]
     return "\n".join(lines)

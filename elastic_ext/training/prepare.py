@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -63,11 +63,12 @@ def record(
     optimizers: Sequence[Optimizer],
     loader: object,
     *,
-    progress: Callable[[], tuple[int, int]],
+    progress: Callable[[], tuple[int, int, Mapping[str, float]]],
     analyze: Callable[[Probe], Analyzer] | None = None,
 ) -> Recorder:
-    """A recorder of where this rank's time goes, which ``follower`` hears; ``progress`` gives global step and samples.
+    """A recorder of where this rank's time goes, which ``follower`` hears.
 
+    ``progress`` gives the global step, samples, and the means of the numbers that were logged since the last window.
     ``analyze`` makes the analyzer of the memory that steps take.
     """
     device = _device_of(model)
@@ -77,10 +78,10 @@ def record(
     timeline.add_past(Phase.STARTUP, round((now - begin) * 1e9))
 
     def progress_now() -> TrainingProgress:
-        step, num_samples = progress()
+        step, num_samples, logged = progress()
         config = follower.config
         is_settled = bool(getattr(loader, "is_settled", True))
-        return TrainingProgress(step, num_samples, config.version, config.revision, is_settled)
+        return TrainingProgress(step, num_samples, config.version, config.revision, is_settled, logged)
 
     probe = Probe(timeline.enter, model, optimizers, is_on_accelerator=device.type != "cpu")
     analyzer = None if analyze is None else analyze(probe)
@@ -170,8 +171,8 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.recorder = _recorder(training)
     training.profile_output = _profile_output(training)
     training.facts = FactsOfJob(training)
-    _after_each_window(follower, training.facts.tell)
     training.session = session = Session(training)
+    _after_each_window(follower, session.see_window)
     if training.spread.plan is not None:
         training.parallelism = Parallelism(training.spread, training.optimizers, session)
         training.gradients.on_unused = training.spread.expect_unused
@@ -316,7 +317,7 @@ class _ForAnalyzer:
 
 def _recorder(training: Training) -> Recorder | None:
     """The recorder of this rank, which the follower hears; None where nothing is profiled."""
-    follower, counts = training.follower, training.counts
+    follower, counts, logged = training.follower, training.counts, training.logged
     if not (follower.settings.enabled and follower.settings.profiles):
         return None
 
@@ -335,7 +336,7 @@ def _recorder(training: Training) -> Recorder | None:
         training.model,
         training.optimizers,
         training.batches.loader,
-        progress=lambda: (counts.global_step, counts.num_samples),
+        progress=lambda: (counts.global_step, counts.num_samples, logged.take_window()),
         analyze=analyze if follower.ranks.rank == 0 else None,
     )
 
@@ -355,15 +356,15 @@ def _profile_output(training: Training) -> ProfileOutput:
     return profile_output
 
 
-def _after_each_window(follower: ConfigFollower, tell: Callable[[], None]) -> None:
-    """Have rank 0 call ``tell`` each time that it has written a profile window."""
+def _after_each_window(follower: ConfigFollower, look: Callable[[StepWindow], None]) -> None:
+    """Have rank 0 call ``look`` each time that it has written a profile window."""
     on_window = follower.reports.on_window
     if follower.ranks.rank != 0 or on_window is None:
         return
 
     def see(window: StepWindow) -> None:
         on_window(window)
-        tell()
+        look(window)
 
     follower.reports.on_window = see
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, Ste
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import Measures
+from elastic_ext.records.metrics import StepWindow
 from elastic_ext.records.text import Progress
 
 from .batches import Batches
@@ -367,7 +369,20 @@ class Session:
     def _measure(self) -> Measures:
         self._training.growing.warn()
         self._training.facts.tell()
-        return self._training.profile_output.with_profile(self._speed.measure())
+        logged = self._training.logged.newest()
+        return replace(self._training.profile_output.with_profile(self._speed.measure()), logged=logged)
+
+    def see_window(self, window: StepWindow) -> None:
+        """Tell of what a profile window of rank 0 has brought: the job's facts, and logged numbers beside the bar."""
+        self._training.facts.tell()
+        if window.logged:
+            self._progress.note(logged_in_words(window.logged))
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Count numbers of the script's: with the step under way, or between two steps at once."""
+        if self._has_ended:
+            raise ElasticError("training has ended, and trainer.log() was called; call it before")
+        self.steps.log(values)
 
     def _tell_begun(self) -> None:
         """Report that training has begun, and after which step it goes on."""

@@ -417,6 +417,14 @@ class ElasticTrainer:
             self._training.accelerated.unscale()
         return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
+    def log(self, /, **values: float | torch.Tensor) -> None:
+        """Have numbers of your own, such as ``loss=loss``, shown wherever the library shows metrics, as means of steps.
+
+        Each is a number or a tensor of one element, which stays on its device. Within a step a number counts once the
+        step commits; between two steps it counts at once. On all ranks or on some: the mean is over those that log it.
+        """
+        self._prepared.log(values)
+
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary, as an exception would; on every rank or on none."""
         self._prepared.steps.rollback()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from elastic_ext.profile.output import Sinks
 
 from .counters import Counts
+from .logged import LoggedNumbers
 
 if TYPE_CHECKING:
     from elastic_ext.config.follower import ConfigFollower
@@ -73,6 +74,8 @@ class Training:
     spread: Spread
     batches: Batches
     counts: Counts = field(default_factory=Counts)
+    logged: LoggedNumbers = field(default_factory=LoggedNumbers)
+    """The numbers that the script logs."""
     registered: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """Tensors that the user has registered, by name."""
     unclaimed: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)

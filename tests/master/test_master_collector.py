@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.master_beats import NUM_WORKERS, STEP, made_worker, made_workers
 from elastic_ext.master.collector import Collector
-from elastic_ext.master.wire import master_pb2
+from elastic_ext.master.wire import logged_of, master_pb2, metrics_of, put_logged
+from elastic_ext.records.logged import MOST_NAMES
 
 BEGIN = 1.7e9
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e300)
@@ -199,6 +200,21 @@ def test_steps_that_take_longer_for_good_are_told_of_once() -> None:
     assert text.startswith("steps take 1.50 times as long as before since step ")
 
 
+def test_logged_numbers_are_the_mean_of_all_ranks_that_log_them_and_of_no_others() -> None:
+    collector = Collector()
+    workers = {node: made_workers(node, end=BEGIN, num_nodes=2) for node in range(2)}
+    for node, each in workers.items():
+        for place, worker in enumerate(each):
+            put_logged(
+                worker, {"loss": float(node)} | ({"val_loss": 7.0, "bad": math.nan} if place == node == 0 else {})
+            )
+        collector.take(BEGIN, f"node-{node}", each)
+    told = logged_of(collector.progress(BEGIN))
+    assert (told["loss"], told["val_loss"], math.isnan(told["bad"])) == (0.5, 7.0, True)
+    assert [logged_of(each) for each in collector.workers("node-1")] == [{"loss": 1.0}] * NUM_WORKERS
+    assert "loss" not in metrics_of(collector.workers("node-1")[0])
+
+
 # --- what it does not believe -----------------------------------------------------------------------------------------
 
 
@@ -233,6 +249,16 @@ def test_long_words_are_cut_and_control_characters_go() -> None:
     assert len(found.trouble) <= 240 and found.trouble.isprintable()
     assert len(found.activity) <= 240 and found.activity.isprintable()
     assert len(found.state) <= 32 and len(found.shares) <= 24
+
+
+def test_logged_numbers_are_few_and_have_names_that_a_script_may_give() -> None:
+    collector = Collector()
+    worker = made_worker(0, end=BEGIN)
+    names = ["x" * 1000, "\x1b[31m", "", *(f"n{number}" for number in range(1000))]
+    worker.metrics.update({f"logged.{name}": 1.0 for name in names} | {"of_a_newer_version": 2.0})
+    collector.take(BEGIN, "a", [worker])
+    for found in (*collector.workers("a"), collector.progress(BEGIN)):
+        assert len(logged_of(found)) == MOST_NAMES and set(logged_of(found)) < set(names[3:])
 
 
 def test_windows_of_another_rank_or_of_numbers_that_cannot_be_do_not_count() -> None:

@@ -409,6 +409,31 @@ def test_sinks_are_written_on_rank_0_alone(tmp_path: Path) -> None:
     assert (kept.profiles, kept.num_closed) == ([], 1)
 
 
+def test_numbers_that_were_logged_come_to_sinks_with_steps_and_without(tmp_path: Path) -> None:
+    kept, sinks = Kept(), Sinks()
+    sinks.add(kept)
+    output = ProfileOutput(tmp_path, rank=0, hosts=("n",), every_seconds=60, facts=training, sinks=sinks)
+    output.see(replace(window(1.0), logged={"loss": 2.5}))
+    output.see(startup(2.0))
+    output.see(replace(startup(3.0), logged={"val_loss": 7.0}))
+    output.close()
+    assert [(each.num_steps, dict(each.logged)) for each in kept.profiles] == [
+        (100, {"loss": 2.5}),
+        (0, {"val_loss": 7.0}),
+    ]
+    assert kept.profiles[1].shares == {} and kept.profiles[1].step_seconds is None
+
+
+def test_a_line_tells_logged_numbers_as_means_over_the_steps_of_its_windows() -> None:
+    windows = [
+        replace(window(1.0, num_steps=30), logged={"loss": 4.0}),
+        replace(window(2.0, num_steps=10), logged={"loss": 2.0}),
+    ]
+    profile = summary_of(windows)
+    assert profile is not None and profile.logged == {"loss": 3.5}
+    assert line_of(profile, mfu=None, text="").split(",")[1] == " loss 3.5"
+
+
 class FakeWriter:
     """In the place of torch's SummaryWriter."""
 
@@ -442,7 +467,7 @@ def test_tensorboard_gets_a_point_of_each_curve(
 ) -> None:
     sink = TensorBoardSink(tmp_path)
     assert fake_tensorboard() == []  # until there is something to write
-    profile = summary_of([window(7.0, step=42, memory_bytes=5, config_version=3)])
+    profile = summary_of([replace(window(7.0, step=42, memory_bytes=5, config_version=3), logged={"train/loss": 2.5})])
     assert profile is not None
     sink.write(profile)
     sink.write(replace(profile, step=43))
@@ -451,6 +476,7 @@ def test_tensorboard_gets_a_point_of_each_curve(
     assert writer.folder == str(tmp_path) and len(writer.scalars) == 2 * len(first)
     assert first["memory/process_bytes"] == 5 and first["config/version"] == 3
     assert first["time/data"] == pytest.approx(0.4) and first["speed/step_seconds"] == pytest.approx(0.01)
+    assert first["logged/train/loss"] == 2.5
     assert "memory/accelerator_bytes" not in first and "speed/tokens_per_second" not in first
     sink.close()
     sink.close()

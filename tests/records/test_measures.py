@@ -88,6 +88,26 @@ def test_a_number_that_has_a_row_comes_to_the_report_and_the_documents(told: Map
         assert row in told["table"]
 
 
+def test_numbers_that_the_script_logs_come_to_all_places_that_show_metrics(told: Mapping[str, Any]) -> None:
+    logged = {"loss": 0.75, "drift": "NaN"}
+    assert told["file"]["measures"]["logged"]["loss"] == 0.75
+    assert told["status JSON"]["logged"] == told["status JSON"]["ranks"][0]["logged"] == logged
+    assert "  logged         loss 0.75, drift nan\n" in told["status"]
+    assert told["master JSON"]["progress"]["logged"] == logged
+    assert told["master JSON"]["nodes"][0]["workers"][0]["logged"] == logged
+    assert not [name for name in told["master JSON"]["progress"] if name.startswith("logged.")]
+    assert "  logged         drift nan, loss 0.75; means of all ranks\n" in told["master"]
+    assert (
+        "# HELP elastic_ext_logged The numbers that the script gives to trainer.log(), by name: the mean over ranks.\n"
+        "# TYPE elastic_ext_logged gauge\n"
+        'elastic_ext_logged{name="drift"} NaN\n'
+        'elastic_ext_logged{name="loss"} 0.75\n'
+    ) in told["prometheus"]
+    assert told["report JSON"]["logged"]["loss"]["last"] == pytest.approx(0.75)
+    assert told["report JSON"]["logged"]["drift"]["last"] == "NaN"
+    assert "Logged: loss" in told["page"] and 'id="logged-' in told["page"]
+
+
 NAMING: Mapping[str, Mapping[str, str]] = {
     "num_skipped": {
         "elastic_ext/records/measures.py": "its row",
@@ -126,7 +146,7 @@ def test_rows_go_together() -> None:
     for name, metric in METRICS.items():
         assert len(name) <= LONGEST_NAME and name.isidentifier()
         assert metric.meaning[0].isupper() and metric.meaning.endswith(".")
-        assert not metric.is_told or metric.unit is not None or name == "shares"
+        assert not metric.is_told or metric.unit is not None or name in ("shares", "logged")
         assert not metric.on_page or (metric.prometheus and metric.words and metric.is_told)
         assert not metric.in_status or metric.is_told
         assert not (metric.trouble or metric.part_of) or metric.over_steps == "total"

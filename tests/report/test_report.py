@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ from elastic_ext.profile.ledger import ENTRIES, TimeUse
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import RankMetrics
 from elastic_ext.records.run_dir import RunDirectory
-from elastic_ext.report.axes import AmountScale, TimeScale, nice_top
+from elastic_ext.report.axes import AmountScale, TimeScale, nice_ends, nice_top
 from elastic_ext.report.events import Period, Quartiles
 from elastic_ext.report.load import Broken, events_in, find_places, gather, windows_in
 from elastic_ext.report.markup import amount, elapsed_in_words, number, percent, seconds_in_words, tag, text
@@ -264,6 +265,42 @@ def test_tokens_and_arithmetic_are_told_as_the_log_tells_them(tmp_path: Path) ->
     told = record.to_dict()
     assert told["mfu"] == {"low": 0.1, "median": 0.2, "high": 0.2, "windows": 20}
     assert told["config"][1]["tokens_per_second"]["median"] == 320_000.0  # type: ignore[index]
+
+
+def test_logged_numbers_are_drawn_over_time_as_means_of_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        rows = [first_window(START, 5.0, rank=rank)]
+        for index in range(20):
+            row = window(rows[-1].end, {"forward": 1.0}, step=10 * (index + 1), num_steps=10, rank=rank, world_size=2)
+            logged = {
+                "loss": 4.0 - 0.1 * index + rank,
+                "<b>": 1.0,
+                "bad": math.nan,
+                "gone": -3.0 if index < 10 else math.inf,
+            }
+            rows.append(replace(row, logged=logged))
+        write_windows(tmp_path, rank, rows)
+    record = gathered(tmp_path)
+    told: Any = record.to_dict()["logged"]
+    assert told["loss"] == {"first": pytest.approx(4.5, abs=0.1), "last": pytest.approx(2.6, abs=0.1)}
+    assert told["bad"] == {"first": "NaN", "last": "NaN"} and told["gone"]["last"] == "Infinity"
+    assert set(told) == {"loss", "bad", "gone"}, "what no script can log is left out"
+    source = shown(record)
+    found = check_page(source)
+    assert "Logged: loss" in found.words and "loss, over time" in source
+    assert "Logged: gone" in found.words and "gone, over time" in source
+    assert "Logged: bad" not in found.words, "of what has no place in a drawing there is none"
+
+
+@given(st.floats(-1e15, 1e15), st.floats(-1e15, 1e15))
+def test_axes_of_any_numbers_have_few_marks_within_their_ends(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    least, most = nice_ends(low, high)
+    slack = 1e-6 * max(abs(low), abs(high), 1.0)
+    assert least <= low + slack and high <= most + slack
+    amounts = AmountScale(least=least, most=most, bottom=100.0, top=0.0)
+    assert len(amounts.ticks()) <= 8
+    assert 0.0 <= amounts.y(high) <= amounts.y(low) <= 100.0
 
 
 def test_arithmetic_is_compared_with_the_best_of_the_same_machine_alone(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A training that measures two metrics more than the library knows, followed to all places that show metrics.
+"""A training that measures two metrics more than the library knows, and logs numbers of its own, followed to all places
+that show metrics.
 
 Run by ``python -m`` where ``elastic_ext`` is a copy whose table of metrics has their rows; it prints JSON.
 """
@@ -6,6 +7,7 @@ Run by ``python -m`` where ``elastic_ext`` is a copy whose table of metrics has 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sys
 import time
@@ -65,6 +67,7 @@ def main() -> None:
             measured = run.trainer._counts.measured
             measured["num_odd"] += number % 2
             measured["things_per_second"] = 7.5
+            run.trainer.log(loss=0.5 * number, drift=math.nan)
     folder /= "0"
     found: dict[str, object] = {"file": json.loads((folder / "metrics-0.json").read_text())}
     local = status_of(read_run_directory(folder, now=time.time(), host=socket.gethostname()))

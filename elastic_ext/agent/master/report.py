@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_ext.master.wire import filled, put_metrics, window_message
+from elastic_ext.master.wire import filled, put_logged, put_metrics, window_message
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.profile.reader import tails_of
 from elastic_ext.ranks.processes import process_of
@@ -221,6 +221,7 @@ def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Se
     try:
         if metrics is not None:
             put_metrics(message, metrics.measures.told())
+            put_logged(message, metrics.measures.logged)
             message.shares.update(metrics.measures.shares)
             message.step, message.config_version = metrics.step, metrics.config_version
             message.config_revision = metrics.config_revision

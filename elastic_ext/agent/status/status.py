@@ -17,6 +17,7 @@ from elastic_ext.profile.stragglers import Straggler, Stragglers, rank_busy_time
 from elastic_ext.profile.summary import flops_share
 from elastic_ext.profile.verdict import Verdict, verdict
 from elastic_ext.records.agent import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
+from elastic_ext.records.logged import as_json, mean_logged
 from elastic_ext.records.measures import METRICS, Measures, parts_of, words_of
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, ModelProfile, RankMetrics
 from elastic_ext.records.text import age_in_words
@@ -143,7 +144,8 @@ class RankStatus:
         """The status of a rank as values for JSON, its metrics beside the other values."""
         found = asdict(self)
         del found["measures"]
-        return {**found, **{name: value for name, value in self.measures.told().items() if name not in found}}
+        told = {**self.measures.told(), "logged": as_json(self.measures.logged)}
+        return {**found, **{name: value for name, value in told.items() if name not in found}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,9 +186,19 @@ class NodeStatus:
     """Sentences that are worth knowing and are no trouble."""
     events: tuple[EventSeen, ...]
 
+    @property
+    def logged(self) -> dict[str, float]:
+        """The mean over this node's ranks of each number that the script has logged."""
+        return mean_logged((each.measures.logged, 1.0) for each in self.ranks)
+
     def to_dict(self) -> dict[str, Any]:
         """The status as values for JSON, with ``healthy``, which is True where there is no trouble."""
-        return {**asdict(self), "ranks": [each.to_dict() for each in self.ranks], "healthy": not self.troubles}
+        return {
+            **asdict(self),
+            "ranks": [each.to_dict() for each in self.ranks],
+            "logged": as_json(self.logged),
+            "healthy": not self.troubles,
+        }
 
 
 def status_of(files: RunFiles) -> NodeStatus:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from elastic_ext.profile.summary import number_in_words
 from elastic_ext.records.agent import AgentRecord, MembershipPlan
+from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import shown_in_words
 from elastic_ext.records.metrics import ModelProfile
 from elastic_ext.records.text import age_in_words, on_one_line, size_in_words
@@ -80,6 +81,8 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
     if speed is not None and status.state == "running":
         yield "speed", _speed_in_words(status, speed)
+    if logged := status.logged:
+        yield "logged", _logged_in_words(logged, len(status.ranks))
     if status.profile is not None:
         yield "profile", status.profile.verdict.text
         for straggler in status.profile.stragglers[:_MOST_NAMED]:
@@ -94,6 +97,11 @@ def _speed_in_words(status: NodeStatus, samples_per_second: float) -> str:
     words += "" if tokens is None else f", {number_in_words(tokens)} tokens/s"
     mfu = None if status.profile is None else status.profile.mfu
     return f"{words} over all ranks" + ("" if mfu is None else f"; MFU {mfu:.0%}")
+
+
+def _logged_in_words(logged: Mapping[str, float], num_ranks: int) -> str:
+    of = "" if num_ranks == 1 else f"; means of the {num_ranks} ranks here"
+    return logged_in_words(logged) + of
 
 
 def _model_in_words(model: ModelProfile) -> str:

@@ -12,12 +12,22 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from elastic_ext.records.logged import as_json, fitting
 from elastic_ext.records.measures import METRICS, MetricUnit
 from elastic_ext.records.metrics import StepWindow
 
 from . import master_pb2
 
-__all__ = ["as_dict", "filled", "metrics_of", "put_metrics", "window_message", "window_record"]
+__all__ = [
+    "as_dict",
+    "filled",
+    "logged_of",
+    "metrics_of",
+    "put_logged",
+    "put_metrics",
+    "window_message",
+    "window_record",
+]
 
 
 # --- messages as plain values, as JSON has them, and records of records/metrics.py as messages and back --------------
@@ -34,12 +44,14 @@ _METRICS_OF: Mapping[str, Sequence[tuple[str, MetricUnit, bool]]] = {
     for message, of_ranks in ((master_pb2.Worker.DESCRIPTOR, True), (master_pb2.Progress.DESCRIPTOR, False))
 }
 """The metrics of each message: name, unit, and whether the message has a field for it."""
+_LOGGED = "logged."
+"""What the names of numbers that the script has logged begin with in the map ``metrics``."""
 
 
 def as_dict(message: Message) -> dict[str, Any]:
     """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent.
 
-    Metrics that have no field stand beside those that have one.
+    Metrics that have no field stand beside those that have one, the script's numbers in ``logged``.
     """
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -47,7 +59,9 @@ def as_dict(message: Message) -> dict[str, Any]:
         if field.name == _MAP:
             known = metrics_of(message)
             for name in (*(name for name, _, _ in _METRICS_OF[message.DESCRIPTOR.name]), *value):
-                found.setdefault(name, known.get(name))
+                if not name.startswith(_LOGGED):
+                    found.setdefault(name, known.get(name))
+            found["logged"] = as_json(logged_of(message))
         elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             found[field.name] = dict(value)
         elif _is_repeated(field):
@@ -77,7 +91,9 @@ def filled(message: _Filled, record: object) -> _Filled:
 
 def metrics_of(message: Message) -> dict[str, float]:
     """The metrics of a Worker or a Progress, by name; those that only a newer version knows are among them."""
-    found: dict[str, float] = dict(getattr(message, _MAP))
+    found: dict[str, float] = {
+        name: value for name, value in getattr(message, _MAP).items() if not name.startswith(_LOGGED)
+    }
     for name, unit, has_field in _METRICS_OF[message.DESCRIPTOR.name]:
         if has_field:
             if message.HasField(name):
@@ -102,6 +118,20 @@ def put_metrics(message: Message, values: Mapping[str, Any]) -> None:
             setattr(message, name, value)
         else:
             getattr(message, _MAP)[name] = value
+
+
+def logged_of(message: Message) -> dict[str, float]:
+    """The numbers that the script has logged, of a Worker or a Progress, by name; what cannot be one is left out.
+
+    They are in the order of their names, since a map on the wire has none.
+    """
+    told = sorted(getattr(message, _MAP).items())
+    return fitting({name.removeprefix(_LOGGED): value for name, value in told if name.startswith(_LOGGED)})
+
+
+def put_logged(message: Message, values: Mapping[str, float]) -> None:
+    """Put the numbers that the script has logged into the map ``metrics`` of a Worker or a Progress."""
+    getattr(message, _MAP).update({f"{_LOGGED}{name}": value for name, value in fitting(values).items()})
 
 
 def window_message(window: StepWindow) -> master_pb2.StepWindow:

@@ -7,7 +7,7 @@ rollback.py, and what all ranks do at a boundary in training/session.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -121,6 +121,7 @@ class Steps:
         self._enters_with_batch = False  # steps begin with one that the loop has taken before
         self._shares_always = training.options.sync_every_micro_step
         self._counts = training.counts
+        self._logged = training.logged
         self._pass_boundary = training.session.pass_boundary
         if training.recorder is not None:
             self._pass_boundary = training.recorder.around_boundary(self._pass_boundary)
@@ -350,8 +351,22 @@ class Steps:
         if must_meet or self._to_meet is not None:
             self._to_meet = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
         self._is_like_before = False
+        self._logged.drop()
         state.move(StepEvent.TAKE_BACK)
         self._undoing.roll_back(num_taken, is_called=is_called)
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Add numbers of the script's to the step under way, weighed by the samples of its micro-batch.
+
+        Between two micro-steps they weigh as in the one before; where no step is under way they count at once.
+        """
+        state, sizes = self._state, self._step.sizes
+        if state.phase is StepPhase.UNDONE:  # and its numbers with it
+            return
+        is_inside = state.phase.is_inside
+        self._logged.add(values, sizes[state.index - (not is_inside)] if sizes else 1.0)
+        if not (is_inside or state.phase is StepPhase.PARTIAL):
+            self._logged.count()
 
     def weigh_anew(self) -> None:
         """Decide anew when gradients are weighed, as the way they are shared has changed; between two steps."""
@@ -557,10 +572,16 @@ class Steps:
         if has_committed:
             counts.global_step += 1
             counts.num_steps += 1
+            self._logged.count()
         elif self._finite.leaves_out:
+            self._logged.drop()
             self._undoing.leave_out(restores=self._keeps_all and state.num_begun == 0)
         else:
             self._rhythm.note(self._optimizers, state, num_ended=counts.num_boundaries + 1, is_known=self._leaves_out)
+            if state.keeps_batch or self._leaves_out:
+                self._logged.drop()
+            else:  # it is gathered by hand, and its gradients stay
+                self._logged.count()
             if state.keeps_batch:
                 self._gradients.drop()
             elif state.num_stepped == 0:
@@ -633,6 +654,7 @@ class Steps:
     def _tear(self, why: str, error: BaseException | None, *, can_mend: bool) -> None:
         """Let no further step be taken, for the reason ``why``; ``can_mend`` where loading a checkpoint helps."""
         self._state.move(StepEvent.TEAR if can_mend else StepEvent.GIVE_UP)
+        self._logged.drop()
         self.num_torn, self._is_like_before = self._state.index + 1, False
         self.torn = TornStepError(why)
         if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is

@@ -116,6 +116,18 @@ def test_a_job_without_an_agent_is_told_of_by_its_metrics() -> None:
     assert status.troubles == status.notes == () and status.config.in_force == (3,)
 
 
+def test_numbers_that_scripts_log_are_told_as_the_mean_of_the_ranks() -> None:
+    told = (
+        metrics(0, measures=Measures(logged={"loss": 2.0, "acc": 0.5})),
+        metrics(1, measures=Measures(logged={"loss": 3.0})),
+    )
+    status = status_of(replace(PLAIN, metrics=told))
+    assert "  logged         loss 2.5, acc 0.5; means of the 2 ranks here\n" in words(status)
+    assert status.to_dict()["logged"] == {"loss": 2.5, "acc": 0.5}
+    assert [each["logged"] for each in status.to_dict()["ranks"]] == [{"loss": 2.0, "acc": 0.5}, {"loss": 3.0}]
+    assert "logged" not in words(status_of(PLAIN))
+
+
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
     status = status_of(RunFiles(path="/run", time=NOW, host=HOST, config=version(1)))
     assert status.state == "empty" and status.troubles == ()
