@@ -168,7 +168,8 @@ class FollowOptions:
     timeout_seconds: float | None = None
     """How long a rank waits for the others."""
     progress: bool | None = None
-    """Whether a progress bar is shown; by default on rank 0, if it writes to a terminal."""
+    """Whether rank 0 shows a progress bar; by default where it writes to a terminal. There it also shows a line at the
+    start, unless this is False or the script has set up logging."""
 
     def __post_init__(self) -> None:
         check_choice("progress", self.progress, (True, False, None))

@@ -27,11 +27,12 @@ from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
-from elastic_ext.records.text import Progress
+from elastic_ext.records.text import Progress, on_one_line
 
 from .batches import Batches
 from .checkpoints.loop import Saving
 from .counters import Counts
+from .description import start_line
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
@@ -231,8 +232,10 @@ class Session:
         self._gradients, self._learning = training.gradients, training.learning
         self._loading = SameLoading(training.batches, training.ranks)
         self._startup = ElasticConfig.from_values(training.startup)
-        shows = sys.stderr.isatty() if training.following.progress is None else training.following.progress
-        self._progress = Progress(is_shown=shows and training.ranks.rank == 0)
+        is_first, wanted = training.ranks.rank == 0, training.following.progress
+        is_terminal = sys.stderr.isatty()
+        self._progress = Progress(is_shown=is_first and (is_terminal if wanted is None else wanted))
+        self._shows_start = is_terminal and wanted is not False and not _logger.hasHandlers()
         self._speed = Speed(training.counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
         self._has_begun_epoch = False
@@ -394,6 +397,11 @@ class Session:
         }
         self.follower.reports.write_event("training-began", step=step, text=text, details=details)
         self._training.facts.tell()
+        if self.follower.ranks.rank == 0 and self.follower.settings.enabled:
+            line = start_line(self._training)
+            _logger.info("%s", line)
+            if self._shows_start:  # a terminal that no log reaches
+                sys.stderr.write(f"elastic_ext: {on_one_line(line)}\n")
 
     def registered(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """The tensors that the user has registered, in the same order on all ranks."""

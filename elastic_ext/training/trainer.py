@@ -51,6 +51,7 @@ from elastic_ext.records.text import check_flag
 from .batches import Batches
 from .checkpoints.checkpoints import CheckpointRequest
 from .checkpoints.state import claim_registered, fill_registered
+from .description import description
 from .gradients.gradients import Gradients
 from .optimizers.accelerate import Accelerated
 from .optimizers.amp import ElasticScaler
@@ -522,6 +523,18 @@ class ElasticTrainer:
     def config(self) -> ElasticConfig:
         """The config in force."""
         return self._prepared.follower.config
+
+    def describe(self) -> str:
+        """What this trainer holds, a line each: job, model, batch, steps so far, config, checkpoints. On any rank."""
+        return description(self._training, is_prepared=self._session is not None)
+
+    def __repr__(self) -> str:
+        job = "not prepared" if self._session is None else f"job {self._session.follower.settings.job!r}"
+        return f"ElasticTrainer({type(self._model).__name__}, {job}, {self._counts.global_step} steps)"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows of a cell that ends with the trainer."""
+        printer.text(repr(self) if cycle else self.describe())
 
     # ---- keeping, ending ----
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
+import logging
 import os
 import re
 import struct
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +29,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic_ext import CheckpointInterval, ElasticError, ElasticTrainer, RanksDisagreeError, StepError
 from tests.support.loops import put, seen_by
 from tests.support.ranks import RankPool
-from tests.support.training import Batch, Slices, bits_of, grouped, make_data, make_model, shared, trainer_of
+from tests.support.training import (
+    Batch,
+    ResumableSlices,
+    Slices,
+    bits_of,
+    grouped,
+    make_data,
+    make_model,
+    shared,
+    trainer_of,
+)
 
 
 def loader_of(num_samples: int = 24, batch_size: int = 4, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
@@ -258,7 +271,7 @@ def test_a_bar_is_shown_where_it_is_asked_for(tmp_path: Path, capsys: pytest.Cap
         assert ("epoch 4" in capsys.readouterr().err) == (progress is True)  # what pytest captures is no terminal
 
 
-def shown_by(rank: int, folder: Path, has_terminal: bool) -> str:
+def shown_by(rank: int, folder: Path, has_terminal: bool, progress: bool | None = None) -> str:
     """What an epoch's training writes where this rank's stderr is a terminal of its own, or a pipe."""
     read_end, write_end = os.openpty() if has_terminal else os.pipe()
     if has_terminal:
@@ -268,7 +281,8 @@ def shown_by(rank: int, folder: Path, has_terminal: bool) -> str:
     try:
         assert sys.stderr.isatty() is has_terminal
         model, source = make_model(), Slices(make_data(24), 2)
-        with trainer_of(folder, shared(model, 2), source, rank=rank, global_batch_size=8) as trainer:
+        given: dict[str, Any] = {"rank": rank, "global_batch_size": 8, "progress": progress}
+        with trainer_of(folder, shared(model, 2), source, **given) as trainer:
             optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
             with trainer.epoch(4):
                 for batch in source:
@@ -289,7 +303,65 @@ def shown_by(rank: int, folder: Path, has_terminal: bool) -> str:
 def test_a_bar_is_shown_on_the_first_ranks_terminal_alone(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(2, shown_by, tmp_path, True)
     assert "epoch 4:" in first and "step" in first and first.endswith("that was all")
+    run_dir = tmp_path / "0"
+    assert first.startswith(
+        f"elastic_ext: job test, 2 ranks: training begins; config file {run_dir}/config.json; "
+        f"to look at it: elastic-ext status {run_dir}\r\n"
+    )
     assert second == "that was all"
+
+
+@pytest.mark.parametrize(("has_terminal", "progress"), [(False, None), (True, False)])
+def test_nothing_is_shown_where_there_is_no_terminal_or_it_is_not_wanted(
+    ranks: RankPool, tmp_path: Path, has_terminal: bool, progress: bool | None
+) -> None:
+    assert ranks.run(2, shown_by, tmp_path, has_terminal, progress) == ["that was all"] * 2
+
+
+def test_a_log_has_the_line_of_the_start_with_the_step_that_training_goes_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for step in (0, 3):
+        model, source = make_model(), ResumableSlices(make_data(24), 2)
+        given: dict[str, Any] = {"global_batch_size": 8, "shared_storage_path": tmp_path / "storage"}
+        with trainer_of(tmp_path, model, source, **given) as trainer:
+            optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+            (line,) = [each for each in caplog.messages if "to look at it" in each]
+            for batch in source if step == 0 else ():
+                train_on(trainer, optimizer, batch)
+            path = trainer.save_checkpoint()  # the one that is there, the second time
+        begins = f"training goes on after step {step} of {path}" if step else "training begins"
+        assert line.startswith(f"job test, 1 rank: {begins}; config file ")
+        caplog.clear()
+
+
+def test_a_trainer_describes_what_it_holds(tmp_path: Path) -> None:
+    model, source = make_model(), ResumableSlices(make_data(24), 2)
+    options: dict[str, Any] = {"checkpoint_interval": CheckpointInterval(steps=2), "shared_storage_path": tmp_path}
+    trainer = trainer_of(tmp_path, model, source, global_batch_size=8, **options)
+    assert trainer.describe() == (
+        "model        Sequential, 197 elements of parameters on cpu\n"
+        "steps        0 so far; prepare() was not called yet"
+    )
+    assert repr(trainer) == "ElasticTrainer(Sequential, not prepared, 0 steps)"
+    with trainer:
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        with trainer.epoch(0):
+            for batch in source:
+                train_on(trainer, optimizer, batch)
+        told = dict(line.split(maxsplit=1) for line in trainer.describe().splitlines() if "look at it" not in line)
+        assert told["job"] == "test, rank 0 of 1 rank"
+        assert f"look at it   elastic-ext status {tmp_path / '0'}\n" in trainer.describe()
+        assert told["batch"] == "8 samples a step: 1 replica with 4 micro-steps of at most 2 samples"
+        assert told["steps"] == "3 so far; epoch 1 is next"
+        assert told["config"] == f"version 0 in force; file {tmp_path / '0' / 'config.json'}"
+        assert re.fullmatch(rf"in {tmp_path}.*, every 2 steps; the newest is step_2", told["checkpoints"])
+        assert repr(trainer) == "ElasticTrainer(Sequential, job 'test', 3 steps)"
+    assert "3 so far" in trainer.describe(), "after the end too"
+    shown = io.StringIO()
+    trainer._repr_pretty_(SimpleNamespace(text=shown.write), cycle=False)
+    assert shown.getvalue() == trainer.describe(), "in a notebook"
 
 
 def test_no_bar_is_shown_without_a_terminal(ranks: RankPool, tmp_path: Path) -> None:

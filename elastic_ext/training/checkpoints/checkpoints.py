@@ -296,6 +296,11 @@ class Checkpoints:
         return self._why_never if is_wanted and not self._warns else None
 
     @property
+    def interval(self) -> CheckpointInterval:
+        """How often checkpoints fall due by themselves, by the config in force."""
+        return self._interval
+
+    @property
     def has_interval(self) -> bool:
         """Whether checkpoints fall due by themselves."""
         return bool(self._interval.steps or self._interval.epochs)
