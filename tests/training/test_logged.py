@@ -245,11 +245,11 @@ def test_a_step_that_is_left_out_does_not_count(tmp_path: Path) -> None:
     run = Training(tmp_path, when_not_finite="skip")
     with run.trainer, run.trainer.epoch(0):
         for number, batch in enumerate(run.source):
-            if number in (2, 3):
+            if number in (0, 1):
                 batch = batch[0] * torch.tensor([1.0, INF, 1.0, 1.0, 1.0, 1.0]), batch[1]
             run.take(batch)
     assert run.trainer.global_step == 2
-    assert run.written()["index"] == (3.0 + 17.0) / 2
+    assert run.written()["index"] == (10.0 + 17.0) / 2
 
 
 def test_micro_steps_that_are_gathered_by_hand_all_count(tmp_path: Path) -> None:
