@@ -44,7 +44,8 @@ _CANNOT_GO_BACK = (
 )
 _GOES_BACK_LATER = (
     "the samples since the checkpoint come again in the loop over the dataloader that comes: leave a loop that is "
-    "under way, and begin another; an ElasticDataLoader hands them out again in the same loop"
+    "under way, and begin another, as trainer.batches() does by itself; an ElasticDataLoader hands them out again in "
+    "the same loop"
 )
 
 _OWN = {"of": "each rank"}

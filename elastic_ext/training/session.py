@@ -33,6 +33,7 @@ from .batches import Batches
 from .checkpoints.loop import Saving
 from .counters import Counts
 from .description import start_line
+from .endless import EndlessBatches
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
@@ -219,6 +220,8 @@ class Speed:
 class Session:
     """What all parts of a training do at its moments, on this rank and with the other ranks, in order.
 
+    One class, though a long one: each moment calls the same parts in an order that the other moments count on.
+
     The moments: it begins (``start``), an epoch begins or ends, a step has passed its boundary (``pass_boundary``), the
     model was resharded (``tell_resharded``), training goes back (``rewind``), it ends (``end``).
     """
@@ -226,6 +229,10 @@ class Session:
     def __init__(self, training: Training) -> None:
         self.follower = training.follower
         self.should_stop = False
+        self.is_in_epoch = False
+        """Whether an epoch was begun that was not ended, by ``with trainer.epoch()`` or by ``trainer.batches()``."""
+        self.has_ended = False
+        """Whether training has ended, so that nothing more is taken or saved."""
         self._training = training
         self._saving: Saving | None = None
         self._counts, self._batches = training.counts, training.batches
@@ -237,9 +244,10 @@ class Session:
         self._progress = Progress(is_shown=is_first and (is_terminal if wanted is None else wanted))
         self._shows_start = is_terminal and wanted is not False and not _logger.hasHandlers()
         self._speed = Speed(training.counts)
-        self._is_in_epoch = self._is_exception_told = self._has_ended = False
-        self._has_begun_epoch = False
+        self._is_exception_told = self._has_begun_epoch = False
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
+        self.endless = EndlessBatches(self, training)
+        """What ``trainer.batches()`` gives."""
 
     @property
     def steps(self) -> Steps:
@@ -333,6 +341,8 @@ class Session:
         )
         if torn is None:
             saving.begin_due()
+        if not skips:
+            self.endless.step_out()
         loaded = checkpoints.load_earlier(step, steps, skips=skips)
         steps.start_over(passes_over=skips)
         num_steps, config = self._counts.num_steps, self.follower.config
@@ -455,7 +465,11 @@ class Session:
 
     def reset(self) -> None:
         """Begin an epoch: count its steps and its batches from zero."""
-        self._leave_unfinished()
+        self.endless.make_way("trainer.reset() was called")
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.leave_unfinished()
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
@@ -464,7 +478,7 @@ class Session:
         self._counts.num_steps = 0
         self._batches.begin_epoch()
 
-    def _leave_unfinished(self) -> None:
+    def leave_unfinished(self) -> None:
         """Give up the rest of an epoch that the loop has left, as another epoch begins."""
         unfinished, self._counts.unfinished_epoch = self._counts.unfinished_epoch, None
         if unfinished is not None:
@@ -478,32 +492,58 @@ class Session:
         if why_anew is not None and self.follower.ranks.rank == 0:
             _logger.warning("%s", why_anew)
 
+    def enter_epoch(self, epoch: int | None) -> int:
+        """Begin ``epoch``, by default the one after the last, for ``with trainer.epoch():``; gives its number."""
+        self.endless.make_way("trainer.epoch() was entered")
+        if self.is_in_epoch:
+            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
+        number = self._counts.epoch if epoch is None else epoch
+        self.begin_epoch(number)
+        return number
+
     def begin_epoch(self, epoch: int) -> None:
         """Begin ``epoch`` with all ranks, or go on with the rest of it."""
-        if self._is_in_epoch:
-            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
-        self.follower.heartbeat.note(Activity.BETWEEN)
-        if self._training.recorder is not None:
-            self._training.recorder.begin_epoch()
+        self.go_on_in_epoch()
         if epoch == self._counts.unfinished_epoch:
             self._begin_to_count()
             self._go_on_with_rest()
         else:
-            self.reset()
+            self._begin_anew()
         self._loading.compare_orders()
         self._loading.compare_batches(self._gradients.sharing.num_ranks)
-        self._counts.epoch, self._counts.is_in_epoch, self._is_in_epoch = epoch, True, True
+        self._counts.epoch, self._counts.is_in_epoch, self.is_in_epoch = epoch, True, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
-    def end_epoch(self, error: BaseException | None) -> None:
-        """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
-        self._is_in_epoch = False
+    def go_on_in_epoch(self) -> None:
+        """Have the time between two steps count as time in which the loop takes a batch: if long, it is a hang."""
+        self.follower.heartbeat.note(Activity.BETWEEN)
+        if self._training.recorder is not None:
+            self._training.recorder.begin_epoch()
+
+    def pause_epoch(self) -> None:
+        """Have the time from here on count as outside of epochs: the loop takes no batches."""
         self.follower.heartbeat.note(Activity.OUTSIDE)
         if self._training.recorder is not None:
             self._training.recorder.end_epoch()
+
+    def step_out_of_epoch(self) -> None:
+        """Leave an epoch without the other ranks, since training goes back to a checkpoint, which says what comes."""
+        self.is_in_epoch = self._counts.is_in_epoch = False
+        self.pause_epoch()
+        self._progress.end()
+        if self._batches.is_left_early:
+            self._counts.unfinished_epoch = self._counts.epoch
+        else:
+            self._batches.leave_epoch()
+        self._counts.epoch += 1
+
+    def end_epoch(self, error: BaseException | None) -> None:
+        """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
+        self.is_in_epoch = False
+        self.pause_epoch()
         self._progress.end()
         if error is not None:
             self._counts.is_in_epoch = False
@@ -545,7 +585,7 @@ class Session:
     def _begin_outside(self) -> None:
         """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
         if not self._counts.is_in_epoch:
-            self._leave_unfinished()
+            self.leave_unfinished()
             if self._saving is not None:
                 self._saving.begin_due_in_step()
 
@@ -554,15 +594,17 @@ class Session:
 
         ``by`` is what the user did, for whoever calls something that comes too late.
         """
-        if self._has_ended:
+        if self.has_ended:
             return
-        self._has_ended = True
+        self.has_ended = True
         try:
             if error is not None:
+                self.endless.end(error)
                 self._tell(error)
                 if self._saving is not None:
                     self._saving.give_up_due(is_well=False)
             elif not self._is_exception_told and self.steps.torn is None:
+                self.endless.end(None)
                 self.steps.pass_owed_boundary()
                 self.steps.drop_partial("training ended before the step did")
                 self.steps.end_epoch()
@@ -589,7 +631,7 @@ class Session:
 
     def abandon(self) -> None:
         """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""
-        if self._has_ended:
+        if self.has_ended:
             return
         if self._saving is not None:
             self._saving.stop()
@@ -598,7 +640,7 @@ class Session:
             if self._saving is not None:
                 self._saving.checkpoints.job.saver.wait_for_held()
             return
-        self._has_ended = True
+        self.has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
         self._let_go("the trainer was dropped")
 
@@ -615,6 +657,7 @@ class Session:
             if self._training.parallelism is not None:
                 ending.callback(self._training.parallelism.close)
             ending.callback(self._progress.end)
+            ending.callback(self.endless.let_go)
             if self._saving is not None:
                 ending.callback(self._saving.stop)
 
@@ -627,7 +670,7 @@ class Session:
     def _kept(self) -> Saving:
         if self._saving is None:
             raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
-        if self._has_ended:
+        if self.has_ended:
             raise ElasticError(
                 "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
                 "trainer.close()"

@@ -26,7 +26,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -117,13 +117,12 @@ class NotPrepared:
 class Epoch:
     """The context of ``with trainer.epoch():``; entering it gives the epoch's number."""
 
-    def __init__(self, session: Session, epoch: int) -> None:
+    def __init__(self, session: Session, epoch: int | None) -> None:
         self._session = session
         self._epoch = epoch
 
     def __enter__(self) -> int:
-        self._session.begin_epoch(self._epoch)
-        return self._epoch
+        return self._session.enter_epoch(self._epoch)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -351,7 +350,15 @@ class ElasticTrainer:
 
     def epoch(self, epoch: int | None = None) -> AbstractContextManager[int]:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
-        return Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
+        return Epoch(self._prepared, epoch)
+
+    def batches(self, *, max_steps: int | None = None) -> Generator[Any, None, None]:
+        """The dataloader's batches, epoch after epoch, for loops that count steps; epochs begin and end by themselves.
+
+        The batches end once ``max_steps`` steps have committed, those of earlier runs included, and where some rank has
+        asked to stop. A second call goes on where the loop before was left. All ranks take batches alike.
+        """
+        return self._prepared.endless.batches(max_steps)
 
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
