@@ -15,7 +15,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-config test test-slow test-gpu test-peers lint bench bench-whole gpu results docs stubs clean
+.PHONY: help demo demo-config test test-slow test-gpu test-peers lint bench bench-whole gpu results docs docs-online stubs \
+    clean
 
 help:
 	@echo "make demo       a training job that starts badly and tunes itself while it trains"
@@ -26,7 +27,7 @@ help:
 	@echo "make bench      the benchmarks in under an hour, with their tables; bench-whole: as they are recorded"
 	@echo "make gpu        for a machine with a GPU: the tests that need one, then the benchmarks that do, recorded"
 	@echo "make results    benchmarks/RESULTS.md, from benchmarks/results/"
-	@echo "make docs       the documentation, into build/docs"
+	@echo "make docs       the documentation, into build/docs; docs-online: with links to Python's and torch's, all looked up"
 	@echo "make stubs      the code for the master's messages, from master.proto (Python 3.12 or older)"
 	@echo "make clean      remove all that make has made"
 
@@ -98,6 +99,12 @@ results: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d build/doctrees docs build/docs
+
+# What needs the network: it fails where a page elsewhere is gone.
+docs-online: export ELASTIC_EXT_DOCS_ONLINE = 1
+docs-online: $(READY)
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d build/doctrees-online docs build/docs-online
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b linkcheck -d build/doctrees-online docs build/links
 
 # By the oldest compiler whose code every supported protobuf loads.
 WIRE := elastic_ext/master/wire

@@ -1,7 +1,12 @@
-"""How the documentation is built: Markdown pages, and the public names out of the library's docstrings."""
+"""How the documentation is built: Markdown pages, and the public names out of the library's docstrings.
+
+A build reads nothing from the network. With ELASTIC_EXT_DOCS_ONLINE=1, as `make docs-online` has it, names of Python and
+torch lead to their own documentation, which takes the lists of names there are from it.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import import_module, metadata
 from typing import Any
@@ -12,12 +17,18 @@ version = release = metadata.version("elastic-ext")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns: list[str] = []
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "Change a PyTorch training run while it trains",
-    "fixed_sidebar": True,
-    "page_width": "1100px",
-}
+html_title = f"elastic_ext {version}"
+html_theme = "furo"
+
+if os.environ.get("ELASTIC_EXT_DOCS_ONLINE") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
+
+linkcheck_anchors = False  # of pages that are put together by scripts
+linkcheck_timeout = 30
 
 myst_heading_anchors = 3
 
@@ -25,8 +36,8 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
-# Every reference is looked for. Those that lead out of the library (to Python's and torch's own documentation) are not
-# followed, so that a build needs no network.
+# Every reference is looked for. Those that lead out of the library may lead nowhere: a build without the network knows
+# no names of Python and torch.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!elastic_ext\b).*")]
 

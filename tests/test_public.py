@@ -48,8 +48,9 @@ def described(of: Any) -> dict[str, str]:
 
 
 def documented() -> Iterator[tuple[str, frozenset[str], frozenset[str] | None]]:
-    """The names of docs/api.md, each with members that it leaves out and, where it names some, those that it shows."""
-    for block in re.split(r"\n(?=\.\. auto)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")):
+    """The names of docs/api/, each with members that it leaves out and, where it names some, those that it shows."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md"))]
+    for block in re.split(r"\n(?=\.\. auto)", "\n".join(pages)):
         if (match := re.match(r"\.\. auto(?:class|function|exception):: elastic_ext\.(\S+)", block)) is None:
             continue
         left_out = re.search(r":exclude-members: (.*)", block)
@@ -69,7 +70,12 @@ def test_a_public_name_is_called_as_it_was_and_has_the_members_that_it_had(name:
     assert {member: now.get(member, "gone") for member in PINNED[name]} == PINNED[name]
 
 
-def test_every_name_of_the_page_is_pinned_with_the_members_that_it_shows() -> None:
+def test_every_name_that_the_package_offers_has_a_place_on_one_page() -> None:
+    on_pages = [name for name, _, _ in documented()]
+    assert sorted(name for name in on_pages if "." not in name) == sorted(importlib.import_module(OURS).__all__)
+
+
+def test_every_name_of_the_pages_is_pinned_with_the_members_that_it_shows() -> None:
     missing = []
     for name, left_out, shown in documented():
         if name.endswith("Section"):  # found through the config, below, and not by an internal module's path
@@ -82,11 +88,11 @@ def test_every_name_of_the_page_is_pinned_with_the_members_that_it_shows() -> No
             or (member in shown if shown is not None else member not in left_out and has_words(of, member))
         }
         missing += [f"{name}: {member}" for member in sorted(members - PINNED.get(name, {}).keys())]
-    assert not missing, "add these to tests/saved/public.json, or leave them out of docs/api.md"
+    assert not missing, "add these to tests/saved/public.json, or leave them out of docs/api/"
 
 
 def has_words(of: type, name: str) -> bool:
-    """Whether the page has a place for it: a docstring, or a value of a class of values."""
+    """Whether its page has a place for it: a docstring, or a value of a class of values."""
     member = inspect.getattr_static(of, name)
     if isinstance(member, property) or callable(getattr(of, name)):
         return bool(inspect.getdoc(member))
