@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -109,6 +110,36 @@ def steps_taken(script: str, told_by: str, pool: RankPool, folder: Path) -> int:
         assert [each.wait() for each in started] == [0, 0], "\n".join(texts)
     (num_steps,) = {int(text.rpartition("steps:")[2]) for text in texts}
     return num_steps
+
+
+WITHOUT_EXAMPLE = ("architecture", "compare", "contracts", "words")
+"""Pages of docs/ that tell of no use that could be shown in a few lines."""
+LONGEST_EXAMPLE = 16  # lines
+GUIDES = [page for page in PAGES if page.parent.name == "docs" and page.stem not in WITHOUT_EXAMPLE]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_page_begins_with_a_short_example(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    first = next((block for block in fenced_blocks(text) if block.language in ("python", "console", "json")), None)
+    assert first is not None, "the page has no example"
+    above = text.splitlines()[: first.line]
+    assert not any(line.startswith("## ") for line in above), f"the first example is in a section, line {first.line}"
+    assert len(first.code.splitlines()) <= LONGEST_EXAMPLE
+
+
+def test_what_works_with_what_is_shown_by_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]*test_\w+\.py)`", text)
+    assert len(named) > 50
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_the_glossary_is_in_the_order_of_the_alphabet_and_every_word_has_its_page() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "docs" / "words.md").read_text(encoding="utf-8"), re.MULTILINE)
+    words = [word.strip("`").lower() for word, _ in rows[1:]]
+    assert len(words) > 50 and words == sorted(words)
+    assert [word for word, meaning in rows[1:] if ".md" not in meaning] == []
 
 
 def config_fault(block: Block) -> str | None:
