@@ -1,7 +1,7 @@
 """How the documentation is built: Markdown pages, and the public names out of the library's docstrings.
 
-A build reads nothing from the network. With ELASTIC_EXT_DOCS_ONLINE=1, as `make docs-online` has it, names of Python and
-torch lead to their own documentation, which takes the lists of names there are from it.
+A build reads nothing from the network. With ELASTIC_EXT_DOCS_ONLINE=1, as in `make docs-online`, names of Python and
+torch link to their own documentation: the lists of these names are then fetched from there.
 """
 
 from __future__ import annotations
