@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+import torch
+
 from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat, begin_heartbeat
@@ -43,6 +45,7 @@ from elastic_ext.records.metrics import (
     StepWindow,
 )
 from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, RunDirectory, StartSettings
+from elastic_ext.version import why_torch_is_untested
 
 from .agreement import Agreement, AgreementInterval, Boundary
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
@@ -369,6 +372,8 @@ class ConfigFollower:
             self._watcher.start()
         applied = self.agreement.start()
         if self.ranks.rank == 0:
+            if (why_untested := why_torch_is_untested(torch.__version__)) is not None:
+                _logger.warning("%s", why_untested)
             following = "following nothing (ELASTIC_EXT=off)" if self._watcher is None else self._watcher.path
             _logger.info(
                 "job %s, %d ranks, config file %s; %s in force: %s",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 from elastic_ext.records.text import on_one_line, size_in_words
+from elastic_ext.version import why_torch_is_untested
 
 from .records import Gpu, NodeHardware, StorageOfPath
 
@@ -610,3 +611,9 @@ def _of_system(hardware: NodeHardware) -> Iterator[Finding]:
         )
     else:
         yield ok(f"Python {hardware.versions.python}, torch {hardware.versions.torch}")
+        if (why := why_torch_is_untested(hardware.versions.torch)) is not None:
+            yield note(
+                why,
+                "what is private to torch may lie elsewhere there; what is missing is declined by its name",
+                "where something is declined, install a version that was tested",
+            )

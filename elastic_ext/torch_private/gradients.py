@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.version import TESTED_TORCH_IN_WORDS
 
 __all__ = [
     "acts_on_gradients",
@@ -292,5 +293,5 @@ def _found(holder: Any, name: str) -> Any:
 def _unknown(name: str) -> ElasticError:
     return ElasticError(
         f"torch {torch.__version__} keeps {name} of DDP or sharded modules in another place than the versions that "
-        "this library knows (2.11 to 2.13); train without the trainer, or with one of those"
+        f"this library knows ({TESTED_TORCH_IN_WORDS}); train without the trainer, or with one of those"
     )

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.version import TESTED_TORCH_IN_WORDS
 
 __all__ = ["PrivateParts", "pinned", "private_parts", "remove_shared_memory_of", "thread_state"]
 
@@ -165,6 +166,6 @@ def _found(module: str, *names: str) -> Any:
 
 def _unknown(what: str) -> ElasticError:
     return ElasticError(
-        f"torch {torch.__version__} has no {what}, which the versions that this library knows (2.11 to 2.13) have; "
-        "load data with one of those, or with torch's own DataLoader"
+        f"torch {torch.__version__} has no {what}, which the versions that this library knows "
+        f"({TESTED_TORCH_IN_WORDS}) have; load data with one of those, or with torch's own DataLoader"
     )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.version import TESTED_TORCH_IN_WORDS
 
 __all__ = [
     "FlatPart",
@@ -154,5 +155,5 @@ def _found(holder: Any, name: str) -> Any:
     except AttributeError:
         raise ElasticError(
             f"torch {torch.__version__} keeps {name} of a {type(holder).__name__} in another place than the versions "
-            "that this library knows (2.11 to 2.13); use one of those to save and load such models"
+            f"that this library knows ({TESTED_TORCH_IN_WORDS}); use one of those to save and load such models"
         ) from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
@@ -260,6 +261,13 @@ def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metric
         step_until(follower, seen, lambda: follower.config.revision == 1)
         metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
         assert (metrics["config_version"], metrics["config_revision"]) == (2, 1)
+
+
+def test_a_torch_that_was_never_tested_is_said_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for torch_version, num_told in ((torch.__version__, 0), ("2.12.1", 1)):
+        monkeypatch.setattr(torch, "__version__", torch_version)
+        with seen_by() as seen, follower_in(folder):
+            assert sum("torch 2.12.1 was never tested" in line for line in seen.log) == num_told
 
 
 def test_training_goes_on_where_the_run_directory_cannot_be_written(tmp_path: Path) -> None:

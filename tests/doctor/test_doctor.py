@@ -165,6 +165,7 @@ FAULTS: list[tuple[str, NodeHardware, str, str, str]] = [
         "update the driver",
     ),
     ("torch of CPUs", _with("versions", torch_cuda=None), "warning", "built without CUDA", "pytorch.org"),
+    ("another torch", _with("versions", torch="2.12.1"), "note", "torch 2.12.1 was never tested with", "was tested"),
     ("no torch", _with("versions", torch=None, is_torch_cuda_known=False), "error", "torch is not installed", "pip"),
     ("loopback down", _interfaces(is_up=False), "error", "loopback interface is not up", "ip link set lo up"),
     ("unknown name", _with("network", host_addresses=()), "warning", "one stands for no address", "/etc/hosts"),
