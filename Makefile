@@ -15,14 +15,16 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-config test test-slow test-gpu test-peers lint bench bench-whole gpu results docs docs-online stubs \
-    clean
+.PHONY: help demo demo-config test test-slow test-gpu test-peers test-torch test-wheel lint bench bench-whole gpu \
+    results docs docs-online stubs clean
 
 help:
 	@echo "make demo       a training job that starts badly and tunes itself while it trains"
 	@echo "make demo-config    one whose configuration a person changes while it trains"
 	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
 	@echo "make test-peers torch's own tests of its DataLoader with ours in its place: CHECKOUT=/path/to/torchdata's repository"
+	@echo "make test-torch import, smoke and seam tests on another torch: TORCH=2.11.0, or TORCH=newest"
+	@echo "make test-wheel the sdist, the wheel made of it, and a job that trains with that wheel alone, without constraints"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks in under an hour, with their tables; bench-whole: as they are recorded"
 	@echo "make gpu        for a machine with a GPU: the tests that need one, then the benchmarks that do, recorded"
@@ -33,7 +35,7 @@ help:
 
 # setuptools comes first and builds the project in place, so that the build too uses the pinned version.
 # The stamp is written last: an installation that was cut short is made again.
-$(READY): setup.py setup.cfg constraints.txt
+$(READY): setup.py setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
 	    exit 1; }
@@ -46,12 +48,12 @@ $(READY): setup.py setup.cfg constraints.txt
 	@echo "making $(VENV) with $$($(PYTHON) -V 2>&1): a minute or two, the first time"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP_INSTALL) setuptools
-	@PIP_USE_PEP517=1 $(PIP_INSTALL) --no-build-isolation --editable ".[dev,docs]"
+	@$(PIP_INSTALL) --no-build-isolation --editable ".[dev,docs]"
 	@touch $@
 
 # What the benchmarks compare with comes on top; nothing else needs it. It goes where the environment is made anew.
 $(BENCH_READY): $(READY)
-	@PIP_USE_PEP517=1 $(PIP_INSTALL) --no-build-isolation --editable ".[bench]"
+	@$(PIP_INSTALL) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 demo: $(READY)
@@ -76,6 +78,38 @@ test-peers: $(READY)
 	    exit 1; }
 	@$(PIP_INSTALL) expecttest
 	$(BIN)/python -m tests.support.peers $(CHECKOUT) $(if $(ARGS),-- $(ARGS))
+
+# Another torch, beyond the bound in setup.cfg too, in an environment of its own. What else the library needs comes in the
+# newest versions that go together with it, as a user gets them. Builds of torch for CPUs alone come from an index that
+# PIP_EXTRA_INDEX_URL names; without it pip takes those for GPUs, of some gigabytes.
+TORCH ?=
+TORCH_ENV := build/torch-$(TORCH)
+TORCH_TESTS := tests/torch_private tests/test_version.py tests/test_installed.py tests/agent/test_agent_torchrun.py \
+    tests/agent/test_clocks.py tests/fsdp/reshard/test_reshard.py tests/training/test_trainer.py
+OTHERS := import configparser; found = configparser.ConfigParser(); found.read("setup.cfg"); \
+    print(*(each for each in found["options"]["install_requires"].split() if not each.startswith("torch>")))
+test-torch:
+	@test -n "$(TORCH)" || { echo "name a version of torch: make test-torch TORCH=2.11.0, or TORCH=newest" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(TORCH_ENV)
+	@$(TORCH_ENV)/bin/python -m pip install --quiet --disable-pip-version-check setuptools hypothesis mypy pytest \
+	    $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH)) $$($(PYTHON) -c '$(OTHERS)')
+	@$(TORCH_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(TORCH_ENV)/bin/python -m pytest $(TORCH_TESTS) $(ARGS)
+
+# What a release has, as a user gets it: away from this folder, in an environment that no constraint holds back.
+WHEEL := build/wheel
+test-wheel:
+	@rm -rf $(WHEEL)
+	@$(PYTHON) -m venv $(WHEEL)/build
+	@$(WHEEL)/build/bin/python -m pip install --quiet --disable-pip-version-check build
+	@$(WHEEL)/build/bin/python -m build --outdir $(WHEEL)/dist .
+	@$(PYTHON) -m venv $(WHEEL)/env
+	@$(WHEEL)/env/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL)/dist/*.whl
+	@$(WHEEL)/env/bin/python -m pip check
+	@cp examples/nano_gpt.py $(WHEEL)
+	cd $(WHEEL) && env/bin/elastic-ext --version && env/bin/python -m elastic_ext.master --version
+	cd $(WHEEL) && ELASTIC_EXT_RUN_DIR=run env/bin/elastic-run --standalone --nproc-per-node=2 nano_gpt.py --steps=4 \
+	    --checkpoint-every=2 --checkpoints=storage && env/bin/elastic-ext ckpt verify storage
 
 lint: $(READY)
 	$(BIN)/ruff check

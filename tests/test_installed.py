@@ -1,8 +1,8 @@
 """What is installed from a wheel, far from this repository: all files are there, every command starts and ends with the
 status and the words that it had, and what an earlier commit has recorded, in tests/saved, is read for what it was.
 
-The wheel is made and installed once. Commands are told to one process, which runs each as a shell would; what is to be
-shown of a process of its own is shown with one.
+The wheel is made of the sdist, as that of a release is, and installed, once. Commands are told to one process, which
+runs each as a shell would; what is to be shown of a process of its own is shown with one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.request
+import venv
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from elastic_ext.version import VERSION
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +80,11 @@ class Installed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.site = folder / "site"
-        self.wheel = made_wheel(folder)
+        self.sdist = made_sdist(folder)
+        with tarfile.open(self.sdist) as sdist:
+            sdist.extractall(folder, filter="data")
+        self.source = folder / self.sdist.name.removesuffix(".tar.gz")
+        self.wheel = made_of(self.source, "build_wheel", folder)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         self._done([*pip, "--no-index", "--no-deps", "--target", str(self.site), str(self.wheel)])
         self.work = folder / "work"
@@ -126,20 +134,46 @@ class Installed:
         return done.stdout
 
 
-def made_wheel(folder: Path) -> Path:
+SOURCES = ("benchmarks", "docs", "elastic_ext", "examples", "tests", ".ci", ".github")
+"""The folders of the repository, all of which an sdist has."""
+NOTES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md")
+SETTINGS = (
+    ".gitignore",
+    "MANIFEST.in",
+    "Makefile",
+    "constraints.txt",
+    "pyproject.toml",
+    "ruff.toml",
+    "setup.cfg",
+    "setup.py",
+)
+
+
+def made_sdist(folder: Path) -> Path:
     """It is made of a copy, so that nothing is left in the repository, and nothing that lies there is taken along."""
-    source = folder / "source"
+    source = folder / "copy"
     source.mkdir()
-    for name in ("setup.py", "setup.cfg", "README.md", "LICENSE"):
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*NOTES, *SETTINGS):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "elastic_ext", source / "elastic_ext", ignore=shutil.ignore_patterns("__pycache__"))
-    make = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    return made_of(source, "build_sdist", folder)
+
+
+def made_of(source: Path, what: str, folder: Path) -> Path:
+    """The file that setuptools makes of a source tree, as pip and other tools have it do."""
+    make = f"from setuptools import build_meta; print(build_meta.{what}({str(folder)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", make], cwd=source, capture_output=True, text=True, timeout=DEADLINE_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    return folder / done.stdout.splitlines()[-1]
+
+
+def files_in(folder: Path, *names: str) -> set[str]:
+    """The files of some folders, by their path below ``folder``; without what Python leaves there."""
+    files = (path for name in names for path in (folder / name).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in files if "__pycache__" not in path.parts}
 
 
 @pytest.fixture(scope="module")
@@ -170,16 +204,50 @@ def until(look: Callable[[], object], process: subprocess.Popen[str], told: Call
 
 
 def test_a_wheel_has_every_file_of_the_library_and_nothing_besides(installed: Installed) -> None:
-    package = ROOT / "elastic_ext"
-    files = {path.relative_to(ROOT).as_posix() for path in package.rglob("*") if path.is_file()}
-    files = {name for name in files if "__pycache__" not in name}
     with zipfile.ZipFile(installed.wheel) as wheel:
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
         (about,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
         scripts = re.findall(r"(?m)^([\w-]+) = ", wheel.read(about).decode())
-    assert held == files
+    assert held == files_in(ROOT, "elastic_ext")
     assert "elastic_ext/py.typed" in held and any(name.endswith("/at_start/sitecustomize.py") for name in held)
     assert sorted(scripts) == ["elastic-ext", "elastic-run"]
+
+
+def test_an_sdist_has_what_its_tests_documents_and_examples_need(installed: Installed) -> None:
+    with tarfile.open(installed.sdist) as sdist:
+        files = {each.name.partition("/")[2] for each in sdist if each.isfile()}
+    held = {name for name in files if ".egg-info/" not in name}
+    assert held == {"PKG-INFO", *NOTES, *SETTINGS, *files_in(ROOT, *SOURCES)}
+
+
+def test_a_wheel_says_what_it_is_and_which_torch_it_takes(installed: Installed) -> None:
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        said = HeaderParser().parsestr(wheel.read(name).decode())
+    assert (said["Name"], said["Version"], said["Author"]) == ("elastic-ext", VERSION, "the authors of elastic_ext")
+    needed = [each for each in said.get_all("Requires-Dist", []) if "extra ==" not in each]
+    (torch,) = [each for each in needed if each.startswith("torch")]
+    assert re.fullmatch(r"torch(<[\d.]+|>=[\d.]+|,)+", torch) and "<" in torch and ">=" in torch
+    assert "tensorboard" in said.get_all("Provides-Extra", [])
+
+
+def test_mypy_finds_what_is_installed_in_place_from_any_folder(installed: Installed, tmp_path: Path) -> None:
+    """As ``pip install --editable`` does: setuptools says by which file of the environment the sources are found."""
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(made_of(installed.source, "build_editable", tmp_path)) as wheel:
+        wheel.extractall(site)
+    python = str(environment / "bin" / "python")
+    shown = subprocess.run(
+        [python, "-c", "import elastic_ext; print(elastic_ext.__file__)"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert Path(shown.stdout.strip()) == installed.source / "elastic_ext" / "__init__.py", shown.stderr
+    asked = [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", str(tmp_path / "cache")]
+    checked = subprocess.run(
+        [*asked, "--follow-imports=skip", "-c", "import elastic_ext"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 # --- the command lines ----------------------------------------------------------------------------------------------
@@ -392,6 +460,9 @@ def test_a_master_goes_on_with_what_an_earlier_one_has_kept(installed: Installed
         with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as page:
             names = set(re.findall(r"(?m)^# TYPE (\S+)", page.read().decode()))
     assert refused.status == 2 and refused.err.startswith("elastic-ext: refused: typo is not a known key")
+    (status,) = found["master status"]
+    assert status["library"] == VERSION  # a master's own, which no earlier one has kept
+    status["library"] = OUTPUTS["master status"][0]["library"]
     for name in ASKED:
         assert found[name] == OUTPUTS[name], name
     assert {"elastic_ext_master_epoch", "elastic_ext_config_version"} <= names
