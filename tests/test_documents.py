@@ -112,7 +112,7 @@ def steps_taken(script: str, told_by: str, pool: RankPool, folder: Path) -> int:
     return num_steps
 
 
-WITHOUT_EXAMPLE = ("architecture", "compare", "contracts", "words")
+WITHOUT_EXAMPLE = ("architecture", "compare", "contracts", "stability", "words")
 """Pages of docs/ that tell of no use that could be shown in a few lines."""
 LONGEST_EXAMPLE = 14  # lines that are not blank
 GUIDES = [page for page in PAGES if page.parent.name == "docs" and page.stem not in WITHOUT_EXAMPLE]
