@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_ext.ranks.notices import is_of_lost_peer
 from elastic_ext.records.agent import EVENTS_FILE
 from elastic_ext.records.files import append_line
 from elastic_ext.records.metrics import JobEvent
@@ -89,11 +89,6 @@ class Journal:
 # Also whether a failure is the consequence of another worker's: pure, but for the clock.
 
 _MOST_LINES = 60
-_OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at the other end is gone
-    r"Connection (closed|reset)|connection was (closed|reset)|Broken pipe|Connection refused|PeerLostError"
-    r"|remote process (has )?(exited|terminated)|socket (closed|error)|Socket Timeout|NCCL.*(remote|system) error"
-    r"|DistNetworkError|RanksFailedError|recvBytes|sendBytes|Timed out waiting .*(recv|send|operation)"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +191,7 @@ def is_consequence(failure: Failure) -> bool:
     """Whether a failure only follows from another's: its message says that the process at the other end was gone."""
     if failure.exit_code < 0:
         return False
-    return _OF_OTHERS.search(failure.message) is not None
+    return is_of_lost_peer(failure.message)
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:

@@ -230,11 +230,12 @@ class Ranks:
             others = self.notices.account({}, silent="did not, and waits for it there, unless it has died or hangs")
             return RanksDisagreeError(f"{me} {self._doubt}, after {progress}: {others}; do the same on all ranks")
         self.notices.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
-        known = self.notices.account(
-            self.notices.gather(_GRACE_SECONDS), silent="gave no sign: it died, hangs or is elsewhere, see its output"
-        )
+        troubles = self.notices.gather(_GRACE_SECONDS)
+        known = self.notices.account(troubles, silent="gave no sign: it died, hangs or is elsewhere, see its output")
         cause = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
-        return PeerLostError(f"{me} lost a peer while {doing}, after {progress}: {known}{cause}")
+        lost = PeerLostError(f"{me} lost a peer while {doing}, after {progress}: {known}{cause}")
+        self.notices.explain(lost, troubles)
+        return lost
 
     def _are_well(self) -> bool:
         """Whether no peer has said that it failed, or was seen to have ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +13,19 @@ from elastic_ext.records.json import record_of
 
 from .board import Board, BoardGone
 
-__all__ = ["Notices", "PeerName", "Trouble", "ended_file"]
+__all__ = ["Notices", "PeerName", "Trouble", "ended_file", "is_of_lost_peer"]
 
 _logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2.0  # for others to say that they failed as well
 _MOST_TEXT = 4000
+_HAVE = ("has", "have")
 _TROUBLE = "trouble"
+_OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at the other end is gone
+    r"Connection (closed|reset)|connection was (closed|reset)|Broken pipe|Connection refused|PeerLostError"
+    r"|remote process (has )?(exited|terminated)|socket (closed|error)|Socket Timeout|NCCL.*(remote|system) error"
+    r"|DistNetworkError|RanksFailedError|recvBytes|sendBytes|Timed out waiting .*(recv|send|operation)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +48,11 @@ class Trouble:
     progress: str
     """How far the rank had come, in words."""
     text: str = ""
+
+
+def is_of_lost_peer(message: str) -> bool:
+    """Whether the message of an error says that the process at the other end of a connection was gone."""
+    return _OF_OTHERS.search(message) is not None
 
 
 def ended_file(folder: Path, rank: int) -> Path:
@@ -73,9 +85,18 @@ class Notices:
         """Post that ``error`` ends this rank, and log what is known of the others; ``progress`` is how far it came."""
         self.post(Trouble(kind="failed", progress=progress, text=f"{type(error).__name__}: {error}"))
         if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
-            _logger.error(
-                "of the other ranks: %s", self.account(self.gather(_GRACE_SECONDS), silent="has given no sign so far")
-            )
+            troubles = self.gather(_GRACE_SECONDS)
+            _logger.error("of the other ranks: %s", self.account(troubles, silent="has given no sign so far"))
+            self.explain(error, troubles)
+
+    def explain(self, error: Exception, troubles: Mapping[int, Trouble] | None) -> None:
+        """Note on an error of a lost peer which peers an agent has found ended, if any: the error follows from that.
+
+        What ends a worker's script then shows that in place of a traceback (``at_start/sitecustomize.py``).
+        """
+        ended = [peer for peer in self._others if (found := (troubles or {}).get(peer.rank)) and found.kind == "ended"]
+        if ended and is_of_lost_peer(f"{type(error).__name__}: {error}"):
+            error.follows_from = f"{', '.join(map(str, ended))} {_HAVE[len(ended) > 1]} ended"  # type: ignore[attr-defined]
 
     def troubles(self) -> dict[int, Trouble]:
         """The troubles of the other ranks, by rank."""

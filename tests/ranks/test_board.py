@@ -324,6 +324,26 @@ def test_ranks_say_why_they_stop_and_agents_which_have_ended(store: Any, tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "ended", "words"),
+    [
+        (RuntimeError("Read error: Connection reset by peer"), (1,), "rank 1 (here, pid 101) has ended"),
+        (RuntimeError("Connection closed"), (1, 3), "rank 1 (here, pid 101), rank 3 (here, pid 103) have ended"),
+        (RuntimeError("Connection reset by peer"), (), None),
+        (RuntimeError("shapes do not match"), (1,), None),
+    ],
+)
+def test_an_error_follows_from_the_end_of_ranks_only_if_it_is_of_a_lost_peer_and_an_agent_saw_them_end(
+    store: Any, tmp_path: Path, error: RuntimeError, ended: tuple[int, ...], words: str | None
+) -> None:
+    first, _, third, _ = (Notices(board, NAMES, agents_folder=tmp_path) for board in boards_of(store, 4))
+    third.post(Trouble(kind="lost", progress="3 steps"))
+    for rank in ended:
+        ended_file(tmp_path, rank).write_text("ended by SIGKILL")
+    first.explain(error, first.troubles())
+    assert getattr(error, "follows_from", None) == words
+
+
 def test_who_cannot_reach_the_store_says_so_and_goes_on(held: tuple[Any, Script]) -> None:
     store, holder = held
     notices = Notices(Board(store, "job", num_peers=4), NAMES)

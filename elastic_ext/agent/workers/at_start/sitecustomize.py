@@ -32,7 +32,8 @@ def _step_aside() -> None:
 def _write_exceptions(path: str) -> None:
     """Have an exception that ends the script written to ``path``, in the form that torch's agent reads.
 
-    Of one whose words say all there is to know no traceback is shown.
+    Of one whose words say all there is to know no traceback is shown, nor of one that follows from the end of another
+    rank, of which the agent has told: the file has that one's.
     """
     before = sys.excepthook
 
@@ -55,12 +56,26 @@ def _write_exceptions(path: str) -> None:
                     json.dump({"message": {"message": message, "extraInfo": told}}, file)
         except Exception:  # the disk is full, say: what Python prints is all there is then
             pass
+        follows_from = getattr(error, "follows_from", None)
         if says_all and before is sys.__excepthook__:
             sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {error}\n")
+        elif isinstance(follows_from, str) and before is sys.__excepthook__ and os.path.exists(path):
+            sys.stderr.write(f"{kind.__name__}{_place_of(trace)}, since {follows_from}; the traceback is in {path}\n")
         else:
             before(kind, error, trace)
 
     sys.excepthook = write
+
+
+def _place_of(trace) -> str:  # type: ignore[no-untyped-def]
+    """The line of the script at which an exception has passed, in words; empty where it has passed none."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    words = ""
+    while trace is not None:
+        if script is not None and trace.tb_frame.f_code.co_filename == script:
+            words = f" ({os.path.basename(script)}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return words
 
 
 def _begin() -> None:
