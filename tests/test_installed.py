@@ -273,7 +273,7 @@ def test_every_command_that_needs_no_torch_has_its_options(installed: Installed)
     groups = {
         f"{command} {name}"
         for command, each in zip(commands, told, strict=True)
-        for names in re.findall(r"^\s+\{([\w,]+)\}|(?<=\s)\{([\w,]+)\} \.\.\.", each.out.partition("\n\n")[0])
+        for names in re.findall(r"^\s+\{([\w,]+)\}|(?<=\s)\{([\w,]+)\}\s+\.\.\.", each.out.partition("\n\n")[0])
         for name in (names[0] or names[1]).split(",")
     }
     assert groups == {command for command in COMMANDS if command.startswith("elastic-ext ")}
@@ -302,7 +302,8 @@ STATUSES: Sequence[tuple[int, Sequence[str]]] = [
     (2, ["config", "set", "user.a=", "no.such.key=1", "--file", "new/config.json"]),
     (0, ["config", "show", "--file", "new/config.json"]),
     (2, ["config", "show", "--file", "missing/config.json"]),
-    (1, ["config", "show", "--file", "run"]),
+    (0, ["config", "show", "--file", "run"]),  # the config file in it
+    (1, ["config", "show", "--file", "/dev/null"]),
     (2, ["config", "undo", "--file", "new/config.json", "--no-such-option"]),
     (1, ["config", "show", "--master", "127.0.0.1:9"]),
     (2, ["config", "show", "--master", "nowhere"]),

@@ -9,7 +9,7 @@
     elastic-ext config undo                    the content before this one, as a new version
     elastic-ext config schema                  the JSON Schema of the file, for editors
 
-    elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
+    elastic-ext status [RUN_DIR] --watch       who runs, how far it is, what is wrong; again and again
     elastic-ext events [RUN_DIR] --follow      what has happened, and what does
 
     elastic-ext tuning log                     what the tuner has decided, why, and what came of it
@@ -25,13 +25,15 @@
     elastic-ext ckpt export PATH DEST          the model as plain safetensors files
     elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
 
+    elastic-ext completion bash                the script by which a shell completes these command lines
+
     elastic-ext doctor                         what is wrong with this machine, and what to do
     elastic-ext doctor --rdzv-endpoint HOST:PORT --nnodes N    ... and with pairs of nodes; this imports torch
 
-The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
-agent runs, `set` and `undo` have it write the file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked
-instead, from any machine: by `config`, `status` and `events`; `tuning` always asks one, but for `memory`, which reads
-files.
+A job is named by --job, or by ELASTIC_EXT_RUN_DIR; else it is the only one that runs on this machine. The file of
+`config` can be given with --file or ELASTIC_EXT_CONFIG_FILE. Where an agent runs, `set` and `undo` have it write the
+file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked instead, from any machine: by `config`,
+`status` and `events`; `tuning` always asks one, but for `memory`, which reads files.
 """
 
 from __future__ import annotations
@@ -41,28 +43,32 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from elastic_ext.agent.control import AgentFailed, AgentRefused, ControlError
 from elastic_ext.config.keys import KEYS
 from elastic_ext.config.schema import json_schema
 from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
-from elastic_ext.master.address import MasterPlace, add_master_arguments, named_master
+from elastic_ext.master.address import MasterPlace, add_master_arguments, master_in, named_master
 from elastic_ext.records.text import on_one_line
 from elastic_ext.version import VERSION
 
-from .ckpt import Terminal, add_commands, path_of
+from .ckpt import Terminal, add_commands, path_of, run_ckpt
+from .completion import SHELLS, completed, script_for
 from .config import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
 from .doctor import add_doctor
+from .jobs import JobHere, add_job, one_job
 from .memory import add_memory, run_memory
 from .report import add_report
 from .report import run as run_report
-from .status import add_arguments_of_events, add_arguments_of_status, run_events, run_status
+from .status import INTERRUPTED, add_arguments_of_events, add_arguments_of_status, run_events, run_status, watch
 
 __all__ = ["main", "parse_assignment"]
 
-_LAUNCHER = "elastic_ext.run"  # imports torch
-_INTERRUPTED = 130  # as of a program that SIGINT ends
+_LAUNCHER, _LAUNCHER_ARGUMENTS = "elastic_ext.run", "elastic_ext.agent.arguments"  # import torch
+_PROGRAMS = ("elastic-ext", "elastic-run")
+_OF_VERSION = ("version", "reason", "apply_at_step")  # keys that `config set` does not take
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
@@ -88,11 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_config(options: argparse.Namespace) -> int:
     try:
-        master = named_master(options, os.environ, is_other=options.file is not None)
-        if master is None:
-            place: ConfigPlace = FilesConfig(options.file, os.environ, is_forced=getattr(options, "force", False))
-        else:
-            place = _masters_config(master)
+        master = named_master(options, os.environ, is_other=options.file is not None or options.job is not None)
+        place: ConfigPlace = FilesConfig.named(options, os.environ) if master is None else _masters_config(master)
         output = COMMANDS[options.command](place, options)
     except (ConfigError, AgentRefused, MasterRefused, ValueError) as error:
         print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
@@ -108,8 +111,20 @@ def _run_config(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run_ckpt(options: argparse.Namespace) -> int:
+    return run_ckpt(options, os.environ)
+
+
 def _run_schema(options: argparse.Namespace) -> int:
     sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
+    return 0
+
+
+def _run_completion(options: argparse.Namespace) -> int:
+    is_own = options.program == _PROGRAMS[0]
+    parser = _parser() if is_own else importlib.import_module(_LAUNCHER_ARGUMENTS).parser()
+    keys = {"KEY=VALUE": [f"{path}=" for path in KEYS if path not in _OF_VERSION]}
+    sys.stdout.write(script_for(options.shell, options.program, list(completed(parser, keys))))
     return 0
 
 
@@ -128,11 +143,13 @@ def _run_status(options: argparse.Namespace) -> int:
         terminal.complain(str(error))
         return 2
     if master is None:
-        return run_status(options, os.environ, terminal)
-    _quiet_grpc()
-    from .master import run_status as run_status_of_master
+        look: Callable[[Terminal], int] = partial(run_status, options, os.environ)
+    else:
+        _quiet_grpc()
+        from .master import run_status as run_status_of_master
 
-    return run_status_of_master(master, terminal)
+        look = partial(run_status_of_master, master)
+    return look(terminal) if options.watch is None else watch(look, terminal, options.watch)
 
 
 def _run_events(options: argparse.Namespace) -> int:
@@ -149,18 +166,18 @@ def _run_events(options: argparse.Namespace) -> int:
         terminal.complain(str(error))
         return 2
     except KeyboardInterrupt:  # who follows has seen enough
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _run_tuning(options: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
     try:
-        master = named_master(options, os.environ, is_other=False)
+        master = named_master(options, os.environ, is_other=options.job is not None)
         if master is None:
-            raise ValueError(
-                "no master is named; allowed: --master ADDR, HOST:PORT or the run directory of one of its agents, or "
-                "ELASTIC_EXT_MASTER set"
-            )
+            master = master_in(_named_or_found(options.job).run_directories, options, os.environ)
+    except OSError as error:
+        terminal.complain(in_words(error))
+        return 2
     except ValueError as error:
         terminal.complain(f"refused: {error}")
         return 2
@@ -168,6 +185,19 @@ def _run_tuning(options: argparse.Namespace) -> int:
     from .master import run_tuning
 
     return run_tuning(master, options, terminal)
+
+
+def _named_or_found(job: str | None) -> JobHere:
+    """The job whose master is to be asked; ValueError where none is found, or several may be meant."""
+    try:
+        return one_job(None, job, os.environ, ways="--job NAME")
+    except ValueError as error:
+        if job is not None:
+            raise
+        raise ValueError(
+            f"no master is named, and {error}; allowed: --master ADDR, HOST:PORT or the run directory of one of its "
+            "agents, --job NAME, or ELASTIC_EXT_MASTER set"
+        ) from None
 
 
 def _run_memory(options: argparse.Namespace) -> int:
@@ -188,7 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"elastic-ext {VERSION}")
     groups = parser.add_subparsers(required=True)
     groups.add_parser("run", help="start the workers of a job on this machine: elastic-run")
-    add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
+    ckpt = groups.add_parser("ckpt", help="the checkpoints of jobs")
+    add_commands(ckpt)
+    ckpt.set_defaults(run=_run_ckpt)
     status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
     add_arguments_of_status(status)
     status.set_defaults(run=_run_status)
@@ -198,6 +230,12 @@ def _parser() -> argparse.ArgumentParser:
     report = groups.add_parser("report", help="where the time of a training went, on one page")
     add_report(report)
     report.set_defaults(run=_run_report)
+    completion = groups.add_parser("completion", help=_COMPLETION, description=_COMPLETION)
+    completion.add_argument("shell", choices=SHELLS, help="the shell that reads it")
+    completion.add_argument(
+        "program", nargs="?", choices=_PROGRAMS, default=_PROGRAMS[0], help="whose command line (default: elastic-ext)"
+    )
+    completion.set_defaults(run=_run_completion)
     _add_tuning(groups.add_parser("tuning", help="what the tuner of a job does", description=_TUNING))
     add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
     config = groups.add_parser("config", help="the versioned config file of a job")
@@ -207,7 +245,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, words in _HELP.items():
         by_name[name] = commands.add_parser(name, help=words, description=words)
         which = by_name[name].add_mutually_exclusive_group()
-        which.add_argument("--file", type=path_of, help="the config file")
+        which.add_argument("--file", type=path_of, help="the config file, or the run directory of its job")
+        add_job(which)
         add_master_arguments(by_name[name], which)
     schema = commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA)
     schema.set_defaults(run=_run_schema)
@@ -228,7 +267,9 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words in _TUNING_HELP.items():
         command = commands.add_parser(name, help=words, description=words)
-        add_master_arguments(command)
+        which = command.add_mutually_exclusive_group()
+        add_job(which)
+        add_master_arguments(command, which)
         command.add_argument("--json", action="store_true", help="JSON: of log an object per decision, else one object")
         if name == "log":
             command.add_argument("--last", type=_count, default=0, metavar="N", help="the newest N (default: all)")
@@ -263,6 +304,7 @@ _HELP = {
 }
 
 
+_COMPLETION = 'the script by which a shell completes command lines: eval "$(elastic-ext completion bash)"'
 _SCHEMA = "the JSON Schema of the config file, by which an editor completes and checks it"
 _EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
 _STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job

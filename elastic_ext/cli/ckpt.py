@@ -10,18 +10,20 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit
 from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER
 from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, Listing, is_name, is_set_aside, newest_of
-from elastic_ext.records.text import Progress, counted, on_one_line
+from elastic_ext.records.text import Progress, counted, cut, on_one_line
+
+from .jobs import add_job, checkpoints_of, one_job
 
 __all__ = [
     "COMMANDS",
@@ -44,6 +46,7 @@ __all__ = [
     "pair_of",
     "path_of",
     "place_of",
+    "run_ckpt",
     "size_of",
     "status_of",
 ]
@@ -52,13 +55,53 @@ __all__ = [
 # --- where a command's findings go, each in words or as one line of JSON, and bars for those who look ----------------
 
 
+_HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
+_OWN_SCREEN, _FORMER_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""What has a terminal show another screen without a cursor, and the former one with its cursor."""
+
+
 class Terminal:
     """The output of one command, as words or as lines of JSON, and its complaints and progress bars on stderr."""
 
-    def __init__(self, out: TextIO, err: TextIO, *, as_json: bool) -> None:
+    def __init__(self, out: TextIO, err: TextIO, *, as_json: bool, width: int | None = None) -> None:
+        """``width`` is how many characters a line may have where ``out`` is no terminal; None for any number."""
         self.as_json = as_json
         self._out = out
         self._err = err
+        self._width = width
+
+    @property
+    def width(self) -> int | None:
+        """How many characters a line of the output may have; None where it is no terminal."""
+        return shutil.get_terminal_size().columns if self.is_screen else self._width
+
+    @property
+    def is_screen(self) -> bool:
+        """Whether the output is a terminal, which people look at."""
+        return self._out.isatty()
+
+    def paint(self, words: str) -> None:
+        """Show ``words`` from the first line of the screen on, in place of what stands there, as far as there is room.
+
+        What stays the same is written over by itself, so that nothing flickers.
+        """
+        width, height = shutil.get_terminal_size()
+        lines = [cut(line, width) for line in words.rstrip("\n").split("\n")]
+        if len(lines) > height:
+            lines[height - 1 :] = [cut(f"({counted(len(lines) - height + 1, 'line')} more)", width)]
+        written = f"{_TO_LINE_END}\n".join(_printable(line, self._out) for line in lines)
+        self._out.write(f"{_HOME}{written}{_TO_SCREEN_END}")
+        self._out.flush()
+
+    @contextlib.contextmanager
+    def screen(self) -> Iterator[None]:
+        """A context in which the terminal has a screen of its own to ``paint`` on; what was there before comes back."""
+        self._out.write(_OWN_SCREEN)
+        try:
+            yield
+        finally:
+            self._out.write(_FORMER_SCREEN)
+            self._out.flush()
 
     def tell(self, record: Mapping[str, object], words: str) -> None:
         """Write one finding: ``record`` on a line of its own where JSON is asked for, else ``words``."""
@@ -68,6 +111,11 @@ class Terminal:
         """Write what is only for people, such as a heading or a sum; nothing where JSON is asked for."""
         if not self.as_json:
             self._write(words)
+
+    def print(self, words: str) -> None:
+        """Write lines that are words or JSON already, so that they can be seen while the command goes on."""
+        self._write(words)
+        self._out.flush()
 
     def complain(self, words: str) -> None:
         """Write what went wrong to stderr."""
@@ -268,20 +316,29 @@ class Command:
     """The module beside this one that has ``run_<command>``, which does the command."""
     path: str = _PATH
     """What the command's PATH may be, for --help."""
+    finds: Literal["any job", "named jobs", "none"] = "none"
+    """Of which jobs the command finds the checkpoints without a PATH."""
     arguments: Callable[[argparse.ArgumentParser], None] = _of_none
     """Adds the arguments that the command has besides PATH."""
 
 
 COMMANDS: Mapping[str, Command] = {
-    "ls": Command(words="the checkpoints that are there, and what else lies among them", home="ckpt_inspect"),
-    "show": Command(
-        words="what is in a checkpoint, tensor by tensor", home="ckpt_inspect", path=_ONE, arguments=_of_show
+    "ls": Command(
+        words="the checkpoints that are there, and what else lies among them", home="ckpt_inspect", finds="any job"
     ),
-    "verify": Command(words="read and check every byte; tells of each damage", home="ckpt_inspect"),
+    "show": Command(
+        words="what is in a checkpoint, tensor by tensor",
+        home="ckpt_inspect",
+        path=_ONE,
+        finds="any job",
+        arguments=_of_show,
+    ),
+    "verify": Command(words="read and check every byte; tells of each damage", home="ckpt_inspect", finds="any job"),
     "prune": Command(
         words="remove old checkpoints, and what dead saves have left",
         home="ckpt_inspect",
         path=_JOB,
+        finds="named jobs",  # what removes something does not choose what from
         arguments=_of_prune,
     ),
     "convert": Command(
@@ -300,20 +357,27 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the commands of ``elastic-ext ckpt``; ``run`` of the parsed options gives the exit status."""
+    """Give ``parser`` the commands of ``elastic-ext ckpt``, which ``run_ckpt`` does."""
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.words, description=command.words)
-        own.add_argument("path", type=path_of, metavar="PATH", help=command.path)
+        if command.finds == "none":
+            own.add_argument("path", type=path_of, metavar="PATH", help=command.path)
+        else:
+            which = own.add_mutually_exclusive_group(required=command.finds == "named jobs")
+            which.add_argument("path", nargs="?", type=path_of, metavar="PATH", help=command.path)
+            add_job(which)
         own.add_argument("--json", action="store_true", help="one JSON object per line")
         command.arguments(own)
-        own.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run_ckpt(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Do a command of ``elastic-ext ckpt``; gives the exit status."""
     terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
     home = importlib.import_module(f".{COMMANDS[options.command].home}", __package__)
     try:
+        if options.path is None:
+            options.path = _found(options.job, environ)
         status: int = getattr(home, f"run_{options.command}")(options, terminal)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
@@ -325,6 +389,14 @@ def _run(options: argparse.Namespace) -> int:
         terminal.complain(in_words(error))
         return status_of(error)
     return status
+
+
+def _found(job: str | None, environ: Mapping[str, str]) -> Path:
+    """The folder of the checkpoints of a job on this machine; CheckpointNotFound where none is found."""
+    try:
+        return checkpoints_of(one_job(None, job, environ, ways="PATH or --job NAME"))
+    except ValueError as error:
+        raise CheckpointNotFound(str(error)) from None
 
 
 def status_of(error: CheckpointError | OSError) -> int:
@@ -431,8 +503,7 @@ def bytes_of(commit: Commit) -> int:
 
 def age_of(commit: Commit, now: float) -> float:
     """Seconds since a checkpoint was saved, as the clocks say of the machine that did and of this one."""
-    saved = datetime.fromisoformat(commit.saved_at)
-    return now - (saved if saved.tzinfo else saved.replace(tzinfo=timezone.utc)).timestamp()
+    return now - commit.saved_seconds
 
 
 def layout_of(commit: Commit) -> str:

@@ -10,14 +10,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.agent.config_writer import AgentsConfig, living_agent_of
+from elastic_ext.agent.config_writer import AgentsConfig, agent_in, is_running, living_agent_of
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import ConfigHistory, HistoryEntry
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import read_value, shown
 from elastic_ext.records.text import counted, expanded, on_one_line
 
+from .jobs import config_file_in, one_job
+
 __all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "parse_assignment"]
+
+_ALLOWED = (
+    "--file FILE, --job NAME or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or "
+    "ELASTIC_EXT_MASTER set"
+)
 
 
 class ConfigPlace(Protocol):
@@ -42,11 +49,21 @@ class ConfigPlace(Protocol):
 class FilesConfig:
     """A config file, written by the agent that has it, where one runs."""
 
-    def __init__(self, given: Path | None, environ: Mapping[str, str], *, is_forced: bool) -> None:
-        self._environ = environ
+    def __init__(self, path: Path, run_dirs: Sequence[Path], *, is_forced: bool) -> None:
+        """``run_dirs`` are where the agent that has the file may have its record."""
+        self._run_dirs = run_dirs
         self._is_forced = is_forced
-        self._history = ConfigHistory(_file(given, environ))
+        self._history = ConfigHistory(path)
         self.name = str(self._history.path)
+
+    @classmethod
+    def named(cls, options: argparse.Namespace, environ: Mapping[str, str]) -> FilesConfig:
+        """The config file that the arguments or the environment name, or else that of the job that is found.
+
+        ConfigError where none is named and no job is found, or several may be meant.
+        """
+        path, run_dirs = _place(options.file, options.job, environ)
+        return cls(path, run_dirs, is_forced=getattr(options, "force", False))
 
     def current(self) -> ElasticConfig | None:
         return self._history.current()
@@ -72,9 +89,7 @@ class FilesConfig:
     def _writer(self) -> ConfigHistory | AgentsConfig:
         if self._is_forced:
             return self._history
-        folders = [self._history.path.parent]
-        if self._environ.get("ELASTIC_EXT_RUN_DIR"):
-            folders.append(_path_in(self._environ, "ELASTIC_EXT_RUN_DIR"))
+        folders = [self._history.path.parent, *self._run_dirs]
         agent = living_agent_of(self._history.path, folders, host=socket.gethostname())
         return self._history if agent is None else AgentsConfig(agent)
 
@@ -195,15 +210,21 @@ def _value(value: object) -> str:
     return "absent" if value is None else shown(value, 200)
 
 
-def _file(given: Path | None, environ: Mapping[str, str]) -> Path:
-    if given is not None:
-        return given
-    if environ.get("ELASTIC_EXT_CONFIG_FILE"):
-        return _path_in(environ, "ELASTIC_EXT_CONFIG_FILE")
-    if environ.get("ELASTIC_EXT_RUN_DIR"):
-        return _path_in(environ, "ELASTIC_EXT_RUN_DIR") / "config.json"
-    allowed = "--file FILE or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or ELASTIC_EXT_MASTER set"
-    raise _refused("no config file is named", allowed)
+def _place(file: Path | None, job: str | None, environ: Mapping[str, str]) -> tuple[Path, Sequence[Path]]:
+    """The config file that is meant, and the run directories of its job, as far as they are known."""
+    own = [_path_in(environ, "ELASTIC_EXT_RUN_DIR")] if environ.get("ELASTIC_EXT_RUN_DIR") else []
+    if file is not None:
+        return (config_file_in(file), [file]) if file.is_dir() else (file, own)
+    if job is None and environ.get("ELASTIC_EXT_CONFIG_FILE"):
+        return _path_in(environ, "ELASTIC_EXT_CONFIG_FILE"), own
+    if job is None and own:
+        return config_file_in(own[0]), own
+    try:
+        run_dirs = one_job(None, job, environ, ways="--job NAME").run_directories
+    except ValueError as error:
+        raise _refused(str(error) if job is not None else f"no config file is named, and {error}", _ALLOWED) from None
+    running = [each for each in run_dirs if (agent := agent_in(each)) and is_running(agent, each, socket.gethostname())]
+    return config_file_in((running or run_dirs)[0]), run_dirs
 
 
 def _path_in(environ: Mapping[str, str], name: str) -> Path:

@@ -20,7 +20,7 @@ from elastic_ext.ranks.deadlines import Backoff
 from elastic_ext.records.json import object_of
 from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import shown_in_words
-from elastic_ext.records.text import age_in_words, counted, on_one_line
+from elastic_ext.records.text import age_in_words, counted, cut, on_one_line, wrapped
 
 from .ckpt import Terminal
 
@@ -53,25 +53,32 @@ def is_healthy(status: wire.JobStatus) -> bool:
     return not status.troubles and not is_bad
 
 
-def status_words(status: wire.JobStatus, address: str) -> str:
-    """The status of a job by its master, in words on several lines."""
-    lines = [_heading(status), *(f"  {name:<14} {text}" for name, text in _facts(status, address))]
+def status_words(status: wire.JobStatus, address: str, width: int | None = None) -> str:
+    """The status of a job by its master, in words on several lines: of ``width`` characters, or as long as they are.
+
+    Rows of nodes, workers and events are cut, sentences are wrapped.
+    """
+    lines = wrapped(_heading(status), width)
+    for name, text in _facts(status, address):
+        lines += wrapped(text, width, first=f"  {name:<14} ", rest=" " * 17)
     if status.nodes:
         lines.append("  nodes")
         shares = {each.node_id: each for each in status.membership.nodes}
         for node in status.nodes[:_MOST_NODES]:
-            lines.append(f"    {_node(node, shares.get(node.node.agent_id))}")
-            lines += [f"      {_worker(each)}" for each in node.workers[:_MOST_RANKS]]
+            lines.append(cut(f"    {_node(node, shares.get(node.node.agent_id))}", width))
+            lines += [cut(f"      {_worker(each)}", width) for each in node.workers[:_MOST_RANKS]]
             if len(node.workers) > _MOST_RANKS:
                 lines.append(f"      and {len(node.workers) - _MOST_RANKS} more")
         if len(status.nodes) > _MOST_NODES:
             lines.append(f"    and {len(status.nodes) - _MOST_NODES} more")
     for name, sentences in (("trouble", [*_troubles(status)]), ("to do", status.recommendations)):
         if sentences:
-            lines += [f"  {name}", *(f"    {each}" for each in sentences)]
+            lines.append(f"  {name}")
+            lines += [line for each in sentences for line in wrapped(each, width, first="    ", rest="      ")]
     if status.events:
-        lines += ["  last events", *(f"    {event_words(each)}" for each in status.events[-_MOST_EVENTS:])]
-    return "\n".join(on_one_line(line) for line in lines)
+        lines.append("  last events")
+        lines += [cut(f"    {event_words(each)}", width) for each in status.events[-_MOST_EVENTS:]]
+    return "\n".join(lines)
 
 
 def event_words(event: wire.JobEvent) -> str:
@@ -208,7 +215,8 @@ def run_status(place: MasterPlace, terminal: Terminal) -> int:
     except (MasterError, ValueError) as error:
         return _complained(error, terminal)
     healthy = is_healthy(status)
-    terminal.tell({**as_dict(status), "healthy": healthy}, status_words(status, str(place.address)))
+    record = {**as_dict(status), "healthy": healthy}
+    terminal.tell(record, status_words(status, str(place.address), terminal.width))
     return _HEALTHY if healthy else _TROUBLE
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from elastic_ext.agent.config_writer import agent_in
 from elastic_ext.agent.folder import NODES
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.keys import KEYS, TuningSection
@@ -27,7 +26,7 @@ from elastic_ext.tuner.memory import HEADROOM, JobMemory, usable_bytes
 from elastic_ext.tuner.space import Point, Shape, point_of, shape_of
 
 from .ckpt import Terminal, path_of
-from .status import add_places, folders_of_one_job
+from .jobs import add_places, config_file_in, one_job
 
 __all__ = [
     "Asked",
@@ -407,7 +406,6 @@ def _legend(rows: Sequence[PredictionRow]) -> list[str]:
 # grpc.
 
 _DONE, _REFUSED = 0, 2
-_CONFIG = "config.json"
 _MOST_NODES = 4096
 _DESCRIPTION = """Show what is known of the memory that a job's model takes, and what a rank would hold at its peak: by
 the samples that it takes at once, by strategy, and by the share of blocks whose activations are computed again. Exit
@@ -508,9 +506,10 @@ def _facts_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
     if options.file is not None:
         found: Path = options.file.expanduser()
         return found
-    folders = (
-        [options.run_dir] if options.run_dir is not None else folders_of_one_job(None, options.job, environ)
-    )  # of those, one has rank 0
+    if options.run_dir is not None:
+        folders: Sequence[Path] = [options.run_dir]
+    else:
+        folders = one_job(None, options.job, environ, ways="RUN_DIR, --job NAME or --file FILE").run_directories
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the run directory of a job")
@@ -542,8 +541,7 @@ def _known(file: Path) -> _KnownMemory:
 
 def _tuning_beside(folder: Path) -> tuple[TuningSection, str]:
     """The tuning section of the job's config, and why it is not known, if so."""
-    agent = agent_in(folder)
-    file = folder / _CONFIG if agent is None else Path(agent.config_file)
+    file = config_file_in(folder)
     try:
         return ElasticConfig.parse(read_at_most(file, MAX_BYTES)).tuning, ""
     except FileNotFoundError:

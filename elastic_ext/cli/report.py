@@ -17,6 +17,7 @@ from elastic_ext.report.record import RunRecord
 from elastic_ext.version import VERSION
 
 from .ckpt import Terminal, path_of
+from .jobs import one_job
 
 __all__ = ["DONE", "FAILED", "REFUSED", "add_report", "run"]
 
@@ -40,7 +41,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=path_of,
         metavar="RUN",
-        help="a run directory, or the folder that holds those of a job's nodes; default: ELASTIC_EXT_RUN_DIR",
+        help="a run directory, or the folder that holds those of a job's nodes; default: ELASTIC_EXT_RUN_DIR, or the "
+        "only job that runs",
     )
     parser.add_argument("--job", help="instead: the name of a job whose run directory is where it is by default")
     parser.add_argument("--out", type=path_of, metavar="FILE", help=f"the page; default: {_DEFAULT_OUT} in this folder")
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Termi
 
 
 def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> Path:
-    """The folder of the run that the arguments or the environment name; ValueError if they name none."""
+    """The folder of the run that the arguments or the environment name, or else of the job that is found."""
     if run_dir is not None and job is not None:
         raise ValueError("both RUN and --job are given; allowed: one of them")
     if run_dir is not None:
@@ -85,7 +87,10 @@ def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -
         return StartSettings.run_dir_of(environ, job)
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser()
-    raise ValueError("no run is named; give a run directory, or --job NAME, or set ELASTIC_EXT_RUN_DIR")
+    try:
+        return one_job(None, None, environ, ways="RUN, or --job NAME").folder
+    except ValueError as error:
+        raise ValueError(f"no run is named, and {error}") from None
 
 
 def _refuse_foreign(out: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,15 @@ from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES
 from elastic_ext.records.text import expanded
 
-__all__ = ["MOST_BEAT_BYTES", "MOST_MESSAGE_BYTES", "Address", "MasterPlace", "add_master_arguments", "named_master"]
+__all__ = [
+    "MOST_BEAT_BYTES",
+    "MOST_MESSAGE_BYTES",
+    "Address",
+    "MasterPlace",
+    "add_master_arguments",
+    "master_in",
+    "named_master",
+]
 
 
 # --- where a master is, and what it takes to speak with it -----------------------------------------------------------
@@ -130,13 +138,14 @@ def named_master(options: argparse.Namespace, environ: Mapping[str, str], *, is_
         return None
     folder = expanded(given)
     if "/" in given or folder.is_dir():
-        return _in_run_directory(folder, options, environ)
+        return master_in([folder], options, environ)
     token_file, ca_file = options.token_file or environ.get(_TOKEN_FILE), options.tls_ca
     return MasterPlace(address=Address.parse(given), token_file=_path(token_file), ca_file=_path(ca_file))
 
 
-def _in_run_directory(folder: Path, options: argparse.Namespace, environ: Mapping[str, str]) -> MasterPlace:
-    """The master that the agent of the run directory ``folder`` speaks with."""
+def master_in(folders: Sequence[Path], options: argparse.Namespace, environ: Mapping[str, str]) -> MasterPlace:
+    """The master that the agent speaks with which has one of the run directories ``folders``; ValueError if none."""
+    folder = next((each for each in folders if (each / MASTER_FILE).exists()), folders[0])
     try:
         record = MasterRecord.from_json(read_at_most(folder / MASTER_FILE, MOST_BYTES).decode())
     except FileNotFoundError:

@@ -16,6 +16,7 @@ __all__ = [
     "duration_in_words",
     "flops_share",
     "line_of",
+    "mfu_in_words",
     "num_tokens",
     "number_in_words",
     "shares_in_words",
@@ -181,6 +182,12 @@ def number_in_words(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
+def mfu_in_words(mfu: float | None) -> str:
+    """Model flops utilisation in words; empty where it is not known, or rounds to 0% and so says nothing."""
+    words = "" if mfu is None else f"MFU {mfu:.0%}"
+    return "" if words == "MFU 0%" else words
+
+
 def _speeds(profile: StepProfile, mfu: float | None) -> Iterator[str]:
     if profile.step_seconds is not None and profile.slow_step_seconds is not None:
         typical, slow = duration_in_words(profile.step_seconds), duration_in_words(profile.slow_step_seconds)
@@ -191,5 +198,5 @@ def _speeds(profile: StepProfile, mfu: float | None) -> Iterator[str]:
         yield f"{number_in_words(profile.samples_per_second)} samples/s"
     if profile.tokens_per_second is not None:
         yield f"{number_in_words(profile.tokens_per_second)} tokens/s"
-    if mfu is not None:
-        yield f"MFU {mfu:.0%}"
+    if words := mfu_in_words(mfu):
+        yield words

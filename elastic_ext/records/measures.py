@@ -47,6 +47,7 @@ def _rate(name: str, most: float) -> MetricUnit:
 _BYTES = MetricUnit(name="bytes", most=2**60, in_words=lambda value: size_in_words(int(value)), is_whole=True)
 _STEPS = MetricUnit(name="steps", most=2**53, in_words=lambda value: counted(int(value), "step"), is_whole=True)
 _SECONDS = MetricUnit(name="seconds", most=1e9, in_words=lambda value: f"{value:.3g} s")
+_TIME = MetricUnit(name="seconds since 1970", most=1e11, in_words=lambda value: f"{value:.0f}")
 _NUMBER = MetricUnit(name="number", most=2**53, in_words=lambda value: f"{value:g}", is_whole=True)
 
 
@@ -171,6 +172,18 @@ class Measures:
     num_micro_steps: int | None = _row(Metric("Micro-steps of a step.", _NUMBER, is_told=False))
     num_replicas: int | None = _row(
         Metric("Replicas of the model, each of which takes samples of its own.", _NUMBER, is_told=False)
+    )
+    epoch: int | None = _row(
+        Metric("The epoch that the loop is in; null outside of `trainer.epoch()`.", _NUMBER, is_told=False)
+    )
+    num_epoch_steps_left: int | None = _row(
+        Metric("Steps that are left of the epoch; null where its length is not known.", _STEPS, is_told=False)
+    )
+    checkpoint_step: int | None = _row(
+        Metric("The step of the newest checkpoint that the run has saved or gone on from.", _NUMBER, is_told=False)
+    )
+    checkpoint_time: float | None = _row(
+        Metric("When the save of that checkpoint began; rank 0 alone knows it of one just saved.", _TIME, is_told=False)
     )
     waits_in_passes: bool = _row(
         Metric("Whether passes wait for parameters of other ranks.", is_told=False), default=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +14,20 @@ __all__ = [
     "check_choice",
     "check_flag",
     "counted",
+    "cut",
     "expanded",
     "names_given",
     "on_one_line",
     "path_given",
     "size_in_words",
+    "wrapped",
 ]
 
 
 # --- values in words, for people: sizes, ages, and text that cannot steer a terminal ---------------------------------
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_LEAST_WIDTH = 20
 _STEPS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
@@ -55,6 +59,32 @@ def counted(number: int, noun: str) -> str:
 def on_one_line(text: str) -> str:
     """``text`` without line breaks and other characters that steer a terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
+
+
+def wrapped(text: str, width: int | None, *, first: str = "", rest: str = "") -> list[str]:
+    """A sentence on lines of at most ``width`` characters, of which one that has no space may be longer.
+
+    The first begins with ``first``, the others with ``rest``. All is on one line where ``width`` is None, as where the
+    output is no terminal.
+    """
+    line = first + on_one_line(text)
+    if width is None or len(line) <= width:
+        return [line]
+    wrapper = textwrap.TextWrapper(
+        width=max(width, len(rest) + _LEAST_WIDTH),
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        drop_whitespace=True,
+    )
+    return wrapper.wrap(line)
+
+
+def cut(text: str, width: int | None) -> str:
+    """A line that is cut to ``width`` characters, the last three of which say so; whole where ``width`` is None."""
+    line = on_one_line(text)
+    return line if width is None or len(line) <= width else f"{line[: max(width - 3, 0)]}..."
 
 
 # --- what a user may give: one thing or several, one of some choices, a path -----------------------------------------

@@ -311,6 +311,14 @@ class Batches:
         remaining = None if self.source is None else self.source.remaining
         return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
 
+    @property
+    def num_steps_left(self) -> int | None:
+        """Steps that are left of the epoch under way; None where that is not known."""
+        if self._fixed is None or self.num_steps is None:
+            return self.num_steps  # by the samples that remain
+        num_batches = self._num_taken
+        return self.num_steps - num_batches // (self._full[1].num_micro_steps if self._full is not None else 1)
+
     def epoch_length(self, num_ranks: int) -> EpochLength | None:
         """The length of an epoch in the script's own batches, asked before ``begin``; None where it is not known."""
         fixed, source = self._fixed, self.source

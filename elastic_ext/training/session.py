@@ -383,7 +383,19 @@ class Session:
         self._training.growing.warn()
         self._training.facts.tell()
         logged = self._training.logged.newest()
-        return replace(self._training.profile_output.with_profile(self._speed.measure()), logged=logged)
+        measured = self._training.profile_output.with_profile(self._speed.measure())
+        return replace(measured, logged=logged, **self._progress_made())
+
+    def _progress_made(self) -> dict[str, Any]:
+        """The metrics of how far training is, and of its newest checkpoint."""
+        is_in_epoch = self._counts.is_in_epoch
+        newest = None if self._training.checkpoints is None else self._training.checkpoints.job.run.newest
+        return {
+            "epoch": self._counts.epoch if is_in_epoch else None,
+            "num_epoch_steps_left": self._batches.num_steps_left if is_in_epoch else None,
+            "checkpoint_step": None if newest is None else newest.global_step,
+            "checkpoint_time": None if newest is None else newest.saved_seconds,
+        }
 
     def see_window(self, window: StepWindow) -> None:
         """Tell of what a profile window of rank 0 has brought: the job's facts, and logged numbers beside the bar."""
@@ -401,9 +413,12 @@ class Session:
         """Report that training has begun, and after which step it goes on."""
         step = self._counts.global_step
         text = f"training goes on after step {step}" if step else "training begins"
+        job = None if self._training.checkpoints is None else self._training.checkpoints.job
         details = {
             "global_batch_size": self._batches.global_batch,
-            "checkpoints": None if self._training.checkpoints is None else str(self._training.checkpoints.job.root),
+            "checkpoints": None if job is None else str(job.root),
+            "checkpoint_job": None if job is None else job.name,
+            "config_file": str(self.follower.settings.config_file),
         }
         self.follower.reports.write_event("training-began", step=step, text=text, details=details)
         self._training.facts.tell()

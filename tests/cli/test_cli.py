@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -189,11 +190,11 @@ def test_a_file_that_does_not_exist_is_refused_by_what_needs_one(run: Shell, com
 
 
 def test_what_is_no_file_exits_1_and_stays_as_it_is(run: Shell) -> None:
-    run.path.mkdir()
+    os.mkfifo(run.path)
     for command in (["show"], ["set", "user.x=1"], ["undo"]):
         assert run(*command) == 1
         assert "regular file" in run.err
-    assert run.path.is_dir()
+    assert run.path.is_fifo()
 
 
 def test_a_folder_that_cannot_be_made_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +297,8 @@ def test_the_file_comes_from_the_argument_then_the_environment(
     monkeypatch.delenv("ELASTIC_EXT_CONFIG_FILE", raising=False)
     monkeypatch.delenv("ELASTIC_EXT_RUN_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["config", "show"]) == 2
     assert "no config file is named" in capsys.readouterr().err
     monkeypatch.setenv("ELASTIC_EXT_RUN_DIR", "~/run")

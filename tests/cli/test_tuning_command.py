@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from elastic_ext.master.credentials import make_token
 from elastic_ext.master.tuning import event_text
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.ranks.processes import this_process
+from elastic_ext.records.agent import MASTER_FILE, MasterRecord
+from tests.agent.status.test_agent_status import write_all
 from tests.support.job_facts import made_facts
 from tests.support.masters import MasterThread, master_on_thread, until
 from tests.support.ports import free_port
@@ -27,9 +32,11 @@ FACTS = made_facts(world_size=2)
 
 
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ELASTIC_EXT_MASTER", "ELASTIC_EXT_TOKEN_FILE", "PET_TUNING", "PET_MASTER"):
+def _no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ELASTIC_EXT_MASTER", "ELASTIC_EXT_TOKEN_FILE", "ELASTIC_EXT_RUN_DIR", "PET_TUNING", "PET_MASTER"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where jobs are found
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
 
 
@@ -76,6 +83,24 @@ def test_the_log_says_what_was_decided_why_and_what_came_of_it(
     assert lines[-1] == (
         "the tuner's mode is auto; it is probing: the tuner tries what may be faster (best so far: 640 samples/s)"
     )
+
+
+def test_the_master_of_the_only_job_that_runs_is_asked(
+    master: MasterThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, process in (("runs", this_process()), ("died", replace(this_process(), start_ticks=1))):
+        write_all(tmp_path / "cache" / "elastic_ext" / name, process, job=name)
+    assert main(["tuning", "log"]) == 2
+    assert "runs has no master.json" in capsys.readouterr().err
+    record = MasterRecord(
+        address=master.address, token_file=str(master.token_file), ca_file="", pid=0, job_id="", epoch=1, time=0.0
+    )
+    (tmp_path / "cache" / "elastic_ext" / "runs" / MASTER_FILE).write_text(record.to_json())
+    for words in ([], ["--job", "runs"]):
+        assert main(["tuning", "log", *words]) == 0
+        assert "samples are waited for" in capsys.readouterr().out
+    assert main(["tuning", "log", "--job", "died"]) == 2
+    assert "died has no master.json" in capsys.readouterr().err
 
 
 def test_the_log_as_json_is_an_object_for_each_decision(

@@ -537,6 +537,8 @@ def test_what_is_not_there_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ELASTIC_EXT_RUN_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["report", str(tmp_path / "none")]) == 2
     assert main(["report"]) == 2
     assert main(["report", str(tmp_path), "--job", "x"]) == 2

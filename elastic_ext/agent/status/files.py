@@ -33,7 +33,7 @@ from elastic_ext.records.files import open_regular, read_at_most, stamp_of
 from elastic_ext.records.json import MAX_BYTES, object_of, record_of
 from elastic_ext.records.metrics import ModelProfile, RankMetrics
 
-__all__ = ["EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
+__all__ = ["CONFIG_FILE", "EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
 
 CONFIG_FILE = "config.json"
 _METRICS = re.compile(r"metrics-(\d{1,9})\.json")

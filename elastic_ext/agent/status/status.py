@@ -24,7 +24,16 @@ from elastic_ext.records.text import age_in_words
 
 from .files import EventSeen, RunFiles
 
-__all__ = ["ConfigStatus", "NodeStatus", "ProfileStatus", "RankStatus", "profile_of", "status_of"]
+__all__ = [
+    "ConfigStatus",
+    "NodeStatus",
+    "ProfileStatus",
+    "ProgressStatus",
+    "RankStatus",
+    "profile_of",
+    "progress_of",
+    "status_of",
+]
 
 
 # --- where the time of a job's ranks on this node goes, by what they have written ------------------------------------
@@ -106,6 +115,8 @@ _SILENT_STEPS = 10.0
 _LAG_SECONDS = 60.0
 """How long a version may be in the config file before it is a trouble that it is not in force."""
 _MOST_NAMED = 8
+_MOST_STEPS = 1 << 53
+_LEAST_SPEED = 1e-6
 _BEGAN = "training-began"
 
 RunState = Literal["running", "ended", "empty"]
@@ -149,6 +160,51 @@ class RankStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressStatus:
+    """How far training is, by the ranks on this node; None for what is not known."""
+
+    step: int
+    """Steps that had committed since training began, on the rank that has told of most."""
+    epoch: int | None
+    """The epoch that the loop is in."""
+    num_steps_left: int | None
+    """Steps that are left of the epoch."""
+    seconds_left: float | None
+    """How long these take at the present speed; None where training does not run."""
+    checkpoint_step: int | None
+    """The step of the newest checkpoint that the run has saved or gone on from."""
+    checkpoint_age_seconds: float | None
+
+
+def progress_of(
+    ranks: Sequence[RankStatus], metrics: Mapping[int, RankMetrics], *, now: float, is_running: bool
+) -> ProgressStatus | None:
+    """How far training is at ``now``, in seconds since 1970; None where no rank has told of a step."""
+    steps = [each.step for each in ranks if each.step is not None]
+    if not steps:
+        return None
+    newest = max(metrics.values(), key=lambda each: each.time, default=None)
+    measures = Measures() if newest is None else newest.measures
+    told = (each.measures for each in metrics.values() if each.measures.checkpoint_time is not None)
+    saved = max(told, key=lambda each: each.checkpoint_time or 0.0, default=Measures())
+    left = measures.num_epoch_steps_left
+    return ProgressStatus(
+        step=max(steps),
+        epoch=measures.epoch,
+        num_steps_left=left,
+        seconds_left=_seconds_for(left, measures.steps_per_second) if is_running else None,
+        checkpoint_step=saved.checkpoint_step,
+        checkpoint_age_seconds=None if saved.checkpoint_time is None else max(now - saved.checkpoint_time, 0.0),
+    )
+
+
+def _seconds_for(num_steps: int | None, steps_per_second: float | None) -> float | None:
+    if num_steps is None or not 0 <= num_steps < _MOST_STEPS:
+        return None
+    return None if steps_per_second is None or steps_per_second < _LEAST_SPEED else num_steps / steps_per_second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigStatus:
     """The config version in the config file, and the versions in force on this node's ranks."""
 
@@ -178,6 +234,7 @@ class NodeStatus:
     goes_on_from: int | None
     """The step from which training can go on, where it was told to end and has saved; else None."""
     model: ModelProfile | None
+    progress: ProgressStatus | None
     profile: ProfileStatus | None
     config: ConfigStatus
     ranks: tuple[RankStatus, ...]
@@ -245,6 +302,7 @@ def status_of(files: RunFiles) -> NodeStatus:
         world_size=membership.world_size if membership else newest.world_size if newest else None,
         goes_on_from=goes_on_from,
         model=files.model,
+        progress=progress_of(ranks, metrics, now=files.time, is_running=is_running),
         profile=profile_of(files.profiles, metrics),
         config=config,
         ranks=ranks,

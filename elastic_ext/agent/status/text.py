@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
-from elastic_ext.profile.summary import number_in_words
+from elastic_ext.profile.summary import mfu_in_words, number_in_words
 from elastic_ext.records.agent import AgentRecord, MembershipPlan
 from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import shown_in_words
 from elastic_ext.records.metrics import ModelProfile
-from elastic_ext.records.text import age_in_words, on_one_line, size_in_words
+from elastic_ext.records.text import age_in_words, counted, cut, size_in_words, wrapped
 
-from .status import ConfigStatus, NodeStatus, RankStatus
+from .status import ConfigStatus, NodeStatus, ProgressStatus, RankStatus
 
 __all__ = ["line_of", "words"]
 
@@ -22,24 +22,29 @@ _MOST_NAMED = 3
 _NUM_PHASES = 2
 
 
-def words(status: NodeStatus) -> str:
-    """The status of one job in full, on several lines."""
-    lines = [_heading(status)]
-    lines += [f"  {name:<14} {text}" for name, text in _facts(status)]
+def words(status: NodeStatus, width: int | None = None) -> str:
+    """The status of one job in full, on several lines: of ``width`` characters, or as long as they are.
+
+    Rows of ranks and events are cut, sentences are wrapped.
+    """
+    lines = wrapped(_heading(status), width)
+    for name, text in _facts(status):
+        lines += wrapped(text, width, first=f"  {name:<14} ", rest=" " * 17)
     if status.ranks:
-        lines += ["  ranks", *(f"    {row}" for row in _table(status.ranks[:_MOST_ROWS]))]
+        lines += ["  ranks", *(cut(f"    {row}", width) for row in _table(status.ranks[:_MOST_ROWS]))]
         if len(status.ranks) > _MOST_ROWS:
             lines.append(f"    and {len(status.ranks) - _MOST_ROWS} more")
     for name, sentences in (("trouble", status.troubles), ("to know", status.notes)):
         if sentences:
-            lines += [f"  {name}", *(f"    {each}" for each in sentences)]
+            lines.append(f"  {name}")
+            lines += [line for each in sentences for line in wrapped(each, width, first="    ", rest="      ")]
     if status.events:
-        lines += ["  last events", *(f"    {each}" for each in _events(status))]
-    return "\n".join(on_one_line(line) for line in lines)
+        lines += ["  last events", *(cut(f"    {each}", width) for each in _events(status))]
+    return "\n".join(lines)
 
 
-def line_of(status: NodeStatus) -> str:
-    """The most important of one job's status, on one line."""
+def line_of(status: NodeStatus, width: int | None = None) -> str:
+    """The most important of one job's status, on one line, which is cut to ``width`` characters."""
     running = [each for each in status.ranks if each.state == "running"]
     parts = [status.state if status.state != "running" else f"running, {_ranks_in_words(len(running))}"]
     steps = [each.step for each in status.ranks if each.step is not None]
@@ -50,7 +55,7 @@ def line_of(status: NodeStatus) -> str:
     if status.troubles:
         more = f" (and {len(status.troubles) - 1} more)" if len(status.troubles) > 1 else ""
         parts.append(f"trouble: {status.troubles[0]}{more}")
-    return on_one_line(f"{status.job or 'a job without a name'}: {', '.join(parts)}  [{status.run_dir}]")
+    return cut(f"{status.job or 'a job without a name'}: {', '.join(parts)}  [{status.run_dir}]", width)
 
 
 def _heading(status: NodeStatus) -> str:
@@ -78,6 +83,8 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield "restarts", str(status.restart)
     if status.model is not None:
         yield "model", _model_in_words(status.model)
+    if status.progress is not None:
+        yield "progress", _progress_in_words(status.progress)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
     if speed is not None and status.state == "running":
         yield "speed", _speed_in_words(status, speed)
@@ -95,8 +102,19 @@ def _speed_in_words(status: NodeStatus, samples_per_second: float) -> str:
     tokens = next((each for each in known if each is not None), None)
     words = f"{samples_per_second:.4g} samples/s"
     words += "" if tokens is None else f", {number_in_words(tokens)} tokens/s"
-    mfu = None if status.profile is None else status.profile.mfu
-    return f"{words} over all ranks" + ("" if mfu is None else f"; MFU {mfu:.0%}")
+    mfu = mfu_in_words(None if status.profile is None else status.profile.mfu)
+    return f"{words} over all ranks" + (f"; {mfu}" if mfu else "")
+
+
+def _progress_in_words(progress: ProgressStatus) -> str:
+    words = f"step {progress.step}" + ("" if progress.epoch is None else f" in epoch {progress.epoch}")
+    if progress.num_steps_left is not None:
+        words += f"; {counted(progress.num_steps_left, 'step')} left of the epoch"
+        words += "" if progress.seconds_left is None else f", about {age_in_words(progress.seconds_left)}"
+    if progress.checkpoint_age_seconds is not None:
+        age = age_in_words(progress.checkpoint_age_seconds)
+        words += f"; last checkpoint of step {progress.checkpoint_step}, {age} ago"
+    return words
 
 
 def _logged_in_words(logged: Mapping[str, float], num_ranks: int) -> str:

@@ -389,7 +389,13 @@ some_metrics = st.builds(
     config_version=st.integers(-1, 4),
     config_revision=st.integers(),
     agree_every_steps=st.integers(),
-    measures=st.builds(Measures, steps_per_second=st.none() | numbers, memory_bytes=st.none() | st.integers()),
+    measures=st.builds(
+        Measures,
+        steps_per_second=st.none() | numbers,
+        memory_bytes=st.none() | st.integers(),
+        num_epoch_steps_left=st.none() | st.integers(),
+        checkpoint_time=st.none() | numbers,
+    ),
 )
 some_workers = st.builds(
     WorkersRecord,

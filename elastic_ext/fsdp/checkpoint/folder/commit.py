@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -140,6 +140,12 @@ class Commit:
     """The versions of python, torch and elastic_ext that saved the checkpoint, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """JSON that whoever resumes from the checkpoint is told of the run that saved it."""
+
+    @property
+    def saved_seconds(self) -> float:
+        """When the checkpoint was saved, in seconds since 1970."""
+        saved = datetime.fromisoformat(self.saved_at)
+        return (saved if saved.tzinfo else saved.replace(tzinfo=timezone.utc)).timestamp()
 
     def __post_init__(self) -> None:
         check_id("generation", self.generation)

@@ -98,6 +98,8 @@ class JobFolder:
         self._claim: Claim | None = None
         self._begun: dict[str, _Begun] = {}
         self._settled: str | None = None  # the run whose chain is all that is left here
+        self.newest: Commit | None = None
+        """The COMMIT of the checkpoint that this process has committed last; None before the first."""
 
     @classmethod
     def find(cls, storage: Path, job: str) -> JobFolder | None:
@@ -268,6 +270,7 @@ class JobFolder:
             sync_folder(path)
         self._settled = commit.run_id
         del self._begun[name]
+        self.newest = commit
         return ListedCheckpoint(path=path, commit=commit)
 
     @contextlib.contextmanager

@@ -55,6 +55,15 @@ class Run:
         return chain_after(self._came_from, run_id=self._id)
 
     @property
+    def newest(self) -> Commit | None:
+        """The COMMIT of the newest checkpoint that this process has committed, or else of the one that it went on from.
+
+        On the first rank, since it alone commits; others know the one that training went on from.
+        """
+        committed = None if self._folder is None else self._folder.newest
+        return committed or self._came_from
+
+    @property
     def is_claimed(self) -> bool:
         """Whether this run has claimed the job's folder."""
         return self._folder is not None
