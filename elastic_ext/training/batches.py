@@ -314,10 +314,12 @@ class Batches:
     @property
     def num_steps_left(self) -> int | None:
         """Steps that are left of the epoch under way; None where that is not known."""
-        if self._fixed is None or self.num_steps is None:
-            return self.num_steps  # by the samples that remain
-        num_batches = self._num_taken
-        return self.num_steps - num_batches // (self._full[1].num_micro_steps if self._full is not None else 1)
+        num_steps = self.num_steps
+        if num_steps is not None and self.is_over:
+            return 0
+        if num_steps is None or self._fixed is None:
+            return num_steps  # by the samples that remain
+        return num_steps - self._num_taken // (self._full[1].num_micro_steps if self._full is not None else 1)
 
     def epoch_length(self, num_ranks: int) -> EpochLength | None:
         """The length of an epoch in the script's own batches, asked before ``begin``; None where it is not known."""

@@ -1,0 +1,55 @@
+"""How far training is, and of which step its newest checkpoint is, as a rank's metrics tell it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
+from elastic_ext.cli.jobs import config_file_in
+from elastic_ext.training.options import FollowOptions
+
+DATA = TensorDataset(torch.arange(24.0).reshape(24, 1))
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_the_metrics_of_a_rank_have_the_steps_left_of_the_epoch_and_the_newest_checkpoint(
+    tmp_path: Path, elastic: bool
+) -> None:
+    model, began = nn.Linear(1, 1), time.time()
+    loader: Any = ElasticDataLoader(DATA, batch_size=2) if elastic else DataLoader(DATA, batch_size=2)
+    run_dir, told = tmp_path / "run", []
+    trainer = ElasticTrainer(
+        model,
+        loader,
+        global_batch_size=4,
+        shared_storage_path=tmp_path / "storage",
+        checkpoint_interval=CheckpointInterval(steps=4),
+        follow_options=FollowOptions(job="j", run_dir=run_dir, config_file=tmp_path / "own.json"),
+    )
+    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with trainer:
+        for epoch in range(2):
+            with trainer.epoch(epoch):
+                for number, (inputs,) in enumerate(loader):
+                    trainer._session.follower.reports.due_at = 0.0  # type: ignore[union-attr] # at the next boundary
+                    with trainer.step():
+                        model(inputs).sum().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if number % 2:
+                        measures = json.loads((run_dir / "metrics-0.json").read_text())["measures"]
+                        told.append((measures["epoch"], measures["num_epoch_steps_left"]))
+        trainer.save_checkpoint()
+    measures = json.loads((run_dir / "metrics-0.json").read_text())["measures"]
+    assert told == [(epoch, left) for epoch in range(2) for left in (5, 4, 3, 2, 1, 0)]
+    assert (measures["epoch"], measures["num_epoch_steps_left"], measures["checkpoint_step"]) == (None, None, 12)
+    assert began - 1.0 <= measures["checkpoint_time"] <= time.time()
+    assert config_file_in(run_dir) == tmp_path / "own.json"
