@@ -45,6 +45,7 @@ PARTS = (
             Planned(name="agreement", title="Agreement at step boundaries", minutes=3.5, short_minutes=1.5),
             Planned(name="profile", title="The profile of steps", minutes=4.5, short_minutes=1.5),
             Planned(name="pulse", title="The pulse that tells a launcher of a rank", minutes=1.7, short_minutes=0.6),
+            Planned(name="imports", title="The import of the library", minutes=2.0, short_minutes=1.1),
         ),
     ),
     Part(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from importlib import import_module, metadata
 from typing import Any
 
@@ -67,5 +68,16 @@ def _read(app: Any, name: str, source: list[str]) -> None:
     source[0] = with_tables(source[0])
 
 
+def _import_trainer() -> None:
+    """Import the trainer with the types that its signatures name, which it imports for type checkers alone."""
+    import_module("elastic_ext.training.prepare")  # as usual: among these modules such imports would be circles
+    typing.TYPE_CHECKING = True
+    try:
+        import_module("elastic_ext.training.trainer")
+    finally:
+        typing.TYPE_CHECKING = False
+
+
 def setup(app: Any) -> None:
+    _import_trainer()
     app.connect("source-read", _read)

@@ -7,12 +7,14 @@ Every check is a function from source texts to faults in words, and is tried on 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +146,27 @@ USES_GRPC = frozenset(
     }
 )
 """What speaks with a master, or is one: a training process never does."""
+IMPORTED_WHEN_USED = frozenset(
+    {
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch._dynamo",
+        "torch._inductor",
+        "sympy",
+        "accelerate",
+        "safetensors",
+        "grpc",
+        "google.protobuf",
+        "elastic_ext.doctor.gpus",
+        "tensorboard",
+    }
+)
+"""What importing a public name does not load, beside torch: what torch itself loads, such as pynvml, is not here."""
+NEEDS_SHARDED_TENSORS = frozenset({"ElasticLRScheduler", "ElasticOptimizer", "ReshardReport"})
+"""The public names that do load some of it; most scripts get these from a trainer."""
+STARTS_WITHOUT_PYNVML = ("elastic_ext.training.prepare", "elastic_ext.run", "elastic_ext.doctor.hardware")
+"""The modules by which a trainer, a launcher and a doctor start."""
 WHEN_CALLED: Mapping[str, str] = {
     "fsdp.checkpoint.format.copy": "numpy",
     "tuner.controller": "tuner.search",
@@ -673,18 +696,18 @@ SOURCES = sources_of(ROOT / PACKAGE)
 USES_TORCH = torch_users(SOURCES)
 LIGHT_MODULES = [PACKAGE, *(f"{PACKAGE}.{name}" for name in SOURCES if name != FRONT and name not in USES_TORCH)]
 
-_IMPORT_EACH = """
-import importlib, json, sys
-names, heavy = json.loads(sys.argv[1])
+_RUN_EACH = """
+import json, sys
+statements, heavy = json.loads(sys.argv[1])
 loaded, faults = set(), []
-for name in names:
+for statement in statements:
     try:
-        importlib.import_module(name)
+        exec(statement)
     except Exception as error:
-        faults.append(f"{name}: {type(error).__name__}: {error}")
+        faults.append(f"{statement}: {type(error).__name__}: {error}")
     new = {one for one in heavy if one in sys.modules} - loaded
     if new:
-        faults.append(f"importing {name} loads {', '.join(sorted(new))}")
+        faults.append(f"{statement} loads {', '.join(sorted(new))}")
     loaded |= new
 print(json.dumps(faults))
 """
@@ -692,8 +715,13 @@ print(json.dumps(faults))
 
 def import_faults(names: list[str], heavy: frozenset[str], root: Path) -> list[str]:
     """Which of some modules cannot be imported, or load what is heavy, in one fresh process that imports each."""
+    return loading_faults([f"import {name}" for name in names], heavy, root)
+
+
+def loading_faults(statements: list[str], heavy: frozenset[str], root: Path = ROOT) -> list[str]:
+    """Which of some statements fail, or load what is heavy, in one fresh process that runs each."""
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_EACH, json.dumps([names, sorted(heavy)])],
+        [sys.executable, "-c", _RUN_EACH, json.dumps([statements, sorted(heavy)])],
         capture_output=True,
         text=True,
         timeout=120,
@@ -723,6 +751,23 @@ def test_what_speaks_no_grpc_reaches_none_in_the_syntax_trees() -> None:
 
 def test_light_modules_load_no_torch_in_a_fresh_process() -> None:
     _no_faults(import_faults(LIGHT_MODULES, HEAVY, ROOT))
+
+
+def test_a_script_that_imports_public_names_loads_what_torch_does_and_little_more() -> None:
+    names = ["ElasticTrainer", *(name for name in PUBLIC_NAMES if name not in NEEDS_SHARDED_TENSORS)]
+    _no_faults(loading_faults([f"from elastic_ext import {name}" for name in names], IMPORTED_WHEN_USED))
+
+
+def test_trainer_launcher_and_doctor_start_without_pynvml() -> None:
+    missing = "import sys; sys.modules['pynvml'] = None"  # so that an import of it fails
+    _no_faults(loading_faults([missing, *(f"import {name}" for name in STARTS_WITHOUT_PYNVML)], frozenset()))
+
+
+def test_arguments_of_a_trainer_have_types_that_can_be_looked_up() -> None:
+    hints = typing.get_type_hints(elastic_ext.ElasticTrainer.__init__)  # as makers of command lines do
+    assert hints["step_options"] == elastic_ext.StepOptions | None
+    for options in (elastic_ext.CheckpointOptions, elastic_ext.FollowOptions, elastic_ext.StepOptions):
+        assert set(typing.get_type_hints(options)) == {each.name for each in dataclasses.fields(options)}
 
 
 def test_public_names_are_pinned() -> None:
@@ -901,13 +946,18 @@ def test_torch_behind_the_package_file_is_found_unless_it_is_lazy() -> None:
     assert heavy_faults({FRONT: "def f() -> None:\n    from .b import x", "b": "import torch"}, frozenset({"b"})) == []
 
 
+def test_statement_that_loads_something_or_fails_is_reported() -> None:
+    faults = loading_faults(["import json", "import sqlite3", "1 / 0"], frozenset({"sqlite3"}))
+    assert faults == ["import sqlite3 loads sqlite3", "1 / 0: ZeroDivisionError: division by zero"]
+
+
 def test_loading_a_heavy_module_or_failing_to_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "heavy_one.py").write_text("")
     (tmp_path / "light.py").write_text("")
     (tmp_path / "sly.py").write_text("import importlib\nimportlib.import_module('heavy' + '_one')")
     (tmp_path / "broken.py").write_text("1 / 0")
     faults = import_faults(["light", "sly", "broken"], frozenset({"heavy_one"}), tmp_path)
-    assert faults == ["importing sly loads heavy_one", "broken: ZeroDivisionError: division by zero"]
+    assert faults == ["import sly loads heavy_one", "import broken: ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def _of_none(num_on_bus: int | None) -> Iterator[Finding]:
         yield warning(
             f"{num_on_bus} NVIDIA GPUs are on the bus, and no driver is there for this process",
             "torch trains on the CPU, or fails",
-            "install the NVIDIA driver; in a container, docker run --gpus all with the NVIDIA container toolkit",
+            "install the NVIDIA driver, and nvidia-ml-py, which asks it; in a container, docker run --gpus all with "
+            "the NVIDIA container toolkit",
         )
     else:
         yield note("no NVIDIA GPU", "torch trains on the CPU, or on a device that is not looked at here")

@@ -8,8 +8,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import pynvml
-
 from .records import Gpu, Gpus
 
 __all__ = ["QUESTIONS", "Driver", "DriverAbsent", "NvidiaDriver", "Unanswered", "gpus_of"]
@@ -69,7 +67,7 @@ _GPU_TEMPERATURE, _SLOWDOWN_THRESHOLD = 0, 1
 
 
 class DriverAbsent(Exception):
-    """The machine has no NVIDIA driver."""
+    """The machine has no NVIDIA driver, or nothing that could ask it."""
 
 
 class Unanswered(Exception):
@@ -89,9 +87,17 @@ class Driver(Protocol):
 
 
 class NvidiaDriver:
-    """This machine's NVIDIA driver."""
+    """This machine's NVIDIA driver, asked by pynvml, which is imported by ``open``."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None  # until open()
 
     def open(self) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise DriverAbsent(str(error)) from None
+        self._nvml = pynvml
         try:
             pynvml.nvmlInit()
         except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
@@ -101,13 +107,13 @@ class NvidiaDriver:
 
     def ask(self, question: str, *arguments: object) -> Any:
         try:
-            return getattr(pynvml, question)(*arguments)
-        except (pynvml.NVMLError, AttributeError, UnicodeDecodeError) as error:  # an older pynvml has fewer
+            return getattr(self._nvml, question)(*arguments)
+        except (self._nvml.NVMLError, AttributeError, UnicodeDecodeError) as error:  # an older pynvml has fewer
             raise Unanswered(str(error)) from None
 
     def close(self) -> None:
-        with contextlib.suppress(pynvml.NVMLError):  # it has gone away meanwhile, and there is nothing more to close
-            pynvml.nvmlShutdown()
+        with contextlib.suppress(self._nvml.NVMLError):  # it has gone away, and there is nothing more to close
+            self._nvml.nvmlShutdown()
 
 
 def gpus_of(driver: Driver, *, num_on_bus: int | None) -> Gpus:

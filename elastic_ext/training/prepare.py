@@ -30,11 +30,8 @@ from elastic_ext.records.metrics import StepWindow
 
 from .checkpoints.checkpoints import Checkpoints, checkpoints_for
 from .checkpoints.state import TrainingState
-from .facts import FactsOfJob, profile_of
-from .gradients.noise import Learning
-from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
-from .optimizers.rates import OptimizerSettings
-from .options import (
+from .checks import (
+    check_process_group,
     check_ranks_are_joined,
     check_samples,
     check_scaler,
@@ -42,6 +39,11 @@ from .options import (
     check_shared,
     check_updates,
 )
+from .facts import FactsOfJob, profile_of
+from .gradients.noise import Learning
+from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
+from .optimizers.rates import OptimizerSettings
+from .options import LaunchSize
 from .parallelism import Parallelism, values_of
 from .remarks import EpochLength, remark_on_length
 from .session import Session, raise_on_all
@@ -153,8 +155,13 @@ def _surveyor(
 # --- a trainer's parts are put together, with the other ranks, once its optimizers are there -------------------------
 
 
-def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, *, launched: Launched) -> None:
-    """Join the other ranks, add the parts of ``training`` that were missing, and begin; all ranks call this, once."""
+def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, *, environ: Mapping[str, str]) -> None:
+    """Join the other ranks, add the parts of ``training`` that were missing, and begin; all ranks call this, once.
+
+    ``environ`` is the environment in which this process was launched.
+    """
+    check_process_group(LaunchSize.in_environment(environ))
+    launched = Launched.in_environment(environ)
     epoch = _join(training, optimizer, lr_scheduler, scaler)
     state, prepared, follower = training.state, training.prepared, training.follower
     training.settings.tells = state.remarks.are_logged = training.ranks.rank == 0

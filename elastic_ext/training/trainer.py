@@ -18,6 +18,8 @@ Words: a *micro-step* is one ``with trainer.step():``, one micro-batch. A *step*
 step's samples, and neither ``global_step`` nor a schedule moves on. **B** is the *global batch*: the samples of a step
 over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which is not always the number of ranks.
 ``global_step`` counts commits since training began, ``num_steps`` since ``reset()``.
+
+A script imports this beside torch, and may not train at all: what a trainer is made of is imported as one is made.
 """
 
 from __future__ import annotations
@@ -30,49 +32,30 @@ from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequen
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_ext.config.apply import Proposal
-from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import CheckpointError, ElasticError, StepError
-from elastic_ext.fsdp.blocks import Units
-from elastic_ext.fsdp.checkpoint.job import Launched
-from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.reshard.sharded_model import Spread
-from elastic_ext.profile.memory.questions import refuse_in_analysis
-from elastic_ext.profile.output import Sink
 from elastic_ext.records.text import check_flag
 
-from .batches import Batches
-from .checkpoints.checkpoints import CheckpointRequest
-from .checkpoints.state import claim_registered, fill_registered
-from .description import description
-from .gradients.gradients import Gradients
-from .optimizers.accelerate import Accelerated
-from .optimizers.amp import ElasticScaler
-from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
-from .options import (
-    CheckpointInterval,
-    CheckpointOptions,
-    FollowOptions,
-    LaunchSize,
-    MemoryModel,
-    StepOptions,
-    check_checkpoints,
-    check_model,
-    check_process_group,
-)
-from .parallelism import ReshardReport, values_of
-from .prepare import prepare
-from .session import Session
-from .steps.state import StepState
-from .steps.steps import Steps
-from .training import NOT_SPREAD, Training
+from .options import CheckpointInterval, CheckpointOptions, FollowOptions, MemoryModel, StepOptions
+
+if TYPE_CHECKING:
+    from elastic_ext.config.apply import Proposal
+    from elastic_ext.config.elastic_config import ElasticConfig
+    from elastic_ext.fsdp.blocks import Units
+    from elastic_ext.fsdp.plan import ParallelPlan
+    from elastic_ext.profile.output import Sink
+
+    from .optimizers.amp import ElasticScaler
+    from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
+    from .parallelism import ReshardReport
+    from .session import Session
+    from .steps.steps import Steps
 
 __all__ = ["NOT_PREPARED", "ElasticTrainer", "Epoch", "Mutating", "NotPrepared", "OwnStep"]
 
@@ -151,6 +134,21 @@ _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
 
+def _in_a_sentence(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """``method``; of an error that says all, what shows is the script's own line and the sentence."""
+
+    @functools.wraps(method)
+    def called(*given: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        try:
+            return method(*given, **named)
+        except CheckpointError as error:
+            if not error.says_all:
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
+
+
 class ElasticTrainer:
     """Steps with a global batch that keeps its size, and a config that changes between them.
 
@@ -182,6 +180,17 @@ class ElasticTrainer:
         follow_options: FollowOptions | None = None,
         memory_model: MemoryModel | None = None,
     ) -> None:
+        from elastic_ext.fsdp.reshard.sharded_model import Spread
+        from elastic_ext.profile.memory.questions import refuse_in_analysis
+
+        from .batches import Batches
+        from .checkpoints.checkpoints import CheckpointRequest
+        from .checks import check_checkpoints, check_model
+        from .gradients.gradients import Gradients
+        from .optimizers.accelerate import Accelerated
+        from .steps.state import StepState
+        from .training import Training
+
         steps = _options_of("step_options", step_options, StepOptions)
         following = _options_of("follow_options", follow_options, FollowOptions)
         saving = _options_of("checkpoint_options", checkpoint_options, CheckpointOptions)
@@ -227,6 +236,8 @@ class ElasticTrainer:
         All ranks call this, before optimizers are made of its parameters. ``units`` are its repeated blocks: a class of
         modules, names, or those that are found.
         """
+        from elastic_ext.fsdp.reshard.sharded_model import Spread
+
         if model is not self._model:
             raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
         if self._session is not None:
@@ -247,8 +258,10 @@ class ElasticTrainer:
 
         What is given back says what becomes of it, ``reshard_report`` what it has cost.
         """
+        from .parallelism import values_of
+
         if self._prepared and self._training.spread.plan is None:
-            raise ElasticError(self._training.spread.why_not or NOT_SPREAD)
+            raise ElasticError(self._training.why_not_reshard)
         return self.propose(values_of(plan), reason)
 
     @property
@@ -275,22 +288,18 @@ class ElasticTrainer:
     ) -> tuple[ElasticOptimizer, ElasticScaler]: ...
     @overload
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any: ...
+    @_in_a_sentence
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
 
         Several optimizers, or schedulers, come and go as a list; one ``torch.amp.GradScaler`` is for all of them. All
         ranks call this, once.
         """
+        from .prepare import prepare
+
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
-        check_process_group(LaunchSize.in_environment(os.environ))
-        launched = Launched.in_environment(os.environ)
-        try:
-            prepare(self._training, optimizer, lr_scheduler, scaler, launched=launched)
-        except CheckpointError as error:
-            if not error.says_all:
-                raise
-            raise error.with_traceback(None) from None  # what shows is the script's own line, and the sentence
+        prepare(self._training, optimizer, lr_scheduler, scaler, environ=os.environ)
         self._session = session = self._training.session
         weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
         self._micro_step = self._training.steps  # one object for all: making one costs more than entering it
@@ -303,6 +312,8 @@ class ElasticTrainer:
         name and shape when the model comes to be sharded. Between ``no_shard`` and a sharded plan they become other
         tensors: a dict is kept as it was given, and has them. A tensor by itself does not go between these.
         """
+        from .checkpoints.state import claim_registered
+
         if name in self._training.registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
         held: Mapping[str, torch.Tensor] = MappingProxyType({"": tensors} if isinstance(tensors, torch.Tensor) else {})
@@ -311,6 +322,7 @@ class ElasticTrainer:
         claim_registered(name, held, self._training.unclaimed)
         self._training.registered[name] = held
 
+    @_in_a_sentence
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
@@ -329,6 +341,7 @@ class ElasticTrainer:
         """
         return Mutating(self._prepared)
 
+    @_in_a_sentence
     def rewind(self, step: int | None = None, *, skip_samples: bool = False) -> Path:
         """Go back to the checkpoint of ``step``, or to the newest before the present step; gives its folder.
 
@@ -533,6 +546,8 @@ class ElasticTrainer:
 
     def describe(self) -> str:
         """What this trainer holds, a line each: job, model, batch, steps so far, config, checkpoints. On any rank."""
+        from .description import description
+
         return description(self._training, is_prepared=self._session is not None)
 
     def __repr__(self) -> str:
@@ -558,6 +573,8 @@ class ElasticTrainer:
 
         The optimizer and the scheduler load their own states, in any order.
         """
+        from .checkpoints.state import fill_registered
+
         self._counts.load_state_dict(state)  # first: rates follow the batch that it names
         if self._session is not None:
             self._session.resume(state["config"])
@@ -568,6 +585,7 @@ class ElasticTrainer:
             else:
                 self._training.unclaimed[name] = tensors
 
+    @_in_a_sentence
     def close(self) -> None:
         """End training: make sure that all ranks took as many steps, and stop following. Twice is allowed.
 

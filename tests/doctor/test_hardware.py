@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.gpus import QUESTIONS, gpus_of
+from elastic_ext.agent.workers.monitor import NvidiaGpus
+from elastic_ext.doctor.gpus import QUESTIONS, NvidiaDriver, gpus_of
 from elastic_ext.doctor.hardware import (
     GroupLimits,
     count_gpus_on_bus,
@@ -304,6 +305,13 @@ def test_no_driver_is_no_trouble_and_one_that_fails_is() -> None:
     assert (absent.devices, absent.trouble) == ((), None)
     broken = gpus_of(PlantedDriver({}, broken="Driver/library version mismatch"), num_on_bus=0)
     assert (broken.devices, broken.trouble) == ((), "Driver/library version mismatch")
+
+
+def test_without_pynvml_a_machine_counts_as_one_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
+    seen = gpus_of(NvidiaDriver(), num_on_bus=2)
+    assert (seen.devices, seen.trouble, seen.num_on_bus) == ((), None, 2)
+    assert NvidiaGpus.open() is None
 
 
 def test_all_that_is_asked_is_there_in_pynvml() -> None:

@@ -138,9 +138,12 @@ class NvidiaGpus:
 
     @classmethod
     def open(cls) -> NvidiaGpus | None:
-        """The NVIDIA GPUs of this machine; None where there is no driver."""
-        import pynvml
-
+        """The NVIDIA GPUs of this machine; None where there is no driver, or nothing that could ask it."""
+        try:
+            import pynvml
+        except ImportError as error:
+            _logger.debug("nothing is seen of GPUs: %s", error)
+            return None
         try:
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -11,23 +11,21 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.errors import StepError
+from elastic_ext.training.options import WhenNotFinite
 from elastic_ext.training.remarks import next_look
 
 if TYPE_CHECKING:
     from elastic_ext.training.training import Training
 
-__all__ = ["WHEN_NOT_FINITE", "FiniteGradients", "NotFinite", "WhenNotFinite", "num_not_finite"]
+__all__ = ["FiniteGradients", "NotFinite", "num_not_finite"]
 
 _logger = logging.getLogger(__name__)
-
-WhenNotFinite = Literal["warn", "skip", "stop"]
-WHEN_NOT_FINITE: tuple[WhenNotFinite, ...] = ("warn", "skip", "stop")
 
 _MOST_LEFT_OUT = 32
 """Steps in a row that a scaler may leave out: it halves its scale in each, and infinities end long before."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.records.text import as_list
-from elastic_ext.training.options import check_not_prepared
+from elastic_ext.training.checks import check_not_prepared
 from elastic_ext.training.steps.state import StepState
 
 from .accelerate import Accelerated, bare_optimizer, bare_scheduler

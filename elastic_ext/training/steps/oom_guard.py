@@ -10,23 +10,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE
 from elastic_ext.errors import StepError, StepUndone
 from elastic_ext.torch_private.out_of_memory import is_out_of_memory
 from elastic_ext.training.gradients.sharing import Averaging
+from elastic_ext.training.options import GuardMode
 
 from .state import StepState
 
 if TYPE_CHECKING:
     from elastic_ext.training.training import Training
 
-__all__ = ["GuardMode", "Guarding", "StepFailure"]
+__all__ = ["Guarding", "StepFailure"]
 
 _logger = logging.getLogger(__name__)
 
-GuardMode = Literal["auto", "always", "never"]
 _ALWAYS = "sync_every_micro_step shares gradients before a step's end"
 _OTHERS_TRAINED = (
     "ranks would share the gradients of different parameters ({}); start again, and set requires_grad alike on all"

@@ -199,8 +199,8 @@ def test_stages_of_the_models_parts_are_refused_too(pipelines: Any, tmp_path: Pa
 def test_pipelines_are_loaded_by_nobody_else(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, elastic_ext.training.trainer, torch\n"
-        "from elastic_ext.training.options import check_model, check_updates\n"
+        "import sys, elastic_ext.training.prepare, elastic_ext.training.trainer, torch\n"
+        "from elastic_ext.training.checks import check_model, check_updates\n"
         "model = torch.nn.Linear(1, 1)\n"
         "check_model(model, accelerator=None)\n"
         "check_updates(model)\n"
