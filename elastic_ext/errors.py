@@ -218,7 +218,10 @@ class RanksError(ElasticError):
 
 
 class RanksFailedError(RanksError):
-    """Ranks raised while all worked together; ``tracebacks`` maps each failed rank to its own."""
+    """Ranks raised while all worked together; ``tracebacks`` maps each failed rank to its own.
+
+    Where a rank was given what it refuses, and raises that itself, that is its error's words alone.
+    """
 
     def __init__(self, doing: str, num_ranks: int, tracebacks: Mapping[int, str]) -> None:
         self.doing = doing

@@ -192,8 +192,8 @@ class Appliers:
         answer = json.dumps({"reasons": reasons, "traceback": trace, "is_later": is_later}).encode()
         answers = [json.loads(data) for data in self._ranks.gather(answer, doing)]
         failed = {rank: answer["traceback"] for rank, answer in enumerate(answers) if answer["traceback"]}
-        if failed:
-            raise kind(doing, self._ranks.world_size, failed) from failure
+        if failed:  # the message has the traceback
+            raise kind(doing, self._ranks.world_size, failed) from failure and failure.with_traceback(None)
         found = {rank: answer["reasons"] for rank, answer in enumerate(answers) if answer["reasons"]}
         if not found and any(answer["is_later"] for answer in answers):
             raise AskAgainLater

@@ -282,7 +282,7 @@ def follow_config(
             agents_folder=settings.pulse_dir if settings is not None else None,
         )
     try:
-        ranks.all_or_raise(error, "starting to follow a config")
+        ranks.all_or_raise(error, "starting to follow a config", is_refusal=True)
     except RanksError:
         ranks.close()
         if error is not None:

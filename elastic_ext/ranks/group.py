@@ -153,11 +153,17 @@ class Ranks:
         self._wait(work, doing)
         return bytes(buffer)
 
-    def all_or_raise(self, error: BaseException | None, doing: str) -> None:
-        """Return if no rank brought an error; else every rank raises a RanksFailedError that holds all tracebacks."""
-        text = "" if error is None else "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
+    def all_or_raise(self, error: BaseException | None, doing: str, *, is_refusal: bool = False) -> None:
+        """Return if no rank brought an error; else every rank raises a RanksFailedError that holds all tracebacks.
+
+        Of a refusal, which its own rank raises as well, it holds the words alone.
+        """
+        shown = traceback.format_exception_only if is_refusal else traceback.format_exception
+        text = "" if error is None else "".join(shown(error))[-_MOST_TRACEBACK:]
         texts = self.gather(text.encode(errors="replace"), doing)
         failed = {rank: text.decode(errors="replace") for rank, text in enumerate(texts) if text}
+        if failed and error is not None and not is_refusal:
+            error.with_traceback(None)  # the message has it
         if failed:
             raise RanksFailedError(doing, self.world_size, failed) from error
 

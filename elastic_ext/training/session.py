@@ -775,7 +775,7 @@ class Session:
 def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str) -> None:
     """Return if no rank has a problem; else close the follower, and raise this rank's problem, or that of others."""
     try:
-        follower.ranks.all_or_raise(problem, doing)
+        follower.ranks.all_or_raise(problem, doing, is_refusal=True)
     except RanksError:
         follower.close()
         if problem is not None:

@@ -41,8 +41,8 @@ def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
     RanksDisagreeError where they were called for different things, and would wait for one another in vain.
     """
     answer: dict[str, object] = {}
-    raised = _add_what_it_asks(answer, ask)
-    _raise_unless_asked_alike(_exchanged(ranks, answer, "comparing what is asked for"), raised)
+    _add_what_it_asks(answer, ask)
+    _raise_unless_asked_alike(_exchanged(ranks, answer, "comparing what is asked for"))
 
 
 def agree_and_gather(ranks: Ranks, ask: Callable[[], str], act: Callable[[], object], doing: str) -> list[Any]:
@@ -51,11 +51,10 @@ def agree_and_gather(ranks: Ranks, ask: Callable[[], str], act: Callable[[], obj
     So ``act`` runs before it is known whether the other ranks were called for the same thing.
     """
     answer: dict[str, object] = {}
-    raised = _add_what_it_asks(answer, ask)
-    if raised is None:
-        raised = _add_what_it_gives(answer, ranks, act, doing)
+    _add_what_it_asks(answer, ask)
+    raised = _add_what_it_gives(answer, ranks, act, doing) if "asks" in answer else None
     answers = _exchanged(ranks, answer, doing)
-    _raise_unless_asked_alike(answers, raised)
+    _raise_unless_asked_alike(answers)
     return _given(answers, raised, doing)
 
 
@@ -64,13 +63,11 @@ def first_says(ranks: Ranks, opinion: bool, doing: str) -> bool:
     return ranks.sum([int(opinion and ranks.rank == 0)], doing)[0] > 0
 
 
-def _add_what_it_asks(answer: dict[str, object], ask: Callable[[], str]) -> Exception | None:
+def _add_what_it_asks(answer: dict[str, object], ask: Callable[[], str]) -> None:
     try:
         answer["asks"] = ask()
     except (ValueError, TypeError) as error:
         answer["refuses"] = str(error)
-        return error
-    return None
 
 
 def _add_what_it_gives(
@@ -92,10 +89,10 @@ def _exchanged(ranks: Ranks, answer: Mapping[str, object], doing: str) -> list[d
     return [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
 
 
-def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]], raised: Exception | None) -> None:
+def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]]) -> None:
     refused = {rank: each["refuses"] for rank, each in enumerate(answers) if "refuses" in each}
     if refused:
-        raise ValueError(_told(refused, len(answers))) from raised
+        raise ValueError(_told(refused, len(answers))) from None
     asked = {rank: each.get("asks", "something that needs no agreement") for rank, each in enumerate(answers)}
     if len(set(asked.values())) > 1:
         raise RanksDisagreeError(
@@ -107,8 +104,10 @@ def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]], raised: Exce
 def _given(answers: Sequence[Mapping[str, Any]], raised: Exception | None, doing: str) -> list[Any]:
     failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
     if failed:
-        failure = joined_failure(failed, doing, len(answers))
-        raise failure from None if failure.says_all else raised
+        failure, cause = joined_failure(failed, doing, len(answers)), _cause_of(raised)
+        if failure.says_all and cause is not None:  # its line alone is shown; programs read its number
+            cause.with_traceback(None).__suppress_context__ = True
+        raise failure from cause
     return [each["gives"] for each in answers]
 
 
@@ -146,8 +145,14 @@ def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int)
 
 
 def _says_all(error: Exception) -> bool:
-    """Whether an error's message says all there is to know: a CheckpointError without a cause."""
-    return isinstance(error, CheckpointError) and error.__cause__ is None
+    """Whether an error's message says all there is to know: it is a refusal, or the system's own words."""
+    cause = _cause_of(error)
+    return cause is None or (isinstance(cause, OSError) and cause.errno is not None)
+
+
+def _cause_of(error: BaseException | None) -> BaseException | None:
+    """What a failure comes from, once: the error itself, or the cause of one that is in the library's words."""
+    return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
 def _joined_mismatch(failed: Mapping[int, Mapping[str, Any]], num_ranks: int) -> CheckpointMismatch:

@@ -264,7 +264,7 @@ class Checkpoints:
             try:
                 path = self._save_and_wait(free or f"step_{self._counts.global_step}", moment or self.moment())
             except CheckpointExists as error:
-                raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
+                raise CheckpointExists(f"{error}; it does not have {change} as it is now") from None
         self._due = None  # it is this very step
         if due is not None and due.is_between and moment is None:  # and what the loop does there yet belongs to it
             self._note_saved(due)

@@ -15,6 +15,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from elastic_ext import ElasticError
+from tests.support.chains import num_causes
 from tests.support.ranks import RankPool
 from tests.training.mistakes.batches import BATCHES
 from tests.training.mistakes.causes import Cause
@@ -38,6 +39,8 @@ class Came:
     kind: str = ""
     """Of the error, if there was one."""
     text: str = ""
+    num_causes: int = 0
+    """Of the error, as Python shows them above it."""
     warnings: list[str] = field(default_factory=list)
     warned_after: list[int] = field(default_factory=list)
     """Steps that had committed when each of them came."""
@@ -81,7 +84,7 @@ def make_the_mistake(rank: int, name: str, num_ranks: int, folder: Path) -> Came
         try:
             cause.loop(training)
         except Exception as error:
-            came.kind, came.text = type(error).__name__, str(error)
+            came.kind, came.text, came.num_causes = type(error).__name__, str(error), num_causes(error)
         came.num_committed = 0 if training.trainer is None else training.trainer.global_step
         if cause.is_mended:
             if came.kind:
@@ -124,6 +127,7 @@ def test_no_mistake_passes_in_silence(ranks: RankPool, tmp_path: Path, cause: Ca
         assert {came.kind for came in everyone} == {cause.comes_as}, everyone
         assert len({came.text for came in everyone}) == 1, everyone
         assert cause.is_said_by(everyone[0].text), everyone[0].text
+        assert max(came.num_causes for came in everyone) <= 1, everyone
         if cause.num_committed is not None:
             assert {came.num_committed for came in everyone} == {cause.num_committed}
     if cause.is_mended:

@@ -73,7 +73,7 @@ class Restorer:
                 has_begun = any(self._ranks.gather(b"begun" if touched else b"", "telling how far loading has come"))
                 if not (falls_back and isinstance(error, CheckpointDamaged) and place + 1 < len(candidates)):
                     if has_begun:
-                        raise _with_more(error) from error
+                        raise _with_more(error) from error.__cause__
                     raise
                 if self._ranks.rank == 0:
                     _logger.warning("%s; going on from %s, which was saved before it", error, candidates[place + 1])
@@ -125,7 +125,10 @@ def _with_more(error: CheckpointError) -> CheckpointError:
     """An error of its kind whose message adds that memory is half loaded, and of no use."""
     more = "by now memory holds parts of what could not be loaded, and is of no use: do not train on, start anew"
     if isinstance(error, CheckpointMismatch):
-        return CheckpointMismatch(
+        told: CheckpointError = CheckpointMismatch(
             f"{error.message}; {more}", missing=error.missing, extra=error.extra, misshaped=error.misshaped
         )
-    return type(error)(f"{error}; {more}")
+    else:
+        told = type(error)(f"{error}; {more}")
+    told.says_all = error.says_all
+    return told
