@@ -71,11 +71,11 @@ def _read(app: Any, name: str, source: list[str]) -> None:
 def _import_trainer() -> None:
     """Import the trainer with the types that its signatures name, which it imports for type checkers alone."""
     import_module("elastic_ext.training.prepare")  # as usual: among these modules such imports would be circles
-    typing.TYPE_CHECKING = True
+    typing.TYPE_CHECKING = True  # type: ignore[misc]
     try:
         import_module("elastic_ext.training.trainer")
     finally:
-        typing.TYPE_CHECKING = False
+        typing.TYPE_CHECKING = False  # type: ignore[misc]
 
 
 def setup(app: Any) -> None:
