@@ -405,7 +405,7 @@ class Session:
 
     def log(self, values: Mapping[str, object]) -> None:
         """Count numbers of the script's: with the step under way, or between two steps at once."""
-        if self._has_ended:
+        if self.has_ended:
             raise ElasticError("training has ended, and trainer.log() was called; call it before")
         self.steps.log(values)
 
