@@ -487,10 +487,18 @@ NAMED_FREELY = {"shares", "seconds", "processor_seconds", "typical", "details", 
 """Of records, those whose keys are the job's."""
 
 
+ADDED = {
+    "metrics-0.json measures": {"epoch", "num_epoch_steps_left", "checkpoint_step", "checkpoint_time", "logged"},
+    "profile-0.jsonl": {"logged"},
+}
+"""What records have got since, by where it stands: a reader of before passes over it."""
+
+
 def unlike(was: Any, now: Any, where: str) -> list[str]:
     """Where the fields of two records are not the same; of what either has not, nothing can be said."""
     if isinstance(was, dict) and isinstance(now, dict):
-        keys = [f"{where}: {list(was)}, and now {list(now)}"] * (list(was) != list(now))
+        kept = [key for key in now if key not in ADDED.get(where, ())]
+        keys = [f"{where}: {list(was)}, and now {list(now)}"] * (list(was) != kept)
         inner = [key for key in was.keys() & now.keys() if key not in NAMED_FREELY]
         return keys + [fault for key in inner for fault in unlike(was[key], now[key], f"{where} {key}")]
     if isinstance(was, list) and isinstance(now, list) and was and now:

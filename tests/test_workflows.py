@@ -31,7 +31,7 @@ def steps() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def targets() -> set[str]:
     """What the Makefile can make by name."""
-    (phony,) = re.findall(r"(?m)^\.PHONY: (.*)$", (ROOT / "Makefile").read_text())
+    (phony,) = re.findall(r"(?m)^\.PHONY: (.*)$", (ROOT / "Makefile").read_text().replace("\\\n", ""))
     return set(phony.split())
 
 
