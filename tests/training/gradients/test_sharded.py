@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +27,8 @@ from elastic_ext.training.gradients.sharing import clip_norm
 from tests.support.faults import Fault, Faults, PlantedFault
 from tests.support.loops import put
 from tests.support.ranks import RankPool
-from tests.support.sharded import WAYS, Way, each_of, fresh, values_of
-from tests.support.thinning import each_once, the_first
+from tests.support.sharded import SLOW_WAYS, WAYS, Way, each_of, fresh, values_of
+from tests.support.thinning import the_first
 from tests.support.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
 
 NUM_STEPS = 5
@@ -125,10 +126,19 @@ def equal_rank(
     assert by_trainer(WAYS[way], folder, rank, name, num_micro_steps, most, exactly=exactly) == expected
 
 
+def in_turns() -> list[Any]:
+    """Every way with every optimizer and either call; each time one of these, by turns."""
+    turns = dict(zip(WAYS, itertools.cycle([("sgd", False), ("adamw", True)]), strict=False))
+    return [
+        pytest.param(*how, way, marks=[] if how == turns[way] and way not in SLOW_WAYS else pytest.mark.slow)
+        for way in WAYS
+        for how in itertools.product(["sgd", "adamw"], [False, True])
+    ]
+
+
 @pytest.mark.parametrize("most", the_first([0.05, None]), ids=["clipped", ""])
 @pytest.mark.parametrize("num_micro_steps", the_first([4, 1]))
-@pytest.mark.parametrize(("name", "exactly"), each_once(["sgd", "adamw"], [False, True]))
-@pytest.mark.parametrize("way", each_of(WAYS))
+@pytest.mark.parametrize(("name", "exactly", "way"), in_turns())
 def test_a_step_is_that_of_a_loop_by_hand(
     ranks: RankPool, tmp_path: Path, way: str, name: str, exactly: bool, num_micro_steps: int, most: float | None
 ) -> None:

@@ -21,6 +21,7 @@ from elastic_ext import StepError
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.torch_private.loss_graph import factor_of, is_sum_over, reads_graphs
 from tests.support.ranks import RankPool
+from tests.support.thinning import each_once
 from tests.support.training import bits_of, make_data, make_model, shared, trainer_of
 
 INPUTS: Any
@@ -463,8 +464,7 @@ def test_losses_that_are_kept_with_their_graphs_are_noticed(
     assert len(said(caplog)) == 1 and "graphs of 2 steps in a row are still held" in said(caplog)[0]
 
 
-@pytest.mark.parametrize("batch", [None, 4, 16])
-@pytest.mark.parametrize("order", ["last", "first", "middle"])
+@pytest.mark.parametrize(("batch", "order"), each_once([None, 4, 16], ["last", "first", "middle"]))
 def test_of_a_loop_that_does_nothing_wrong_nothing_is_said(
     tmp_path: Path, kind: str, batch: int | None, order: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,8 +8,6 @@ import copy
 import gc
 import io
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -225,7 +223,10 @@ def test_copies_of_a_model_in_training_are_made_as_of_any_other_and_are_not_weig
     assert trainer.global_step == 2
 
 
-def test_a_model_saved_while_it_trains_loads_without_this_library(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_jobs")
+@pytest.mark.parametrize("is_new", the_first([False, True]), ids=["forked", "new interpreter"])
+def test_a_model_saved_while_it_trains_loads_without_this_library(tmp_path: Path, is_new: bool) -> None:
+    """A script that is forked forgets what was imported of it before."""
     model = make_model()
     trainer = trainer_of(tmp_path, model, loader_of(8), global_batch_size=8)
     optimizer = trainer.prepare(sgd(model))
@@ -236,13 +237,18 @@ def test_a_model_saved_while_it_trains_loads_without_this_library(tmp_path: Path
                 assert model._forward_hooks
                 torch.save(model, tmp_path / "model.pt")
                 optimizer.step()
-    code = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import sys, torch\n"
+        "for name in [name for name in sys.modules if name.startswith('elastic_ext')]:\n"
+        "    del sys.modules[name]\n"
         f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
         "model(torch.zeros(1, 6).double()).sum().backward()\n"
         "assert not [name for name in sys.modules if name.startswith('elastic_ext')]\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with begun([str(script)], env=os.environ, is_new=is_new) as ended:
+        told, _ = ended.communicate(timeout=120)
+    assert ended.returncode == 0, told
 
 
 def test_an_average_of_the_model_is_kept_as_by_hand(tmp_path: Path) -> None:
@@ -436,13 +442,19 @@ def make_folder(name):
 """
 
 
-@pytest.mark.parametrize("is_closed", the_first([False, True]))
-def test_a_script_whose_config_file_is_gone_at_the_end_says_nothing(tmp_path: Path, is_closed: bool) -> None:
-    """One whose folder stays, and one whose folder is removed before."""
-    cells = [f"run_dir = {str(tmp_path)!r}", SETUP, LEAVING]
+@pytest.mark.usefixtures("forked_jobs")
+@pytest.mark.parametrize(("is_closed", "is_new"), the_first([(False, False), (False, True), (True, True)]))
+def test_a_script_whose_config_file_is_gone_at_the_end_says_nothing(
+    tmp_path: Path, is_closed: bool, is_new: bool
+) -> None:
+    """One whose folder stays, and one whose folder is removed before; each warning is an error that is written."""
+    cells = [f"run_dir = {str(tmp_path)!r}", "import warnings", "warnings.simplefilter('error')", SETUP, LEAVING]
     for name, gone in (("there", ""), ("gone", "shutil.rmtree(folder)")):
         cells += [f"folder = make_folder({name!r})", OPTIMIZER, FOLLOWING, PREPARE, TRAIN, gone, TRAIN]
         cells += ["assert optimizer.effective_rates == [0.25]", "trainer.close()" if is_closed else f"{name} = trainer"]
-    command = [sys.executable, "-X", "dev", "-W", "error", "-c", "\n".join(cells)]
-    ended = subprocess.run(command, timeout=120, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(cells))
+    options = ["-X", "dev", "-W", "error"] if is_new else []  # of an interpreter
+    with begun([*options, str(script)], env=os.environ, is_new=is_new) as ended:
+        told, _ = ended.communicate(timeout=120)
+    assert (ended.returncode, told) == (0, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +14,8 @@ from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
 from tests.support.file_operations import Gate
 from tests.support.saving import Small, end_saves
+from tests.support.scripts import begun
+from tests.support.thinning import the_first
 
 _END_SECONDS = 120.0  # for a script, on a busy machine
 
@@ -157,12 +158,16 @@ else:
 """
 
 
-def test_a_script_that_closes_nothing_has_its_last_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_new", the_first([False, True]), ids=["forked", "new interpreter"])
+@pytest.mark.usefixtures("forked_jobs")
+def test_a_script_that_closes_nothing_has_its_last_checkpoints(tmp_path: Path, is_new: bool) -> None:
     """One of them is under way when it ends, one is due and not begun; with a trainer, and without."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_END_SECONDS, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    with begun([str(script), str(tmp_path)], env=environment, is_new=is_new) as process:
+        told, _ = process.communicate(timeout=_END_SECONDS)
+    assert (process.returncode, told) == (0, "")
     saved = sorted(path.parent.name for path in (tmp_path / "storage").glob("fsdp_checkpoint/*/*/COMMIT"))
     assert saved == ["step_2", "step_4"]
     assert len(list((tmp_path / "other").glob("fsdp_checkpoint/*/step_1/COMMIT"))) == 1
