@@ -297,11 +297,25 @@ def alike(found: Mapping[str, Saved], expected: Mapping[str, Saved]) -> bool:
     return True
 
 
+CONTAINED = (
+    "fully_shard",
+    "fully_shard, kept after forward",
+    "fully_shard, offloaded",
+    "fully_shard of blocks alone",
+    "hybrid",
+    "tensor and fully_shard",
+    "FSDP1",
+)
+"""Of which nothing lies otherwise than in another: one of odd shapes, of all parameters, or one that keeps what it
+gathers."""
+
+
 def cases() -> Iterator[Any]:
     for index, name in enumerate(SPREAD):
-        yield pytest.param(name, ("adamw", "sgd")[index % 2], id=name)
-    yield pytest.param("fully_shard of odd shapes", "sgd", id="fully_shard of odd shapes, sgd")
-    yield pytest.param("FSDP1 of odd shapes", "sgd", id="FSDP1 of odd shapes, sgd")
+        marks = pytest.mark.slow if name in CONTAINED else []
+        yield pytest.param(name, ("adamw", "sgd")[index % 2], id=name, marks=marks)
+    for name in ("fully_shard of odd shapes", "FSDP1 of odd shapes"):
+        yield pytest.param(name, "sgd", id=f"{name}, sgd", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "optimizer_name"), list(cases()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,24 @@ def go_on_by_file(rank: int, folder: Path, name: str, until: int) -> tuple[str, 
         return str(run.plan.strategy), run.state(), seen
 
 
-def test_the_file_wins_over_the_script_and_the_script_over_what_was_saved(ranks: RankPool, tmp_path: Path) -> None:
-    (first, _, _), _ = ranks.run(2, go_on_by_file, tmp_path, "first", 2)
-    assert first == "hybrid_shard"
-    (_, _, seen), _ = ranks.run(2, go_on_by_file, tmp_path, "file", 7)
+@pytest.fixture(scope="module")
+def first(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run has saved step 2 under a plan that is neither the one of the scripts nor that of the files below."""
+    folder = tmp_path_factory.mktemp("first")
+    (strategy, _, _), _ = ranks.run(2, go_on_by_file, folder, "first", 2)
+    assert strategy == "hybrid_shard"
+    return folder
+
+
+@pytest.fixture
+def resumable(first: Path, tmp_path: Path) -> Path:
+    """A folder of a test's own with what that run has saved."""
+    shutil.copytree(first / "kept", tmp_path / "kept")
+    return tmp_path
+
+
+def test_the_file_wins_over_the_script_and_the_script_over_what_was_saved(ranks: RankPool, resumable: Path) -> None:
+    (_, _, seen), _ = ranks.run(2, go_on_by_file, resumable, "file", 7)
     assert seen == ["no_shard", "hybrid_shard"]  # and what a file leaves out is what the script says
 
 
@@ -125,10 +140,9 @@ def go_on_told(rank: int, folder: Path, told: dict[str, Any], until: int) -> tup
     ],
 )
 def test_a_run_that_is_resumed_beneath_a_file_changes_once_to_the_plan_of_that(
-    ranks: RankPool, tmp_path: Path, told: dict[str, Any], changes: list[Any]
+    ranks: RankPool, resumable: Path, told: dict[str, Any], changes: list[Any]
 ) -> None:
-    ranks.run(2, go_on_by_file, tmp_path, "first", 2)  # under a plan that is neither the script's nor the file's
-    for made, strategy, log in ranks.run(2, go_on_told, tmp_path, told, 7):
+    for made, strategy, log in ranks.run(2, go_on_told, resumable, told, 7):
         assert made == changes, log
         assert strategy == (changes[-1][1] if changes else "full_shard")
         assert not any("parallelism" in line for line in log if "resuming from" in line)
@@ -143,9 +157,8 @@ def go_on_plain(rank: int, folder: Path) -> None:
         run.train(4)
 
 
-def test_a_process_that_spreads_nothing_goes_on_from_a_spread_one(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, go_on_by_file, tmp_path, "first", 2)
-    ranks.run(1, go_on_plain, tmp_path, process_group=False)
+def test_a_process_that_spreads_nothing_goes_on_from_a_spread_one(ranks: RankPool, resumable: Path) -> None:
+    ranks.run(1, go_on_plain, resumable, process_group=False)
 
 
 def leave(rank: int, folder: Path) -> None:

@@ -112,7 +112,7 @@ def leak_nothing(ranks: RankPool, folder: Path, num_saves: int, overlaps: bool) 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_saves_of_a_trainer_leak_nothing(ranks: RankPool, ram: Path, overlaps: bool) -> None:
-    leak_nothing(ranks, ram, 60, overlaps)
+    leak_nothing(ranks, ram, 36, overlaps)
 
 
 @pytest.mark.slow
