@@ -137,7 +137,7 @@ def in_turns() -> list[Any]:
 
 
 @pytest.mark.parametrize("most", the_first([0.05, None]), ids=["clipped", ""])
-@pytest.mark.parametrize("num_micro_steps", the_first([4, 1]))
+@pytest.mark.parametrize("num_micro_steps", the_first([2, 4, 1]))
 @pytest.mark.parametrize(("name", "exactly", "way"), in_turns())
 def test_a_step_is_that_of_a_loop_by_hand(
     ranks: RankPool, tmp_path: Path, way: str, name: str, exactly: bool, num_micro_steps: int, most: float | None
