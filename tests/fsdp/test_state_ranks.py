@@ -312,7 +312,7 @@ gathers."""
 
 def cases() -> Iterator[Any]:
     for index, name in enumerate(SPREAD):
-        marks = pytest.mark.slow if name in CONTAINED else []
+        marks = [pytest.mark.slow] if name in CONTAINED else []
         yield pytest.param(name, ("adamw", "sgd")[index % 2], id=name, marks=marks)
     for name in ("fully_shard of odd shapes", "FSDP1 of odd shapes"):
         yield pytest.param(name, "sgd", id=f"{name}, sgd", marks=pytest.mark.slow)
