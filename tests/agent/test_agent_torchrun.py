@@ -16,9 +16,10 @@ from torch.distributed.run import get_args_parser
 from elastic_ext.agent.arguments import parser
 from tests.support.nodes import ELASTIC_RUN, TORCHRUN
 from tests.support.scripts import begun
+from tests.support.thinning import the_first
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, time
 names = ("RANK LOCAL_RANK ROLE_RANK ROLE_NAME GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE ROLE_WORLD_SIZE GROUP_WORLD_SIZE "
          "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS PYTHONPATH "
          "TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_VISIBLE_DEVICES PLANTED").split()
@@ -33,7 +34,10 @@ with open(os.path.join(os.environ["OUT"], f"worker-{rank}-{count}.json"), "w") a
     json.dump(found, file)
 os.write(1, f"out of {rank} {'apple' if rank == 0 else 'pear'}\\n".encode())
 os.write(2, f"err of {rank}\\n".encode())
+open(f"{os.environ['OUT']}-{rank}-{count}", "w").close()
 if "fail" in sys.argv and rank == 1 and count < int(sys.argv[-1]):
+    while not os.path.exists(f"{os.environ['OUT']}-0-{count}"):  # or it might be ended before it has told of itself
+        time.sleep(0.01)
     sys.exit(7)
 """
 
@@ -104,6 +108,33 @@ class Run:
         )
 
 
+QUICK: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
+    "standalone, spelt with underscores, no python, virtual local ranks, and restarted": (
+        ["--standalone", "--nproc_per_node=2", "--max_restarts=1", "--no_python", "--virtual_local_rank"],
+        ["--its-own", "a b", "fail", "1"],
+        {"PLANTED": "1", "CUDA_VISIBLE_DEVICES": "3, 5"},
+    ),
+    "teed and filtered, and out of restarts": (
+        [
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            "--tee=3",
+            "--log-dir=LOGS",
+            "--role=trainer",
+            "--local-ranks-filter=0",
+            "--duplicate-stdout-filters=apple",
+        ],
+        ["fail", "9"],
+        {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name} ${rank}/${local_rank}]: "},
+    ),
+    "static, in the environment, a module, redirected": (
+        ["--master-addr=127.0.0.1", "--master-port=0", "-m", "-r", "0:1,1:2", "--log_dir=LOGS"],
+        ["--name", "z"],
+        {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "3"},
+    ),
+    "one worker, in this interpreter": (["--run-path", "--nproc-per-node=1"], ["w"], {}),
+}
+"""All options, several of them in each launch; in CASES launches have fewer options and more workers."""
 CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "standalone": (["--standalone", "--nproc-per-node=2"], ["--its-own", "a b"], {"PLANTED": "1"}),
     "spelt with underscores, and restarted": (["--nproc_per_node=2", "--max_restarts=2"], ["fail", "2"], {}),
@@ -152,9 +183,9 @@ def test_every_option_of_its_own_is_told_of_and_no_other() -> None:
     }  # torch 2.11 has not got it
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", the_first([*QUICK, *CASES], len(QUICK)))
 def test_what_torchrun_does_elastic_run_does(case: str, tmp_path: Path) -> None:
-    options, arguments, environ = CASES[case]
+    options, arguments, environ = {**QUICK, **CASES}[case]
     both = [
         Run(launcher, tmp_path / name, options, arguments, environ)
         for launcher, name in ((TORCHRUN, "torch"), (ELASTIC_RUN, "ours"))
