@@ -18,6 +18,7 @@ from elastic_ext import ElasticDataLoader
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.probe import Probe
 from elastic_ext.records.metrics import StepWindow
+from tests.support.thinning import each_once
 from tests.support.training import Slices, bits_of, make_data, trainer_of
 from tests.support.ways import Block, Compiled, Net, Setting, by_hand, result_of, train
 
@@ -190,8 +191,9 @@ class TwoBlocks(nn.Module):
         return self.out(self.block(inputs))
 
 
-@pytest.mark.parametrize("compiled", [one_function, wrapped, itself, its_blocks])
-@pytest.mark.parametrize("guards_hooks", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "guards_hooks"), each_once([one_function, wrapped, itself, its_blocks], [False, True])
+)
 def test_steps_that_are_looked_at_and_those_that_are_not_are_of_the_same_graphs(
     compiled: Compile, guards_hooks: bool
 ) -> None:

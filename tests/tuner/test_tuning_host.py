@@ -162,19 +162,17 @@ from tests.tuner.test_tuning_host import FACTS, STORED
 from tests.support.masters import join_request
 now = Now(clock=1.0, time=1.0)
 before = {"numpy", "elastic_ext.tuner.controller"} & {*sys.modules}
-job = Job(STORED, JobSettings(library="1", tuning=sys.argv[1]), now)
-job.join(now, join_request("a"))
-job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, facts=FACTS.to_json(), workers=[wire.Worker(rank=0)]))
-job.tick(now)
-print(sorted({"numpy", "elastic_ext.tuner.controller"} & {*sys.modules} - before))
+for mode in ("off", "advise"):
+    job = Job(STORED, JobSettings(library="1", tuning=mode), now)
+    job.join(now, join_request("a"))
+    job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, facts=FACTS.to_json(), workers=[wire.Worker(rank=0)]))
+    job.tick(now)
+    print(sorted({"numpy", "elastic_ext.tuner.controller"} & {*sys.modules} - before))
 """
-    found = {}
-    for mode in ("off", "advise"):
-        command = [sys.executable, "-c", code, mode]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-        assert done.returncode == 0, done.stderr
-        found[mode] = done.stdout.strip()
-    assert found["off"] == "[]" and "controller" in found["advise"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    off, advise = done.stdout.splitlines()
+    assert off == "[]" and "controller" in advise
 
 
 # ---- what it decides ----

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -213,15 +213,50 @@ def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> 
     assert children("sleep(600)") == []
 
 
-def test_a_question_longer_than_a_pipe_is_answered_and_what_is_no_text_in_the_path_of_modules_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
-    monkeypatch.setattr(sys, "argv", [Path(sys.argv[0]), *sys.argv[1:]])
+class LookedAround(NamedTuple):
+    answers: list[MemoryAnswer]
+    found: list[Any]
+    """By the user's code, in the process that answers."""
+
+
+@pytest.fixture(scope="module")
+def looked_around(tmp_path_factory: pytest.TempPathFactory) -> LookedAround:
+    """What came of a question longer than a pipe, with what is no text in the path of modules, asked on a rank."""
+    folder = tmp_path_factory.mktemp("looks")
+    (folder / "looks_around.py").write_text(
+        textwrap.dedent(
+            f"""
+            import json, os, resource, sys, torch
+            from torch import nn
+            def made():
+                found = [os.nice(0), torch.get_num_threads(), resource.getrlimit(resource.RLIMIT_CPU)[0] > 0,
+                         "RANK" in os.environ, torch.cuda.is_available(), os.getcwd(), sys.argv]
+                with open({str(folder / "found.json")!r}, "w") as file:
+                    json.dump(found, file)
+                return nn.Linear(6, 5)
+            """
+        )
+    )
     batch = describe((*rows(4), "x" * (1 << 20)), 4, 0)
-    answers = answers_to(question_of("layers", memory_models.layers(), rows(4), batch=batch))
-    assert [each.problem for each in answers if each.problem is not None] == []
-    assert any(each.passes is not None for each in answers)
+    origin = Origin(module="looks_around", name="made")
+    with pytest.MonkeyPatch.context() as around:
+        around.setattr(sys, "path", [str(folder), *sys.path, Path("/nowhere")])
+        around.setattr(sys, "argv", [Path(sys.argv[0]), *sys.argv[1:]])
+        around.setenv("RANK", "0")
+        answers = answers_to(question_of("layers", nn.Linear(6, 5), rows(4), factory=origin, batch=batch))
+    return LookedAround(answers, json.loads((folder / "found.json").read_text()))
+
+
+def test_a_question_longer_than_a_pipe_is_answered_and_what_is_no_text_in_the_path_of_modules_is_passed_over(
+    looked_around: LookedAround,
+) -> None:
+    assert [each.problem for each in looked_around.answers if each.problem is not None] == []
+    assert any(each.passes is not None for each in looked_around.answers)
+
+
+def test_it_gives_way_has_one_thread_and_no_ranks(looked_around: LookedAround) -> None:
+    """What the user's code finds around it."""
+    assert looked_around.found == [19, 1, True, False, False, os.getcwd(), sys.argv]
 
 
 def test_a_process_that_cannot_be_started_is_told() -> None:
@@ -283,34 +318,3 @@ def test_no_trainer_is_made_where_a_script_is_imported_for_its_factory() -> None
     refuse_in_analysis({})
     with pytest.raises(ElasticError, match="imports the script for its model_factory"):
         refuse_in_analysis({IS_ANALYSIS: "1"})
-
-
-def test_it_gives_way_has_one_thread_and_no_ranks(tmp_path: Path) -> None:
-    """What the user's code finds around it."""
-    module = tmp_path / "looks_around.py"
-    module.write_text(
-        textwrap.dedent(
-            f"""
-            import json, os, resource, sys, torch
-            from torch import nn
-            def made():
-                found = [os.nice(0), torch.get_num_threads(), resource.getrlimit(resource.RLIMIT_CPU)[0] > 0,
-                         "RANK" in os.environ, torch.cuda.is_available(), os.getcwd(), sys.argv]
-                with open({str(tmp_path / "found.json")!r}, "w") as file:
-                    json.dump(found, file)
-                return nn.Linear(6, 5)
-            """
-        )
-    )
-    origin = Origin(module="looks_around", name="made")
-    question = question_of("layers", nn.Linear(6, 5), rows(4), factory=origin)
-    sys.path.insert(0, str(tmp_path))
-    os.environ["RANK"] = "0"
-    try:
-        answers = answers_to(question)
-    finally:
-        sys.path.remove(str(tmp_path))
-        del os.environ["RANK"]
-    assert any(each.passes is not None for each in answers)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found == [19, 1, True, False, False, os.getcwd(), sys.argv]
