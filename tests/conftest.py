@@ -6,6 +6,7 @@ The rules that sizes stand beside are in test_house.py; sizes are reported and n
 from __future__ import annotations
 
 import ast
+import compileall
 import gc
 import os
 import shutil
@@ -26,6 +27,15 @@ def pytest_configure() -> None:
     """One thread for what is computed here and in processes begun here, as ranks have it: tensors of tests are small,
     and threads of several test processes would wait for each other. Before torch is imported, which reads it then."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        compile_once()
+
+
+def compile_once() -> None:
+    """Compile what changed since the last run: with PYTHONDONTWRITEBYTECODE every interpreter that tests begin would
+    compile all that it imports, for a second each. Where nothing can be written, they still do."""
+    for folder in ("elastic_ext", "tests", "benchmarks"):
+        compileall.compile_dir(Path(__file__).resolve().parents[1] / folder, quiet=2)
 
 
 def pytest_collection() -> None:
