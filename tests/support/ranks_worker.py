@@ -9,6 +9,7 @@ or Raised (or dies), hears Clean, and tells why it is unclean, "" if it is not.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -171,6 +172,17 @@ def _script_main(descriptors: Sequence[int], argv: list[str], folder: str, envir
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # the environment says where it is
+    try:
+        _run_script(argv)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        _end(ended.code or 0)
+    else:
+        _end(0)
+
+
+def _run_script(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -179,6 +191,21 @@ def _script_main(descriptors: Sequence[int], argv: list[str], folder: str, envir
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = argv[0]
     exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), vars(main))
+
+
+def _end(status: int) -> NoReturn:
+    """End as an interpreter does, but for taking its modules down: that would touch, and so copy, all that is shared
+    with the nursery, for a third of a second. What the script itself holds is let go."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (OSError, ValueError):
+        sys.exit(status)  # the interpreter says that it was not read, or is closed
+    os._exit(status & 0xFF)
 
 
 # ---- in a worker ----
