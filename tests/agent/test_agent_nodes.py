@@ -22,6 +22,7 @@ from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
 from tests.support.elastic_job import NUM_SAMPLES
 from tests.support.nodes import FORKING_RUN, Node, last_step, nodes, samples_of_steps, set_config, until
 from tests.support.ports import free_port
+from tests.support.thinning import the_first
 
 JOB = ("-m", "tests.support.elastic_job")
 FOR_EVER = ("--steps=1000000", "--pace=0.1", "--every=1000000")
@@ -110,10 +111,16 @@ def lose(node: Node) -> None:
     node.process.kill()
 
 
-def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", the_first([1, 2]))
+def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(
+    tmp_path: Path, num_workers: int
+) -> None:
     cluster = Cluster(tmp_path)
-    with nodes(cluster.node(0), cluster.node(1, num_workers=2)) as (first, second):
-        until(lambda: "membership" in first.kinds() and plan_of(first).world_size == 3, what="both are there")
+    with nodes(cluster.node(0), cluster.node(1, num_workers=num_workers)) as (first, second):
+        until(
+            lambda: "membership" in first.kinds() and plan_of(first).world_size == 1 + num_workers,
+            what="both are there",
+        )
         num_changes = first.kinds().count("membership-changing")
         cluster.wait_for_steps(3)
         third = cluster.node(2)
@@ -122,7 +129,7 @@ def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(
             before = last_step(tmp_path)
             third.wait_for("workers started")
             assert last_step(tmp_path) > before  # the round of before had trained on
-            train_together(4, first, second, third)
+            train_together(2 + num_workers, first, second, third)
             at_join, version = cluster.wait_for_steps(3), plan_of(first).version
             second.send(signal.SIGTERM)
             assert second.end() == 143

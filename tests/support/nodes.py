@@ -147,7 +147,7 @@ def until(look: Callable[[], _Found | None], *, what: str = "") -> _Found:
     end = time.monotonic() + DEADLINE_SECONDS
     while (found := look()) is None or found is False:
         assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)  # what is looked for takes its time to be read
     return found
 
 
