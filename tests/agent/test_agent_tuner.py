@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.agent.config_writer import ConfigTuner, ForeignWrite, config_requests
@@ -528,14 +528,27 @@ def test_what_another_node_gives_and_is_no_config_is_trouble_and_not_taken(node:
     assert node.tuner.take(text_of(2, 2)) and node.tuner.trouble is None
 
 
+@pytest.mark.slow
 @given(given_configs=st.lists(configs(), min_size=1, max_size=4))
 @unhurried
+def test_nodes_that_take_in_many_orders_end_with_the_highest_version(
+    tmp_path_factory: pytest.TempPathFactory, given_configs: list[ElasticConfig]
+) -> None:
+    check_any_order(tmp_path_factory.mktemp("nodes"), given_configs)
+
+
+@given(given_configs=st.lists(configs(), min_size=1, max_size=4))
+@settings(unhurried, max_examples=30)
 def test_nodes_that_take_in_any_order_end_with_the_highest_version(
     tmp_path_factory: pytest.TempPathFactory, given_configs: list[ElasticConfig]
 ) -> None:
+    check_any_order(tmp_path_factory.mktemp("nodes"), given_configs)
+
+
+def check_any_order(folder: Path, given_configs: list[ElasticConfig]) -> None:
     by_version = {config.version: config for config in given_configs}  # one content for each version
     texts = [config.to_json() for config in by_version.values()]
-    with several(tmp_path_factory.mktemp("nodes"), 2) as nodes:
+    with several(folder, 2) as nodes:
         for node, order in zip(nodes, (texts, texts[::-1]), strict=True):
             for text in order:
                 node.tuner.take(text)

@@ -19,6 +19,7 @@ from elastic_ext.master.events import NodeRecord
 from elastic_ext.master.store import JobStore
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.support.masters import TOKEN, Caller, MasterProcess, join_request, master_in_process, until
+from tests.support.thinning import the_first
 
 METHODS = [each.name for each in wire.DESCRIPTOR.services_by_name["Master"].methods]
 NUM_NODES = 10_000
@@ -293,7 +294,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("num_there", [NUM_NODES - 200, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_there", the_first([NUM_NODES - 50, NUM_NODES - 200, 0]))
 def test_one_who_joins_under_ever_other_names_is_stopped_at_the_limit(
     patient_master: MasterProcess, num_there: int
 ) -> None:
