@@ -35,7 +35,7 @@ help:
 
 # setuptools comes first and builds the project in place, so that the build too uses the pinned version.
 # The stamp is written last: an installation that was cut short is made again.
-$(READY): setup.py setup.cfg pyproject.toml constraints.txt
+$(READY): setup.py setup.cfg pyproject.toml constraints.txt elastic_ext/version.py
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
 	    exit 1; }
