@@ -68,15 +68,32 @@ def test_of_an_exception_whose_words_say_all_there_is_nothing_more_is_shown(tmp_
     assert (told["message"], told["extraInfo"]["py_callstack"]) == ("Refusal: no room", "")
 
 
+FOLLOWS = """
+error = RuntimeError("reset\\nby it")
+error.follows_from = "rank 1 has ended"
+raise error
+"""
+
+
 def test_of_an_exception_that_follows_from_another_ranks_end_one_sentence_is_shown(tmp_path: Path) -> None:
     script, error_file = tmp_path / "train.py", tmp_path / "e"
-    script.write_text("error = RuntimeError('reset')\nerror.follows_from = 'rank 1 has ended'\nraise error\n")
+    script.write_text(FOLLOWS)
     environ = with_start({**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}, None, os.getpid())
     done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True)
-    words = f"RuntimeError (train.py, line 3), since rank 1 has ended; the traceback is in {error_file}\n"
+    words = f"RuntimeError (train.py, line 4), since rank 1 has ended: reset; the traceback is in {error_file}\n"
     assert (done.returncode, done.stderr) == (1, words)
     told = json.loads(error_file.read_text())["message"]
-    assert told["message"] == "RuntimeError: reset" and "line 3" in told["extraInfo"]["py_callstack"]
+    assert told["message"] == "RuntimeError: reset\nby it" and "line 4" in told["extraInfo"]["py_callstack"]
+
+
+def test_a_traceback_that_cannot_be_written_is_shown(tmp_path: Path) -> None:
+    script, error_file = tmp_path / "train.py", tmp_path / "e"
+    script.write_text(f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n{FOLLOWS}")
+    environ = with_start({**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}, None, os.getpid())
+    done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True)
+    assert done.stderr.startswith("Traceback (most recent call last)")
+    assert done.stderr.endswith("RuntimeError: reset\nby it\n")
+    assert not error_file.exists(), "torch's agent raises at one that is no JSON"
 
 
 def test_a_sitecustomize_of_the_machines_own_is_run(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def _write_exceptions(path: str) -> None:
     def write(kind, error, trace):  # type: ignore[no-untyped-def] # no typing: it would be imported in every worker
         says_all = getattr(error, "says_all", False) is True
         try:
+            said = str(error)
+        except Exception:
+            said = "<its __str__ raises>"
+        try:
             if not os.path.exists(path):
                 import json
                 import time
@@ -47,20 +51,20 @@ def _write_exceptions(path: str) -> None:
 
                 text = "" if says_all else "".join(traceback.format_exception(kind, error, trace))
                 told = {"py_callstack": text[-100_000:], "timestamp": str(int(time.time()))}
-                try:
-                    said = str(error)
-                except Exception:
-                    said = "<its __str__ raises>"
                 message = f"{kind.__name__}: {said}"[:10_000]
-                with open(path, "x") as file:
+                part = f"{path}.{os.getpid()}"
+                with open(part, "x") as file:
                     json.dump({"message": {"message": message, "extraInfo": told}}, file)
+                os.replace(part, path)  # whole, or not there: torch's agent raises at one that is no JSON
         except Exception:  # the disk is full, say: what Python prints is all there is then
             pass
         follows_from = getattr(error, "follows_from", None)
         if says_all and before is sys.__excepthook__:
-            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {error}\n")
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {said}\n")
         elif isinstance(follows_from, str) and before is sys.__excepthook__ and os.path.exists(path):
-            sys.stderr.write(f"{kind.__name__}{_place_of(trace)}, since {follows_from}; the traceback is in {path}\n")
+            first = said.strip().partition("\n")[0][:200]
+            why = f"{follows_from}: {first}" if first else follows_from
+            sys.stderr.write(f"{kind.__name__}{_place_of(trace)}, since {why}; the traceback is in {path}\n")
         else:
             before(kind, error, trace)
 
