@@ -24,7 +24,10 @@ class Completed:
     """Commands below this one, and the choices of its arguments."""
     options: tuple[str, ...]
     values: Mapping[str, tuple[str, ...]]
-    """The values that may follow an option, by option; none for one whose value may be any, such as a file."""
+    """The values that follow an option, by option; none for one whose value may be any, such as a file.
+
+    An option that may go without a value is not among them: what follows it may be the next option.
+    """
 
 
 def completed(
@@ -46,7 +49,7 @@ def completed(
             continue
         named = [each for each in action.option_strings if each.startswith("--")]
         options += named
-        if action.nargs != 0:
+        if action.nargs not in (0, "?", "*"):
             values |= dict.fromkeys(named, tuple(map(str, choices)))
     yield Completed(path=path, words=tuple(words), options=tuple(options), values=values)
     yield from below

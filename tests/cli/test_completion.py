@@ -38,6 +38,7 @@ ASKED: Sequence[tuple[Sequence[str], Sequence[str]]] = [
     (["elastic-ext", "ckpt", "export", "--dtype", "="], ["fp32", "fp16", "bf16"]),
     (["elastic-ext", "ckpt", "ls", "some/fol"], []),  # bash completes files by itself
     (["elastic-ext", "config", "show", "--file", "--"], []),
+    (["elastic-ext", "status", "--watch", "--js"], ["--json"]),
     (["elastic-ext", "completion", "b"], ["bash"]),
     (["elastic-run", "--hang-"], ["--hang-seconds"]),
     (["elastic-run", "--standalone", "--tun"], ["--tuning"]),
