@@ -252,7 +252,7 @@ class Leaving:
             self._has_told = True
             self._board.post(_ASKED, 1)
             self._board.tell(_SIGN, 1)
-            _logger.info("%s: the step is finished and saved, and training ends", self._signal)
+            _logger.info("%s: training is to end; the step under way is saved first, if it ends in time", self._signal)
         late = time.monotonic() - self._asked_at
         how = self._decided()
         if how is None and (self._training.has_nothing() or self._has_waited(late)):

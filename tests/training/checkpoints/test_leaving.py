@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import math
 import os
 import signal
@@ -215,7 +216,10 @@ def test_it_is_waited_longer_for_a_step_where_nothing_newer_was_copied(
     assert (waited[0] if waited else None) == at
 
 
-def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back() -> None:
+def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     board = Board(PlainStore(), "job")
     (mine, asked), (other, heard) = leaving_of(board), leaving_of(board)
     before = signal.getsignal(signal.SIGUSR1)
@@ -229,6 +233,8 @@ def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back
         mine.stop()
         other.stop()
     assert signal.getsignal(signal.SIGUSR1) is before
+    what = "training is to end; the step under way is saved first, if it ends in time"
+    assert {f"SIGUSR1: {what}", f"a signal to another rank: {what}"} <= {*caplog.messages}
 
 
 def test_a_handler_that_the_script_installs_later_is_the_only_one() -> None:
