@@ -11,10 +11,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal, TextIO
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
@@ -58,6 +60,8 @@ __all__ = [
 _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 _OWN_SCREEN, _FORMER_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """What has a terminal show another screen without a cursor, and the former one with its cursor."""
+_LEAVING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
+"""Signals that end a command that shows a screen, and the one that stops it until it is in the foreground again."""
 
 
 class Terminal:
@@ -69,6 +73,7 @@ class Terminal:
         self._out = out
         self._err = err
         self._width = width
+        self._painted = ""
 
     @property
     def width(self) -> int | None:
@@ -83,25 +88,48 @@ class Terminal:
     def paint(self, words: str) -> None:
         """Show ``words`` from the first line of the screen on, in place of what stands there, as far as there is room.
 
-        What stays the same is written over by itself, so that nothing flickers.
+        Each line is cleared before it is written, and before the last one all that is below it: to clear after a line
+        that is as long as the screen is wide would take its last character.
         """
         width, height = shutil.get_terminal_size()
         lines = [cut(line, width) for line in words.rstrip("\n").split("\n")]
         if len(lines) > height:
             lines[height - 1 :] = [cut(f"({counted(len(lines) - height + 1, 'line')} more)", width)]
-        written = f"{_TO_LINE_END}\n".join(_printable(line, self._out) for line in lines)
-        self._out.write(f"{_HOME}{written}{_TO_SCREEN_END}")
+        *above, last = (_printable(line, self._out) for line in lines)
+        written = "".join(f"{_TO_LINE_END}{line}\n" for line in above)
+        self._painted = f"{_HOME}{written}{_TO_SCREEN_END}{last}"
+        self._out.write(self._painted)
         self._out.flush()
 
     @contextlib.contextmanager
     def screen(self) -> Iterator[None]:
-        """A context in which the terminal has a screen of its own to ``paint`` on; what was there before comes back."""
-        self._out.write(_OWN_SCREEN)
+        """A context in which the terminal has a screen of its own to ``paint`` on; what was there before comes back.
+
+        It does so too where a signal ends or stops this process. What was painted last is shown again as the process
+        goes on. Called in the main thread.
+        """
+        descriptor = self._out.fileno()  # written to as a signal comes, perhaps in the middle of a write to the stream
+
+        def obey(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(OSError):  # the terminal is gone, of which SIGHUP tells
+                os.write(descriptor, _FORMER_SCREEN.encode())
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, obey)  # it was stopped, and goes on
+            os.write(descriptor, f"{_OWN_SCREEN}{self._painted}".encode(self._out.encoding))
+
+        numbers = [number for number in _LEAVING if signal.getsignal(number) == signal.SIG_DFL]  # as under nohup
         try:
+            for number in numbers:
+                signal.signal(number, obey)
+            self._out.write(_OWN_SCREEN)
+            self._out.flush()
             yield
         finally:
             self._out.write(_FORMER_SCREEN)
             self._out.flush()
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
 
     def tell(self, record: Mapping[str, object], words: str) -> None:
         """Write one finding: ``record`` on a line of its own where JSON is asked for, else ``words``."""
@@ -112,10 +140,11 @@ class Terminal:
         if not self.as_json:
             self._write(words)
 
-    def print(self, words: str) -> None:
-        """Write lines that are words or JSON already, so that they can be seen while the command goes on."""
-        self._write(words)
+    def print(self, page: str, complaints: str) -> None:
+        """Write what another Terminal has written: its page to the output, its complaints to stderr."""
+        self._out.write(_printable(page, self._out))
         self._out.flush()
+        self._err.write(_printable(complaints, self._err))
 
     def complain(self, words: str) -> None:
         """Write what went wrong to stderr."""

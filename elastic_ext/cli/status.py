@@ -95,34 +95,33 @@ def run_status(options: argparse.Namespace, environ: Mapping[str, str], terminal
 def watch(look: Callable[[Terminal], int], terminal: Terminal, seconds: float) -> int:
     """Show what ``look`` tells, and again every ``seconds``, until Ctrl-C; gives the exit status.
 
-    On a terminal each takes the place of the one before, and the last one stays; elsewhere they follow one another. It
-    ends where there is nothing to be looked at.
+    On a terminal each takes the place of the one before, complaints with it, and the last one stays; elsewhere they
+    follow one another, and complaints go to stderr. It ends where there is nothing to be looked at.
     """
-    told = ""
+    page, complaints = "", ""
+    is_painted = terminal.is_screen and not terminal.as_json
 
     def looked() -> int:
-        nonlocal told
-        page = io.StringIO()
-        status = look(Terminal(page, page, as_json=terminal.as_json, width=terminal.width))
-        told = page.getvalue().rstrip("\n")
+        nonlocal page, complaints
+        out, err = io.StringIO(), io.StringIO()
+        status = look(Terminal(out, err, as_json=terminal.as_json, width=terminal.width))
+        page, complaints = out.getvalue(), err.getvalue()
         return status
 
-    status, is_painted = looked(), terminal.is_screen and not terminal.as_json
-    if status == REFUSED:
-        return look(terminal)
     try:
-        with terminal.screen() if is_painted else contextlib.nullcontext():
+        status = looked()
+        with terminal.screen() if is_painted and status != REFUSED else contextlib.nullcontext():
             while status != REFUSED:
                 if is_painted:
-                    terminal.paint(told)
+                    terminal.paint(page + complaints)
                 else:
-                    terminal.print(told if terminal.as_json else f"{told}\n")
+                    terminal.print(page if terminal.as_json or not page else f"{page}\n", complaints)
                 threading.Event().wait(seconds)
                 status = looked()
     except KeyboardInterrupt:  # whoever watches has seen enough
         status = INTERRUPTED
     if is_painted or status == REFUSED:
-        terminal.print(told)
+        terminal.print(page, complaints)
     return status
 
 

@@ -145,7 +145,7 @@ def test_where_the_output_is_no_terminal_one_status_follows_another() -> None:
 
 
 def test_what_is_not_there_is_not_watched_and_what_goes_away_ends_it() -> None:
-    out, err, statuses = io.StringIO(), io.StringIO(), iter([2, 2, 0, 2])
+    out, err, statuses = io.StringIO(), io.StringIO(), iter([2, 0, 2])
 
     def look(terminal: Terminal) -> int:
         status = next(statuses)
@@ -158,7 +158,35 @@ def test_what_is_not_there_is_not_watched_and_what_goes_away_ends_it() -> None:
     assert watch(look, Terminal(out, err, as_json=False), 0.1) == 2
     assert (out.getvalue(), err.getvalue()) == ("", "elastic-ext: nothing here\n")
     assert watch(look, Terminal(out, err, as_json=False), 0.1) == 2
-    assert out.getvalue() == "something\n\nelastic-ext: nothing here\n"
+    assert (out.getvalue(), err.getvalue()) == ("something\n\n", "elastic-ext: nothing here\n" * 2)
+
+
+def test_complaints_are_not_among_the_lines_of_json_and_ctrl_c_ends_the_first_look_too() -> None:
+    out, err, statuses = Pages("{", 2), io.StringIO(), iter([0, 1, 0])
+
+    def look(terminal: Terminal) -> int:
+        status = next(statuses)
+        if status:
+            terminal.complain("nobody answers")
+        else:
+            terminal.tell({"healthy": True}, "")
+        return status
+
+    assert watch(look, Terminal(out, err, as_json=True), 0.1) == 130
+    assert (out.getvalue(), err.getvalue()) == ('{"healthy": true}\n' * 2, "elastic-ext: nobody answers\n")
+
+    def interrupted(_: Terminal) -> int:
+        raise KeyboardInterrupt
+
+    assert watch(interrupted, Terminal(out, err, as_json=True), 0.1) == 130
+
+
+def test_a_row_as_wide_as_the_screen_keeps_its_last_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "5")
+    monkeypatch.setenv("LINES", "3")
+    out = io.StringIO()
+    Terminal(out, out, as_json=False).paint("12345\nab\n67890\n")
+    assert out.getvalue() == "\x1b[H\x1b[K12345\n\x1b[Kab\n\x1b[J67890", "nothing is cleared behind a row that is full"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "run"])
@@ -168,14 +196,24 @@ def test_seconds_that_cannot_be_waited_are_refused(seconds: str, capsys: pytest.
     assert "allowed: seconds from 0.1 to 86400; a RUN_DIR goes before --watch" in capsys.readouterr().err
 
 
+_IN_A_GROUP = "import os, sys; os.setpgid(0, 0); from elastic_ext.cli import main; sys.exit(main())"
+
+
+OWN, FORMER = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""What shows a screen without a cursor, and the former one with its cursor."""
+
+
 class Screen:
-    """A terminal of 12 lines and 70 columns, on which a command of elastic-ext runs; what it writes is kept."""
+    """A terminal of 12 lines and 70 columns, on which a command of elastic-ext runs; what it writes is kept.
+
+    The command has a process group of its own, with its parent outside: SIGTSTP stops no other.
+    """
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 70, 0, 0))
         kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        command = [sys.executable, "-m", "elastic_ext.cli", *arguments]
+        command = [sys.executable, "-c", _IN_A_GROUP, *arguments]
         environ = {**kept, "PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environ)
         os.close(slave)
@@ -190,8 +228,12 @@ class Screen:
             while len(re.findall(pattern, self.written)) < num_times:
                 assert self._more.wait(end - time.monotonic()), self.written
 
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGINT)
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until the command has ended; gives its exit status."""
         status = self.process.wait(END_SECONDS)
         self._reader.join(END_SECONDS)
         os.close(self._master)
@@ -214,12 +256,35 @@ def test_a_terminal_shows_one_status_over_the_other_and_ctrl_c_leaves_the_last(t
     (tmp_path / WORKERS_FILE).write_bytes(b"{")
     screen.wait_for("in trouble")
     assert screen.end() == 130
-    own, former = screen.written.split("\x1b[?25h\x1b[?1049l")
-    assert own.startswith("\x1b[?1049h\x1b[?25l\x1b[H") and "\x1b[2J" not in own
+    own, former = screen.written.split(FORMER)
+    assert own.startswith(f"{OWN}\x1b[H") and "\x1b[2J" not in own
     frames = own.split("\x1b[H")[1:]
     for frame in frames:
         lines = re.sub(r"\x1b\[[KJ]", "", frame).split("\r\n")
         assert len(lines) <= 12 and max(map(len, lines)) <= 70
-    assert frames[0].startswith("j: running, 1 rank of 4 here\x1b[K")
-    assert "more)\x1b[J" in frames[0]
+    assert frames[0].startswith("\x1b[Kj: running, 1 rank of 4 here\r\n")
+    assert frames[0].split("\x1b[J")[1].endswith("more)")
     assert former.startswith("j: running, 1 rank of 4 here, in trouble\r\n") and "last events" in former
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_or_stops_it_gives_the_terminal_back(tmp_path: Path, number: signal.Signals) -> None:
+    write_all(tmp_path, this_process())
+    screen = Screen("status", str(tmp_path), "--watch", "1000")
+    screen.wait_for(r"more\)")
+    if number == signal.SIGTERM:
+        screen.process.send_signal(signal.SIGTSTP)
+        assert os.WIFSTOPPED(os.waitpid(screen.process.pid, os.WUNTRACED)[1])
+        screen.wait_for(re.escape(FORMER))
+        assert screen.written.endswith(FORMER)
+        screen.process.send_signal(signal.SIGCONT)
+        screen.wait_for(r"more\)", 2)  # long before another look
+    assert screen.end(number) == -number
+    own = screen.written.split(FORMER)
+    assert own.pop() == "" and len({*own}) == 1 and own[0].startswith(f"{OWN}\x1b[H")
+
+
+def test_what_is_not_there_is_told_without_another_screen(tmp_path: Path) -> None:
+    screen = Screen("status", str(tmp_path / "none"), "--watch")
+    assert screen.wait() == 2
+    assert OWN not in screen.written and screen.written.count("elastic-ext: ") == 1
