@@ -1,5 +1,5 @@
 """EventFiles: the events that workers and the agent have added to a run directory since the last look, in bounded
-memory.
+memory; and newest_event: the last event of a kind in one file.
 
 A line without an end is still being written, and is left for the next look; a line that cannot be parsed is skipped.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import ENXIO
 from pathlib import Path
@@ -17,7 +18,7 @@ from elastic_ext.records.agent import EVENTS_FILE
 from elastic_ext.records.files import open_regular
 from elastic_ext.records.metrics import JobEvent
 
-__all__ = ["EventFiles", "NewEvents"]
+__all__ = ["EventFiles", "NewEvents", "event_files_in", "newest_event"]
 
 _FILE = re.compile(r"events-(\d{1,9}|agent)\.jsonl")
 _MOST_FILES = 4096
@@ -57,7 +58,7 @@ class EventFiles:
 
     def skip(self) -> None:
         """Count the events that are in the files now as read."""
-        for name in self._names():
+        for name in event_files_in(self._run_dir, of_agent=self._of_agent):
             try:
                 status = os.stat(self._run_dir / name)
             except OSError:
@@ -68,18 +69,11 @@ class EventFiles:
         """The events written since the last look; none of a file that cannot be read."""
         found: list[JobEvent] = []
         num_dropped = 0
-        for name in self._names():
+        for name in event_files_in(self._run_dir, of_agent=self._of_agent):
             lines, num_passed = self._new_lines(name)
             found += [event for line in lines if (event := _event_in(line)) is not None]
             num_dropped += num_passed
         return NewEvents(events=tuple(sorted(found, key=lambda each: each.time)), num_dropped=num_dropped)
-
-    def _names(self) -> list[str]:
-        try:
-            names = sorted(name for name in os.listdir(self._run_dir) if _FILE.fullmatch(name))
-        except OSError:
-            return []
-        return [name for name in names if self._of_agent or name != EVENTS_FILE][:_MOST_FILES]
 
     def _new_lines(self, name: str) -> tuple[list[bytes], int]:
         """The whole lines that are new in one file, and how many new lines were skipped."""
@@ -102,6 +96,42 @@ class EventFiles:
         is_cut = begin > place.offset and lines  # the first of them, as a rule
         place.offset = begin + len(whole)
         return (lines[1:], num_passed + 1) if is_cut else (lines, num_passed)
+
+
+def event_files_in(run_dir: Path, *, of_agent: bool) -> list[str]:
+    """The names of the event files in a run directory; with ``of_agent=False`` without the agent's own."""
+    try:
+        names = sorted(name for name in os.listdir(run_dir) if _FILE.fullmatch(name))
+    except OSError:
+        return []
+    return [name for name in names if of_agent or name != EVENTS_FILE][:_MOST_FILES]
+
+
+def newest_event(file: Path, kinds: Sequence[str], *, most_bytes: int) -> JobEvent | None:
+    """The last event of these kinds in an event file; None where there is none, or the file cannot be read.
+
+    It is looked for from the end on, piece by piece, within the last ``most_bytes``.
+    """
+    words = [each.encode() for each in kinds]
+    try:
+        with open_regular(file) as events:
+            end = events.seek(0, os.SEEK_END)
+            least, rest = max(end - most_bytes, 0), b""
+            while end > least:
+                begin = max(end - _PIECE_BYTES, least)
+                events.seek(begin)
+                first, *lines = (events.read(end - begin) + rest).split(b"\n")
+                if begin == 0:
+                    lines = [first, *lines]
+                rest = first if len(first) <= _PIECE_BYTES else b""  # its beginning is in the piece before
+                for line in reversed(lines):
+                    event = _event_in(line) if any(word in line for word in words) else None
+                    if event is not None and event.kind in kinds:
+                        return event
+                end = begin
+    except OSError:
+        pass
+    return None
 
 
 def _num_lines(file: IO[bytes], num_bytes: int) -> int:

@@ -21,6 +21,7 @@ from elastic_ext.records.text import counted
 
 from .config_writer import ConfigTuner
 from .control import Control
+from .event_files import newest_event
 from .folder import NodeFolders
 from .journal import Journal
 from .workers.hangs import Hang, WaitingNews, find_hang, standings_from_json, standings_to_json
@@ -95,18 +96,8 @@ def left_in(file: Path, *, since: float) -> str | None:
 
 def _newest(file: Path, kinds: Sequence[str], *, since: float) -> JobEvent | None:
     """The newest event of these kinds in an event file; None where it is older than ``since``, or there is none."""
-    try:
-        with open(file, "rb") as events:
-            events.seek(max(file.stat().st_size - _MOST_BYTES, 0))
-            lines = events.read(_MOST_BYTES).splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # the first one is cut off
-            event = JobEvent.from_json(line.decode())
-            if event.kind in kinds:
-                return event if event.time >= since else None
-    return None
+    event = newest_event(file, kinds, most_bytes=_MOST_BYTES)
+    return None if event is None or event.time < since else event
 
 
 # --- what an agent does for its node besides starting and stopping workers, about once a second ----------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.agent.event_files import newest_event
 from elastic_ext.agent.node_tasks import Begun, LastProgress, begun_in, cost_in_words, left_in
 from elastic_ext.records.metrics import JobEvent
 
@@ -53,3 +54,15 @@ def test_lines_that_are_no_events_are_left_out(line: str, tmp_path: Path) -> Non
     file = tmp_path / "events-0.jsonl"
     file.write_text(event(8, 5.0, global_batch_size=12, checkpoints="/shared") + line[:60_000])
     assert begun_in(file, since=0.0) == BEGUN
+
+
+@pytest.mark.parametrize("later", [0, (1 << 20) - 20, 1 << 20, (1 << 20) + 20, 5 << 19])
+def test_the_last_event_of_a_kind_is_found_however_much_was_written_since(later: int, tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    line = event(9, 6.0, "other", "x" * 1000)
+    rest = (line * (later // len(line))).rjust(later, "\n")
+    file.write_text(event(0, 1.0) + event(8, 5.0) + rest)
+    found = newest_event(file, ("training-began",), most_bytes=1 << 30)
+    assert found is not None and found.step == 8
+    if later >= 1 << 20:
+        assert newest_event(file, ("training-began",), most_bytes=1 << 20) is None
