@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ __all__ = [
     "NodeFolders",
     "NodeTaken",
     "is_held",
+    "is_own",
     "keep_newest",
     "remove_memory_folder",
     "spare_cache",
@@ -87,10 +89,19 @@ def spare_cache() -> Path:
     return Path(tempfile.gettempdir()) / f"elastic_ext_of_{os.getuid()}"
 
 
+def is_own(folder: Path) -> bool:
+    """Whether this is a folder of this user, and no link: anybody can make one among temporary files."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
 def with_cache(environ: Mapping[str, str]) -> Mapping[str, str]:
     """``environ``, with ``spare_cache`` as the cache folder where run directories cannot be made in the user's own.
 
-    ValueError where the spare one is another user's.
+    ValueError where the spare one is another user's, or no folder.
     """
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return environ
@@ -103,9 +114,10 @@ def with_cache(environ: Mapping[str, str]) -> Mapping[str, str]:
     except (ValueError, OSError) as error:
         why = in_words(error)
     spare = spare_cache()
-    spare.mkdir(mode=0o700, exist_ok=True)
-    if spare.stat().st_uid != os.getuid():
-        raise ValueError(f"{why}; and {spare} is somebody else's: give a run directory, ELASTIC_EXT_RUN_DIR")
+    with contextlib.suppress(FileExistsError):
+        spare.mkdir(mode=0o700)
+    if not is_own(spare):
+        raise ValueError(f"{why}; and {spare} is no folder of this user: give a run directory, ELASTIC_EXT_RUN_DIR")
     _logger.warning("%s: the run directory is in %s; ELASTIC_EXT_RUN_DIR gives another one", why, spare)
     return {**environ, "XDG_CACHE_HOME": str(spare)}
 

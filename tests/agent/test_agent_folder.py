@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.folder import STAGING, NodeFolders, NodeTaken
+from elastic_ext.agent.folder import STAGING, NodeFolders, NodeTaken, spare_cache, with_cache
 from elastic_ext.agent.orphan_guard import Warden
 from elastic_ext.ranks.processes import ProcessIdentity, end_groups, is_alive, process_of, this_process
 from tests.support.nodes import until
@@ -165,3 +166,18 @@ def test_a_run_directory_of_another_user_is_warned_of(tmp_path: Path, caplog: py
     assert warning == (
         f"the run directory {run_dir} belongs to user 65534, who can change the job's config there; use one of user 0"
     )
+
+
+def test_the_spare_cache_is_a_folder_of_this_user_and_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nowhere = {"XDG_CACHE_HOME": "/dev/null"}
+    spare = spare_cache()
+    for _ in range(2):  # it is made, and then it is there
+        assert with_cache(nowhere) == {"XDG_CACHE_HOME": str(spare)}
+    spare.rename(tmp_path / "elsewhere")
+    for target in ("elsewhere", "nothing"):
+        spare.symlink_to(tmp_path / target)
+        with pytest.raises(ValueError, match="is no folder of this user: give a run directory, ELASTIC_EXT_RUN_DIR"):
+            with_cache(nowhere)
+        spare.unlink()
+    assert not (tmp_path / "nothing").exists()
