@@ -30,10 +30,11 @@
     elastic-ext doctor                         what is wrong with this machine, and what to do
     elastic-ext doctor --rdzv-endpoint HOST:PORT --nnodes N    ... and with pairs of nodes; this imports torch
 
-A job is named by --job, or by ELASTIC_EXT_RUN_DIR; else it is the only one that runs on this machine. The file of
-`config` can be given with --file or ELASTIC_EXT_CONFIG_FILE. Where an agent runs, `set` and `undo` have it write the
-file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked instead, from any machine: by `config`,
-`status` and `events`; `tuning` always asks one, but for `memory`, which reads files.
+A job is named by --job, or by ELASTIC_EXT_RUN_DIR; else it is the only one that runs on this machine, or, for commands
+that only read, the only one that has run. The file of `config` can be given with --file or ELASTIC_EXT_CONFIG_FILE.
+Where an agent runs, `set` and `undo` have it write the file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master
+is asked instead, from any machine: by `config`, `status` and `events`; `tuning` always asks one, but for `memory`,
+which reads files.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from elastic_ext.agent.config_writer import agent_in
 from elastic_ext.agent.control import AgentFailed, AgentRefused, ControlError
 from elastic_ext.config.keys import KEYS
 from elastic_ext.config.schema import json_schema
@@ -172,9 +174,11 @@ def _run_events(options: argparse.Namespace) -> int:
 def _run_tuning(options: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
     try:
-        master = named_master(options, os.environ, is_other=options.job is not None)
+        master, job = named_master(options, os.environ, is_other=options.job is not None), ""
         if master is None:
-            master = master_in(_named_or_found(options.job).run_directories, options, os.environ)
+            folders = _named_or_found(options.job, writes=options.command != "log").newest_first()
+            master = master_in(folders, options, os.environ)
+            job = next((agent.job for each in folders if (agent := agent_in(each)) is not None), "")
     except OSError as error:
         terminal.complain(in_words(error))
         return 2
@@ -184,13 +188,13 @@ def _run_tuning(options: argparse.Namespace) -> int:
     _quiet_grpc()
     from .master import run_tuning
 
-    return run_tuning(master, options, terminal)
+    return run_tuning(master, job, options, terminal)
 
 
-def _named_or_found(job: str | None) -> JobHere:
+def _named_or_found(job: str | None, *, writes: bool) -> JobHere:
     """The job whose master is to be asked; ValueError where none is found, or several may be meant."""
     try:
-        return one_job(None, job, os.environ, ways="--job NAME")
+        return one_job(None, job, os.environ, ways="--job NAME", writes=writes)
     except ValueError as error:
         if job is not None:
             raise

@@ -406,7 +406,7 @@ def run_ckpt(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     home = importlib.import_module(f".{COMMANDS[options.command].home}", __package__)
     try:
         if options.path is None:
-            options.path = _found(options.job, environ)
+            options.path = _found(options.job, environ, removes=COMMANDS[options.command].finds == "named jobs")
         status: int = getattr(home, f"run_{options.command}")(options, terminal)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
@@ -420,10 +420,10 @@ def run_ckpt(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return status
 
 
-def _found(job: str | None, environ: Mapping[str, str]) -> Path:
+def _found(job: str | None, environ: Mapping[str, str], *, removes: bool) -> Path:
     """The folder of the checkpoints of a job on this machine; CheckpointNotFound where none is found."""
     try:
-        return checkpoints_of(one_job(None, job, environ, ways="PATH or --job NAME"))
+        return checkpoints_of(one_job(None, job, environ, ways="PATH or --job NAME"), removes=removes)
     except ValueError as error:
         raise CheckpointNotFound(str(error)) from None
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.agent.config_writer import AgentsConfig, agent_in, is_running, living_agent_of
+from elastic_ext.agent.config_writer import AgentsConfig, living_agent_of
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import ConfigHistory, HistoryEntry
 from elastic_ext.errors import ConfigError, Refusal
@@ -62,7 +62,7 @@ class FilesConfig:
 
         ConfigError where none is named and no job is found, or several may be meant.
         """
-        path, run_dirs = _place(options.file, options.job, environ)
+        path, run_dirs = _place(options.file, options.job, environ, writes=options.command in _WRITING)
         return cls(path, run_dirs, is_forced=getattr(options, "force", False))
 
     def current(self) -> ElasticConfig | None:
@@ -125,11 +125,11 @@ def _set(place: ConfigPlace, options: argparse.Namespace) -> str:
         reason=options.reason,
         at_step=options.at_step,
     )
-    return _written(place, new, as_json=options.json)
+    return _written(place, new, options)
 
 
 def _undo(place: ConfigPlace, options: argparse.Namespace) -> str:
-    return _written(place, place.undo(), as_json=options.json)
+    return _written(place, place.undo(), options)
 
 
 def _diff(place: ConfigPlace, options: argparse.Namespace) -> str:
@@ -161,18 +161,21 @@ def _history(place: ConfigPlace, options: argparse.Namespace) -> str:
 
 COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
 """The commands of ``elastic-ext config``, by name; each gives the text to be printed."""
+_WRITING = ("set", "undo")
 
 
-def _written(place: ConfigPlace, new: ElasticConfig, *, as_json: bool) -> str:
+def _written(place: ConfigPlace, new: ElasticConfig, options: argparse.Namespace) -> str:
+    """What was written; and where, if the command line does not name that."""
     earlier = [entry.config for entry in place.entries() if entry.config.version < new.version]
     before = earlier[-1] if earlier else ElasticConfig(version=0)
     taken = place.taken(new.version)
-    if as_json:
-        record: dict[str, Any] = {"version": new.version, "changes": _changes_record(before, new)}
+    if options.json:
+        record: dict[str, Any] = {"version": new.version, "place": place.name, "changes": _changes_record(before, new)}
         if taken is not None:
             record |= {"num_holding": taken[0], "num_nodes": taken[1]}
         return _line(record)
-    words = f"version {new.version} written\n{_changes(before, new)}"
+    is_named = any((options.file, options.job, options.master))
+    words = f"version {new.version} written{'' if is_named else f' to {place.name}'}\n{_changes(before, new)}"
     if taken is not None:
         words += f"taken by {taken[0]} of {counted(taken[1], 'node')}\n"
     return words
@@ -210,7 +213,9 @@ def _value(value: object) -> str:
     return "absent" if value is None else shown(value, 200)
 
 
-def _place(file: Path | None, job: str | None, environ: Mapping[str, str]) -> tuple[Path, Sequence[Path]]:
+def _place(
+    file: Path | None, job: str | None, environ: Mapping[str, str], *, writes: bool
+) -> tuple[Path, Sequence[Path]]:
     """The config file that is meant, and the run directories of its job, as far as they are known."""
     own = [_path_in(environ, "ELASTIC_EXT_RUN_DIR")] if environ.get("ELASTIC_EXT_RUN_DIR") else []
     if file is not None:
@@ -220,11 +225,10 @@ def _place(file: Path | None, job: str | None, environ: Mapping[str, str]) -> tu
     if job is None and own:
         return config_file_in(own[0]), own
     try:
-        run_dirs = one_job(None, job, environ, ways="--job NAME").run_directories
+        run_dirs = one_job(None, job, environ, ways="--job NAME", writes=writes).newest_first()
     except ValueError as error:
         raise _refused(str(error) if job is not None else f"no config file is named, and {error}", _ALLOWED) from None
-    running = [each for each in run_dirs if (agent := agent_in(each)) and is_running(agent, each, socket.gethostname())]
-    return config_file_in((running or run_dirs)[0]), run_dirs
+    return config_file_in(run_dirs[0]), run_dirs
 
 
 def _path_in(environ: Mapping[str, str], name: str) -> Path:

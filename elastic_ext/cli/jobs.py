@@ -5,20 +5,21 @@ run directories say of its config file and of its checkpoints.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.agent.config_writer import agent_in
-from elastic_ext.agent.event_files import EventFiles
-from elastic_ext.agent.folder import NODES, spare_cache
+from elastic_ext.agent.config_writer import agent_in, is_running
+from elastic_ext.agent.event_files import event_files_in, newest_event
+from elastic_ext.agent.folder import NODES, is_own, spare_cache
 from elastic_ext.agent.status.files import CONFIG_FILE, is_run_directory, read_run_directory
-from elastic_ext.agent.status.status import status_of
 from elastic_ext.fsdp.checkpoint.folder.claim import newest_folder
 from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER
+from elastic_ext.records.agent import AgentRecord
 from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.records.text import expanded
@@ -29,6 +30,7 @@ __all__ = [
     "add_places",
     "checkpoints_of",
     "config_file_in",
+    "folder_of",
     "jobs_here",
     "named_job",
     "one_job",
@@ -37,7 +39,8 @@ __all__ = [
 
 _MOST_JOBS = 200
 _MOST_NAMED = 10
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
+"""How much of an event file is searched for the beginning of training, from its end on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +55,32 @@ class JobHere:
     """The job's run directories on this machine: its own, where it runs without an agent, and one per agent."""
 
     def is_running(self) -> bool:
-        """Whether a process of the job runs on this machine, by the files of its run directories."""
-        now, host = time.time(), socket.gethostname()
-        found = (status_of(read_run_directory(each, now=now, host=host)) for each in self.run_directories)
-        return any(each.state == "running" for each in found)
+        """Whether an agent or a rank of the job runs on this machine, by the files of its run directories."""
+        return bool(self.living_agents()) or any(_has_living_ranks(each) for each in self.run_directories)
+
+    def living_agents(self) -> dict[Path, AgentRecord]:
+        """The agents of the job that run on this machine, by their run directories."""
+        host = socket.gethostname()
+        agents = {each: agent for each in self.run_directories if (agent := agent_in(each)) is not None}
+        return {each: one for each, one in agents.items() if one.host == host and is_running(one, each, host)}
+
+    def newest_first(self) -> list[Path]:
+        """The run directories: first those of agents that run here, then those where something has begun last."""
+        living = self.living_agents()
+        return sorted(self.run_directories, key=lambda each: (each in living, _last_began(each)), reverse=True)
+
+
+def _has_living_ranks(run_dir: Path) -> bool:
+    try:
+        return bool(read_run_directory(run_dir, now=time.time(), host=socket.gethostname()).living)
+    except OSError:  # it has gone meanwhile
+        return False
+
+
+def _last_began(run_dir: Path) -> float:
+    """When the agent of a run directory, or training there, has begun last; 0 where neither is known."""
+    agent, training = agent_in(run_dir), _newest_beginning([run_dir])
+    return max(0.0 if agent is None else agent.time, 0.0 if training is None else training.time)
 
 
 # --- arguments, and the job that they mean ---------------------------------------------------------------------------
@@ -74,28 +99,38 @@ def add_places(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     return which
 
 
-def one_job(run_dir: Path | None, job: str | None, environ: Mapping[str, str], *, ways: str) -> JobHere:
+def one_job(
+    run_dir: Path | None, job: str | None, environ: Mapping[str, str], *, ways: str, writes: bool = False
+) -> JobHere:
     """The job that the arguments or the environment name, or else the only one that runs, or the only one there is.
 
-    ValueError where there is none, or several may be meant: it lists them, and says in which ``ways`` one is named.
+    A command that ``writes`` takes no job that it was not told and that does not run. ValueError where there is none,
+    or several may be meant: it lists them, and says in which ``ways`` one is named; or where several runs of the job
+    go on at once.
     """
-    named = named_job(run_dir, job, environ)
-    if named is not None:
-        return named
-    jobs = jobs_here(environ)
-    return only_one(jobs, [each for each in jobs if each.is_running()] if len(jobs) > 1 else [], ways=ways)
+    found = named_job(run_dir, job, environ)
+    if found is None:
+        jobs = jobs_here(environ)
+        running = [each for each in jobs if each.is_running()] if writes or len(jobs) > 1 else []
+        found = only_one(jobs, running, ways=ways, writes=writes)
+    agents = found.living_agents()
+    if len({each.run_id for each in agents.values()}) > 1:
+        raise ValueError(
+            f"several runs of job {found.name} go on at once on this machine, in {_listed(map(str, agents))}; set "
+            "ELASTIC_EXT_RUN_DIR to the one that is meant, without --job"
+        )
+    return found
 
 
-def only_one(jobs: Sequence[JobHere], running: Sequence[JobHere], *, ways: str) -> JobHere:
-    """The only job that runs, or the only one where none does; ValueError where there are several."""
-    meant = running or jobs
+def only_one(jobs: Sequence[JobHere], running: Sequence[JobHere], *, ways: str, writes: bool = False) -> JobHere:
+    """The only job that runs, or the only one where none does, but for a command that ``writes``; else ValueError."""
+    meant = running if running or writes else jobs
     if len(meant) == 1:
         return meant[0]
     if running:
         raise ValueError(f"{len(running)} jobs run on this machine: {_names(running)}; name one with {ways}")
-    raise ValueError(
-        f"no job runs on this machine, and {len(jobs)} have run there: {_names(jobs)}; name one with {ways}"
-    )
+    have = "1 has" if len(jobs) == 1 else f"{len(jobs)} have"
+    raise ValueError(f"no job runs on this machine, and {have} run there: {_names(jobs)}; name one with {ways}")
 
 
 def named_job(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> JobHere | None:
@@ -114,7 +149,10 @@ def named_job(run_dir: Path | None, job: str | None, environ: Mapping[str, str])
 
 
 def jobs_here(environ: Mapping[str, str]) -> list[JobHere]:
-    """The newest jobs that have their run directories where they are by default; ValueError where there is none."""
+    """The newest jobs that have their run directories where they are by default; ValueError where there is none.
+
+    A folder that cannot be read is passed over.
+    """
     places = _jobs_folders(environ)
     found = [job for place in places for job in _in_place(place)]
     if not found:
@@ -122,32 +160,52 @@ def jobs_here(environ: Mapping[str, str]) -> list[JobHere]:
     return found
 
 
-def _of_name(job: str, environ: Mapping[str, str]) -> JobHere:
+def folder_of(job: str, environ: Mapping[str, str]) -> Path:
+    """The folder of the job of this name: the first with run directories of this machine, or else the first there is.
+
+    Where there is none it is the one that the job would have.
+    """
     places = _jobs_folders(environ)
     folders = [StartSettings.run_dir_of({"XDG_CACHE_HOME": str(place.parent)}, job) for place in places]
-    found = [each for folder in folders for each in _run_directories(folder)]
+    if Path(job).name == job != "..":  # a long name is shortened there, and listed so
+        folders += [place / job for place in places]
+    here = (each for each in folders if _run_directories(each))
+    return next(here, next((each for each in folders if os.path.isdir(each)), folders[0]))
+
+
+def _of_name(job: str, environ: Mapping[str, str]) -> JobHere:
+    folder = folder_of(job, environ)
+    found = _run_directories(folder)
     if not found:
-        there = [each for place in places for each in _in_place(place)]
-        raise ValueError(
-            f"job {job!r} has no run directory {folders[0]}; those that are there: {_names(there) or 'none'}"
-        )
-    folder = next(each for each in folders if found[0].is_relative_to(each))
+        there = [each for place in _jobs_folders(environ) for each in _in_place(place)]
+        raise ValueError(f"job {job!r} has no run directory {folder}; those that are there: {_names(there) or 'none'}")
     return JobHere(name=job, folder=folder, run_directories=tuple(found))
 
 
 def _names(jobs: Sequence[JobHere]) -> str:
-    names = list(dict.fromkeys(each.name for each in jobs))
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    return _listed(each.name for each in jobs)
+
+
+def _listed(words: Iterable[str]) -> str:
+    """The words once each, or the first of them and how many more there are."""
+    each = list(dict.fromkeys(words))
+    more = f" and {len(each) - _MOST_NAMED} more" if len(each) > _MOST_NAMED else ""
+    return ", ".join(each[:_MOST_NAMED]) + more
 
 
 def _jobs_folders(environ: Mapping[str, str]) -> list[Path]:
-    """The folders that hold jobs' run directories by default, and those that agents use if they cannot write there."""
-    spare = StartSettings.jobs_folder({"XDG_CACHE_HOME": str(spare_cache())})
+    """The folders that hold jobs' run directories by default, and those that agents use if they cannot write there.
+
+    ValueError where there is neither.
+    """
+    cache = spare_cache()
+    spare = [StartSettings.jobs_folder({"XDG_CACHE_HOME": str(cache)})] if is_own(cache) else []
     try:
-        return [StartSettings.jobs_folder(environ), spare]
+        return [StartSettings.jobs_folder(environ), *spare]
     except ValueError:  # there is no home folder
-        return [spare]
+        if not spare:
+            raise
+        return spare
 
 
 def _in_place(place: Path) -> list[JobHere]:
@@ -159,19 +217,32 @@ def _in_place(place: Path) -> list[JobHere]:
 def _run_directories(job: Path) -> list[Path]:
     """The run directories in the folder of a job that are of this machine: other machines may have the same storage."""
     host = socket.gethostname()
-    of_nodes = [each for each in _newest(job / NODES) if is_run_directory(each)]
-    of_nodes = [each for each in of_nodes if (agent := agent_in(each)) is None or agent.host == host]
-    own = [job] if job.is_dir() and is_run_directory(job) else []
-    return own + of_nodes
+    found = [each for each in (job, *_newest(job / NODES)) if _has_records(each)]
+    return [each for each in found if each == job or (agent := agent_in(each)) is None or agent.host == host]
+
+
+def _has_records(folder: Path) -> bool:
+    try:
+        return is_run_directory(folder)
+    except OSError:  # it is not there, or cannot be read
+        return False
 
 
 def _newest(folder: Path) -> list[Path]:
-    """The folders in a folder, the newest first."""
-    try:
-        inside = [(each.stat().st_mtime, each) for each in folder.iterdir() if each.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [each for _, each in sorted(inside, reverse=True)]
+    """The folders in a folder, the newest first; a job's folder is as new as the newest of its nodes."""
+    ages = {each: max([changed, *(node for node, _ in _folders(each / NODES))]) for changed, each in _folders(folder)}
+    return sorted(ages, key=lambda each: ages[each], reverse=True)
+
+
+def _folders(folder: Path) -> list[tuple[float, Path]]:
+    """The folders in a folder, each with the time of its last change; without those of which it cannot be told."""
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            with contextlib.suppress(OSError):
+                if each.is_dir():
+                    found.append((each.stat().st_mtime, each))
+    return found
 
 
 def _path(text: str) -> Path:
@@ -189,19 +260,41 @@ def _path(text: str) -> Path:
 def config_file_in(run_dir: Path) -> Path:
     """The config file that the job of a run directory follows: its agent's, or the one that its ranks have named.
 
-    It is config.json in the folder where neither is known, or where that is all there is: the folder was copied.
+    It is config.json in the folder where neither is known, or where the folder was copied: that is all there is, or the
+    other is the config.json of another run directory.
     """
-    agent, own = agent_in(run_dir), run_dir / CONFIG_FILE
+    named, own = _named_config_file(run_dir), run_dir / CONFIG_FILE
+    if named is None or _is_of_another(named, run_dir) or (own.exists() and not os.path.exists(named)):
+        return own
+    return named
+
+
+def _named_config_file(run_dir: Path) -> Path | None:
+    """The config file that the agent of a run directory has named, or its ranks have where there is no agent."""
+    agent = agent_in(run_dir)
     if agent is not None:
-        named: object = agent.config_file
-    else:
-        began = _newest_beginning([run_dir])
-        named = None if began is None else began.details.get("config_file")
-    return Path(named) if isinstance(named, str) and (os.path.exists(named) or not own.exists()) else own
+        return Path(agent.config_file)
+    began = _newest_beginning([run_dir])
+    named = None if began is None else began.details.get("config_file")
+    return Path(named) if isinstance(named, str) else None
 
 
-def checkpoints_of(job: JobHere) -> Path:
-    """The folder of a job's checkpoints, as its ranks have named it; ValueError where they have named none."""
+def _is_of_another(config_file: Path, run_dir: Path) -> bool:
+    """Whether a config file is that of another run directory, which ``run_dir`` was copied from then."""
+    other, here = Path(os.path.realpath(config_file.parent)), Path(os.path.realpath(run_dir))
+    return (
+        config_file.name == CONFIG_FILE
+        and other not in (here, *here.parents)  # a job's folder may have the file of its nodes
+        and _named_config_file(config_file.parent) == config_file
+    )
+
+
+def checkpoints_of(job: JobHere, *, removes: bool = False) -> Path:
+    """The folder of a job's checkpoints, as its ranks have named it; ValueError where they have named none.
+
+    An earlier version has named the storage alone, where other jobs may save too: a command that ``removes`` gets
+    ValueError then.
+    """
     began = _newest_beginning(job.run_directories)
     if began is None:
         raise ValueError(f"job {job.name} has not said where its checkpoints are: training has not begun; give PATH")
@@ -209,6 +302,11 @@ def checkpoints_of(job: JobHere) -> Path:
     if not isinstance(storage, str):
         raise ValueError(f"job {job.name} keeps no checkpoints, as its trainer has no shared_storage_path; give PATH")
     if not isinstance(name, str):  # as an earlier version has written
+        if removes:
+            raise ValueError(
+                f"job {job.name} was started by an earlier version of elastic_ext, which has not said which folder in "
+                f"{storage} is the job's; give PATH"
+            )
         return Path(storage)
     jobs = Path(storage) / FOLDER
     found = newest_folder(os.listdir(jobs), name) if jobs.is_dir() else None
@@ -218,7 +316,10 @@ def checkpoints_of(job: JobHere) -> Path:
 
 
 def _newest_beginning(run_dirs: Sequence[Path]) -> JobEvent | None:
-    """The newest event by which a rank says that training has begun; None where there is none."""
-    looks = (EventFiles(each, most_bytes=_MOST_BYTES, of_agent=False).look() for each in run_dirs)
-    found = [event for look in looks for event in look.events if event.kind == "training-began"]
-    return max(found, key=lambda event: event.time, default=None)
+    """The newest event by which a rank says that training has begun; None where there is none.
+
+    Of each rank's events the last 64 MiB are searched.
+    """
+    files = [each / name for each in run_dirs for name in event_files_in(each, of_agent=False)]
+    found = (newest_event(file, ("training-began",), most_bytes=_MOST_BYTES) for file in files)
+    return max((each for each in found if each is not None), key=lambda event: event.time, default=None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from elastic_ext.agent.master.report import wire_text
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
 from elastic_ext.master.address import MasterPlace
 from elastic_ext.master.client import MasterClient
@@ -275,14 +276,17 @@ def _complained(error: Exception, terminal: Terminal) -> int:
 _DONE = 0
 
 
-def run_tuning(place: MasterPlace, options: argparse.Namespace, terminal: Terminal) -> int:
-    """Do ``elastic-ext tuning log``, ``pause``, ``resume`` or ``undo`` with a master; gives the exit status."""
+def run_tuning(place: MasterPlace, job: str, options: argparse.Namespace, terminal: Terminal) -> int:
+    """Do ``elastic-ext tuning log``, ``pause``, ``resume`` or ``undo`` with a master; gives the exit status.
+
+    ``job`` is the name of the job whose master is meant; empty for any.
+    """
     try:
         with MasterClient(place) as client:
             if options.command == "log":
                 report = client.tuning(most=options.last)
             else:
-                report = client.control_tuning(options.command, options.reason)
+                report = client.control_tuning(options.command, options.reason, job=wire_text(job))
     except (MasterError, ValueError) as error:
         terminal.complain(str(error))
         return _REFUSED if isinstance(error, (MasterRefused, ValueError)) else _TROUBLE
@@ -293,9 +297,11 @@ def run_tuning(place: MasterPlace, options: argparse.Namespace, terminal: Termin
         return _DONE
     decisions = [decision_record(each) for each in report.decisions]
     words = [decision_words(each) for each in report.decisions] or ["nothing follows from that"]
-    terminal.tell(
-        {"status": as_dict(report.status), "decisions": decisions}, "\n".join([*words, _standing(report.status)])
-    )
+    if not (options.job or options.master):
+        words.insert(0, on_one_line(f"told the master of {f'job {job}' if job else 'a job'} at {place.address}"))
+    about = {"job": job or None, "master": str(place.address)}
+    record = {**about, "status": as_dict(report.status), "decisions": decisions}
+    terminal.tell(record, "\n".join([*words, _standing(report.status)]))
     return _DONE
 
 

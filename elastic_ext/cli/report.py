@@ -9,7 +9,6 @@ from pathlib import Path
 
 from elastic_ext.errors import in_words
 from elastic_ext.records.files import open_regular, write_whole
-from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.report.load import find_places, gather
 from elastic_ext.report.markup import percent, seconds_in_words
 from elastic_ext.report.page import MARK, page
@@ -17,7 +16,7 @@ from elastic_ext.report.record import RunRecord
 from elastic_ext.version import VERSION
 
 from .ckpt import Terminal, path_of
-from .jobs import one_job
+from .jobs import folder_of, one_job
 
 __all__ = ["DONE", "FAILED", "REFUSED", "add_report", "run"]
 
@@ -84,7 +83,7 @@ def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -
     if run_dir is not None:
         return run_dir.expanduser()
     if job is not None:
-        return StartSettings.run_dir_of(environ, job)
+        return folder_of(job, environ)
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser()
     try:

@@ -156,9 +156,12 @@ class MasterClient:
         reply: pb.TuningReport = self._ask(self._stub.GetTuning, pb.GetTuningRequest(most=most), _CALL_SECONDS)
         return reply
 
-    def control_tuning(self, action: str, reason: str) -> pb.TuningReport:
-        """Have the tuner pause, resume, or undo its last change; its state then, and its decisions since the call."""
-        request = pb.ControlTuningRequest(action=action, reason=reason)
+    def control_tuning(self, action: str, reason: str, *, job: str = "") -> pb.TuningReport:
+        """Have the tuner pause, resume, or undo its last change; its state then, and its decisions since the call.
+
+        MasterRefused where the master is of another job than ``job``, if that is given.
+        """
+        request = pb.ControlTuningRequest(action=action, reason=reason, job=job)
         reply: pb.TuningReport = self._ask(self._stub.ControlTuning, request, _CALL_SECONDS)
         return reply
 

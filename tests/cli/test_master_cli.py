@@ -100,9 +100,10 @@ def test_a_config_that_is_set_is_in_the_nodes_file_and_the_words_are_those_of_a_
     assert ElasticConfig.parse((node.run_dir / "config.json").read_bytes()).version == 3
 
 
-def test_what_commands_say_can_be_had_as_json(shell: Shell, node: LinkedNode) -> None:
+def test_what_commands_say_can_be_had_as_json(shell: Shell, master: MasterThread, node: LinkedNode) -> None:
     assert shell.json("config", "set", "user.x=1") == {
         "version": 1,
+        "place": f"the config of the master at {master.address}",
         "changes": {"user.x": {"before": None, "after": 1}},
         "num_holding": 1,
         "num_nodes": 1,

@@ -103,6 +103,25 @@ def test_the_master_of_the_only_job_that_runs_is_asked(
     assert "died has no master.json" in capsys.readouterr().err
 
 
+def test_a_job_that_is_found_is_told_by_name_and_the_master_of_another_job_refuses(
+    master: MasterThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "cache" / "elastic_ext" / "runs"
+    record = MasterRecord(
+        address=master.address, token_file=str(master.token_file), ca_file="", pid=0, job_id="", epoch=1, time=0.0
+    )
+    write_all(run_dir, this_process(), job="j")
+    (run_dir / MASTER_FILE).write_text(record.to_json())
+    assert main(["tuning", "pause"]) == 0
+    assert capsys.readouterr().out.startswith(f"told the master of job j at {master.address}\n")
+    assert main(["tuning", "resume", "--job", "runs", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["job"], found["master"]) == ("j", master.address)
+    write_all(run_dir, this_process(), job="runs")
+    assert main(["tuning", "pause"]) == 2
+    assert "this master is of job 'j', not of 'runs'" in capsys.readouterr().err
+
+
 def test_the_log_as_json_is_an_object_for_each_decision(
     master: MasterThread, capsys: pytest.CaptureFixture[str]
 ) -> None:
