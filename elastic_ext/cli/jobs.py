@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic_ext.agent.config_writer import agent_in, is_running
 from elastic_ext.agent.event_files import event_files_in, newest_event
-from elastic_ext.agent.folder import NODES, is_own, spare_cache
+from elastic_ext.agent.folder import NODES, is_held, is_own, spare_cache
 from elastic_ext.agent.status.files import CONFIG_FILE, is_run_directory, read_run_directory
 from elastic_ext.fsdp.checkpoint.folder.claim import newest_folder
 from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER
@@ -280,13 +280,17 @@ def _named_config_file(run_dir: Path) -> Path | None:
 
 
 def _is_of_another(config_file: Path, run_dir: Path) -> bool:
-    """Whether a config file is that of another run directory, which ``run_dir`` was copied from then."""
+    """Whether a config file is that of another run directory, which ``run_dir`` was copied from then.
+
+    It was not where an agent has it locked: somebody has given that agent the other's file.
+    """
     other, here = Path(os.path.realpath(config_file.parent)), Path(os.path.realpath(run_dir))
-    return (
-        config_file.name == CONFIG_FILE
-        and other not in (here, *here.parents)  # a job's folder may have the file of its nodes
-        and _named_config_file(config_file.parent) == config_file
-    )
+    if config_file.name != CONFIG_FILE or other in (here, *here.parents):  # a job's folder may have its nodes' file
+        return False
+    with contextlib.suppress(OSError):  # storage without locks
+        if is_held(run_dir):
+            return False
+    return _named_config_file(config_file.parent) == config_file
 
 
 def checkpoints_of(job: JobHere, *, removes: bool = False) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.config_writer import agent_in
-from elastic_ext.agent.folder import NODES, spare_cache
+from elastic_ext.agent.folder import NODES, NodeFolders, spare_cache
 from elastic_ext.cli import main
 from elastic_ext.cli.jobs import JobHere, config_file_in, jobs_here, named_job, only_one
 from elastic_ext.ranks.processes import this_process
@@ -299,6 +299,11 @@ def test_a_copy_of_a_run_directory_has_its_own_config_file(tmp_path: Path) -> No
         (copy / "config.json").unlink()
         assert config_file_in(copy) == copy / "config.json"
         shutil.rmtree(copy)
+    shutil.copytree(live, copy)
+    agent = NodeFolders.make(copy, is_given=True)  # which was given the other's file
+    assert config_file_in(copy) == live / "config.json"
+    agent.close()
+    assert config_file_in(copy) == copy / "config.json"
     node = live / NODES / "h"  # which follows the file of the job's folder, as somebody has asked
     node.mkdir(parents=True)
     begun(node, config_file=str(live / "config.json"))
