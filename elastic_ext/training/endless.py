@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from elastic_ext.data.sources import ResumableSource
 from elastic_ext.errors import ElasticError, StepError
 
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ class EndlessBatches:
         self._training = training
         self._counts, self._batches = training.counts, training.batches
         self._loop: Iterator[Any] | None = None  # over the dataloader, in the epoch that is open
-        self._is_open = False  # an epoch that was begun here
+        self.is_open = False
+        """Whether an epoch was begun here, and has not ended."""
         self._num_takers = 0  # loops that were begun and not left
         self._num_batches = 0  # that the loop over the dataloader has given
         self._num_boundaries = 0  # so many there were as it began
@@ -91,13 +91,13 @@ class EndlessBatches:
     def _take(self, max_steps: int | None) -> Generator[Any, None, None]:
         self._num_takers += 1
         try:
-            if self._is_open:
+            if self.is_open:
                 self._session.go_on_in_epoch()
             while not self._session.should_stop and (max_steps is None or self._counts.global_step < max_steps):
                 yield self._next()
         finally:
             self._num_takers -= 1
-            if self._is_open and self._num_takers == 0 and not self._training.steps.is_inside:
+            if self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
                 self._session.pause_epoch()
 
     def make_way(self, doing: str) -> None:
@@ -108,26 +108,20 @@ class EndlessBatches:
 
     def end(self, error: BaseException | None) -> None:
         """End the epoch that is open, if one is, as ``Session.end_epoch`` does."""
-        is_open = self._is_open
+        is_open = self.is_open
         self.let_go()
         if is_open:
             self._session.end_epoch(error)
 
     def let_go(self) -> None:
         """Keep no loop over the dataloader, and with that none of its workers."""
-        self._loop, self._is_open = None, False
-
-    def step_out(self) -> None:
-        """Leave the epoch that is open without the other ranks, where the dataloader can be put elsewhere."""
-        if self._is_open and isinstance(self._batches.loader, ResumableSource):
-            self.let_go()
-            self._session.step_out_of_epoch()
+        self._loop, self.is_open = None, False
 
     def _check(self, how: str) -> None:
         """Raise where training has ended, or is in an epoch that was not begun here."""
         if self._session.has_ended:
             raise ElasticError(_HAS_ENDED)
-        if self._session.is_in_epoch and not self._is_open:
+        if self._session.is_in_epoch and not self.is_open:
             raise StepError(_WITHIN_EPOCH.format(how))
 
     def _next(self) -> Any:
@@ -135,7 +129,7 @@ class EndlessBatches:
         if self._training.steps.is_inside:
             raise StepError(_WITHIN_STEP)
         while True:
-            if not self._is_open:
+            if not self.is_open:
                 self._begin()
             if self._loop is None:
                 self._num_batches, self._num_boundaries = 0, self._counts.num_boundaries
@@ -154,7 +148,7 @@ class EndlessBatches:
         if self._batches.source is None:
             name_epoch(self._batches.loader, epoch)
         self._session.begin_epoch(epoch)
-        self._is_open = True
+        self.is_open = True
 
     def _pass_end(self) -> None:
         """End the epoch whose data has ended; an error where no epoch to come would have a step either."""

@@ -341,9 +341,10 @@ class Session:
         )
         if torn is None:
             saving.begin_due()
-        if not skips:
-            self.endless.step_out()
-        loaded = checkpoints.load_earlier(step, steps, skips=skips)
+        loaded = checkpoints.load_earlier(step, steps, leaves_epoch=self.endless.is_open, skips=skips)
+        if self.endless.is_open and not skips and self._batches.positions.can_go_back(loaded.position):
+            self.endless.let_go()
+            self._step_out_of_epoch()
         steps.start_over(passes_over=skips)
         num_steps, config = self._counts.num_steps, self.follower.config
         self._training.settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
@@ -544,16 +545,11 @@ class Session:
         if self._training.recorder is not None:
             self._training.recorder.end_epoch()
 
-    def step_out_of_epoch(self) -> None:
-        """Leave an epoch without the other ranks, since training goes back to a checkpoint, which says what comes."""
+    def _step_out_of_epoch(self) -> None:
+        """Leave an epoch, of which nothing is to stay: training goes back to a checkpoint, which says what comes."""
         self.is_in_epoch = self._counts.is_in_epoch = False
         self.pause_epoch()
         self._progress.end()
-        if self._batches.is_left_early:
-            self._counts.unfinished_epoch = self._counts.epoch
-        else:
-            self._batches.leave_epoch()
-        self._counts.epoch += 1
 
     def end_epoch(self, error: BaseException | None) -> None:
         """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -38,7 +39,16 @@ def loader_of(kind: str, rank: int, num_ranks: int) -> Any:
     if kind == "by epochs":
         dataset = TensorDataset(*make_data(BATCH * STEPS))
         return DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, num_ranks, rank, seed=3))
+    if kind == "stream without state":
+        return ElasticDataLoader(Stateless(), batch_size=2)
     return LOADERS[kind](rank, num_ranks)
+
+
+class Stateless(IterableDataset[Any]):
+    """A stream that cannot tell where it is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*make_data(BATCH * STEPS), strict=True)
 
 
 @dataclass
@@ -427,6 +437,27 @@ def test_a_loader_that_cannot_go_back_goes_on_with_its_next_batches(tmp_path: Pa
     assert run.seen.samples == whole.samples
 
 
+@pytest.mark.parametrize("back", [STEPS + 1, 99])
+def test_a_stream_without_state_goes_on_where_it_cannot_go_back_to_a_checkpoint(tmp_path: Path, back: int) -> None:
+    whole = by_epochs(tmp_path, "stream without state")
+
+    def rewind() -> None:
+        with contextlib.nullcontext() if back < MIDDLE else pytest.raises(ElasticError, match="99"):
+            run.trainer.rewind(back)
+
+    with Run(tmp_path, "run", "stream without state", every=EVERY_STEP) as run:
+        run.train(ALL - MIDDLE + min(back, MIDDLE), after=at(MIDDLE, rewind))
+    assert run.seen.samples == whole.samples
+
+
+def test_a_stream_without_state_goes_back_to_where_an_epoch_began(tmp_path: Path) -> None:
+    whole = by_epochs(tmp_path, "stream without state")
+    with Run(tmp_path, "run", "stream without state", every=BY_EPOCHS) as run:
+        run.train(after=at(MIDDLE, lambda: run.trainer.rewind(STEPS)))
+    assert run.seen.samples == whole.samples[:MIDDLE] + whole.samples[STEPS:]
+    assert [step[0] for step in run.seen.steps[2 * MIDDLE :]] == [step[0] for step in whole.steps[2 * STEPS :]]
+
+
 def test_going_back_without_samples_goes_on_with_the_next_ones(tmp_path: Path) -> None:
     whole = by_epochs(tmp_path, "elastic")
     with Run(tmp_path, every=EVERY_STEP) as run:
@@ -442,10 +473,11 @@ def test_where_there_is_nothing_to_go_back_to_the_loop_goes_on(tmp_path: Path, s
         with pytest.raises(ElasticError, match="99"):
             run.trainer.rewind(99)
 
-    with Run(tmp_path, every=EVERY_STEP) as run:
+    with Run(tmp_path, every=BY_EPOCHS) as run:
         run.train(after=at(step, try_to))
     assert run.seen.samples == whole.samples
     assert [step[:2] for step in run.seen.steps] == [step[:2] for step in whole.steps]
+    assert saved_in(run.storage) == ["epoch_1", "epoch_2", "epoch_3"]
 
 
 # --- no batches, and mistakes ----------------------------------------------------------------------------------------

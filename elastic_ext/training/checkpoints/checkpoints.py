@@ -525,8 +525,11 @@ class Checkpoints:
         self._last_epoch = self._counts.epoch
         return True
 
-    def load_earlier(self, step: int | None, steps: Steps, *, skips: bool) -> Resumed:
-        """Load the checkpoint of ``step``, or the newest before the present step; call ``go_back`` next."""
+    def load_earlier(self, step: int | None, steps: Steps, *, leaves_epoch: bool, skips: bool) -> Resumed:
+        """Load the checkpoint of ``step``, or the newest before the present step; call ``go_back`` next.
+
+        With ``leaves_epoch`` it may be one of another epoch, for which the caller leaves the one under way.
+        """
         self._due = None
         self.job.saver.drop_held()
         self._finish_save()
@@ -534,7 +537,7 @@ class Checkpoints:
         if is_torn:
             more += f", after {steps.num_torn} micro-steps of a step that was torn"
         before = self._counts.global_step + is_torn  # what is torn was to come after it
-        into = _Earlier(self._state, steps, replays=not skips)
+        into = _Earlier(self._state, steps, stays_in_epoch=not (skips or leaves_epoch))
         with self._heartbeat.during(Activity.RESUMING):
             resumed = self.job.restore_earlier(into, step, before=before, more=more, falls_back=self._falls_back)
             self._state.let_go()
@@ -638,14 +641,15 @@ def _tell_of_missing(resumed: Resumed, state: TrainingState) -> None:
 class _Earlier:
     """A training state that an earlier checkpoint is loaded into while training is under way."""
 
-    def __init__(self, state: TrainingState, steps: Steps, *, replays: bool) -> None:
+    def __init__(self, state: TrainingState, steps: Steps, *, stays_in_epoch: bool) -> None:
+        """With ``stays_in_epoch`` samples are to come again within the epoch under way."""
         self._state = state
-        self._replays = replays
+        self._stays_in_epoch = stays_in_epoch
         self._steps = steps
 
     def check(self, opened: Opened) -> None:
         """Raise where the checkpoint does not fit, or its place in the data cannot be gone back to."""
-        why_not = self._state.why_not_replay(opened) if self._replays else None
+        why_not = self._state.why_not_replay(opened) if self._stays_in_epoch else None
         if why_not is not None:
             raise CheckpointError(why_not)
         self._state.check(opened)
