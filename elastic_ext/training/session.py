@@ -646,7 +646,10 @@ class Session:
             return
         if self._saving is not None:
             self._saving.stop()
-            self._saving.give_up_due(is_well=not hasattr(sys, "last_value"))
+            is_well = not hasattr(sys, "last_value")
+            if is_well and self.follower.ranks.world_size == 1 and self.steps.torn is None:
+                self.endless.end(None)
+            self._saving.give_up_due(is_well=is_well)
         if self.follower.ranks.world_size > 1:
             if self._saving is not None:
                 self._saving.checkpoints.job.saver.wait_for_held()

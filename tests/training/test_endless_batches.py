@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -414,6 +416,18 @@ def test_a_torch_dataloader_begins_the_epoch_anew_where_a_run_resumes(
     assert "the epoch begins anew" in caplog.text
     assert second.seen.samples[:2] == first.seen.samples[STEPS:MIDDLE]
     assert [step[0] for step in second.seen.steps] == [1] * 2 * STEPS
+
+
+def test_a_trainer_that_is_dropped_has_the_checkpoint_of_its_last_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test that has failed
+    run = Run(tmp_path, every=BY_EPOCHS)
+    run.train(2 * STEPS)
+    storage = run.storage
+    del run
+    gc.collect()
+    assert saved_in(storage) == ["epoch_1", "epoch_2"]
 
 
 # --- going back ------------------------------------------------------------------------------------------------------
