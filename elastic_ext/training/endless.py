@@ -72,6 +72,7 @@ class EndlessBatches:
         self.is_open = False
         """Whether an epoch was begun here, and has not ended."""
         self._num_takers = 0  # loops that were begun and not left
+        self._in_hand: list[Any] = []  # a batch between the dataloader and the loop, which alone is to hold it
         self._num_batches = 0  # that the loop over the dataloader has given
         self._num_boundaries = 0  # so many there were as it began
         self._num_idle = 0  # epochs in a row that have ended without a step
@@ -93,8 +94,8 @@ class EndlessBatches:
         try:
             if self.is_open:
                 self._session.go_on_in_epoch()
-            while not self._session.should_stop and (max_steps is None or self._counts.global_step < max_steps):
-                yield self._next()
+            while self._advance(max_steps):
+                yield self._in_hand.pop()
         finally:
             self._num_takers -= 1
             if self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
@@ -124,23 +125,30 @@ class EndlessBatches:
         if self._session.is_in_epoch and not self.is_open:
             raise StepError(_WITHIN_EPOCH.format(how))
 
-    def _next(self) -> Any:
+    def _goes_on(self, max_steps: int | None) -> bool:
+        """Whether to take another batch, as all ranks decide after the same boundary."""
         self._check("asked for a batch")
         if self._training.steps.is_inside:
             raise StepError(_WITHIN_STEP)
-        while True:
+        self._training.steps.pass_owed_boundary()  # at which the other ranks may have agreed to stop
+        return not self._session.should_stop and (max_steps is None or self._counts.global_step < max_steps)
+
+    def _advance(self, max_steps: int | None) -> bool:
+        """Put the next batch in hand; False where no more are to be taken."""
+        while self._goes_on(max_steps):
             if not self.is_open:
                 self._begin()
             if self._loop is None:
                 self._num_batches, self._num_boundaries = 0, self._counts.num_boundaries
                 self._loop = iter(self._batches.loader)
             try:
-                batch = next(self._loop)
+                self._in_hand.append(next(self._loop))
             except StopIteration:
                 self._pass_end()
             else:
                 self._num_batches += 1
-                return batch
+                return True
+        return False
 
     def _begin(self) -> None:
         """Begin the next epoch, or go on with one that was left, with all ranks."""

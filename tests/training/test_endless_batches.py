@@ -94,6 +94,7 @@ class Run:
         self.optimizer = self.trainer.prepare(self.inner)
         self.seen = Seen()
         self.in_step: Callable[[int], object] = lambda step: None
+        self.after_optimizer: Callable[[int], object] = lambda step: None
         self._taken: list[float] = []
 
     def __enter__(self) -> Any:
@@ -115,6 +116,7 @@ class Run:
                 self.in_step(step)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+                self.after_optimizer(step)
         except PlantedFault:
             self._taken.clear()
             return False
@@ -416,6 +418,29 @@ def test_a_torch_dataloader_begins_the_epoch_anew_where_a_run_resumes(
     assert "the epoch begins anew" in caplog.text
     assert second.seen.samples[:2] == first.seen.samples[STEPS:MIDDLE]
     assert [step[0] for step in second.seen.steps] == [1] * 2 * STEPS
+
+
+@pytest.mark.parametrize("step", [MIDDLE, 2 * STEPS])
+def test_no_batch_is_taken_after_a_boundary_that_an_exception_has_put_off_and_that_says_to_stop(
+    tmp_path: Path, step: int
+) -> None:
+    """Ranks without the exception have passed that boundary as the step ended, and stop there."""
+    num_taken = 0
+
+    def stop_and_fail(before: int) -> None:
+        if before == step - 2:
+            run.trainer.request_stop()  # which is agreed at the boundary after the next step
+        if before == step - 1 and run.trainer.sync_gradients:
+            raise PlantedFault("after optimizer.step()")
+
+    with Run(tmp_path) as run:
+        run.after_optimizer = stop_and_fail
+        for inputs, targets in run.trainer.batches():
+            num_taken += 1
+            run.micro_step(inputs, targets)
+        assert (run.trainer.global_step, run.trainer.should_stop) == (step, True)
+        assert run.trainer._counts.is_in_epoch
+    assert num_taken == 2 * step
 
 
 def test_a_trainer_that_is_dropped_has_the_checkpoint_of_its_last_epoch(
