@@ -320,6 +320,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
         """Called with each batch before the loop has it."""
         self.is_in_step: Callable[[], bool] = _never
         """Whether a trainer's micro-step is under way."""
+        self.on_loop: Callable[[], None] | None = None
+        """Called before a loop begins; raises where none may."""
         if config_file is not None:
             me = weakref.ref(self)
             self._config_follower = LoaderConfigFollower(
@@ -330,6 +332,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
     # ---- a loop ----
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.on_loop is not None:
+            self.on_loop()
         if self._config_follower is not None:
             self._config_follower.look()
         self._warn_of_pinning()
@@ -363,6 +367,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             "_config_follower": None,
             "timeline": None,
             "on_batch": None,
+            "on_loop": None,
             "is_in_step": _never,
         }
         return {**self.__dict__, **own}

@@ -185,6 +185,8 @@ class ReenteredSource(Protocol):
 
     is_in_step: Callable[[], bool]
     """Set by the trainer: says whether a micro-step is under way."""
+    on_loop: Callable[[], None] | None
+    """Set by the trainer: called before a loop begins; raises where none may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

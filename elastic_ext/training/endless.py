@@ -7,9 +7,12 @@ epoch stays open; the next batch is of the same epoch, and ``Session`` ends the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from elastic_ext.data.sources import ReenteredSource, ResumableSource
 from elastic_ext.errors import ElasticError, StepError
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from .training import Training
 
 __all__ = ["EndlessBatches", "name_epoch"]
+
+_logger = logging.getLogger(__name__)
 
 _HAS_ENDED = (
     "training has ended, and trainer.batches() has no more batches; take them within `with trainer:`, or before "
@@ -33,6 +38,16 @@ _WITHIN_EPOCH = (
 _MAKE_WAY = (
     "{} in a loop over trainer.batches(), which begins and ends epochs by itself; leave the call out, or leave the "
     "loop first. Where batches are taken with next(batches), batches.close() leaves the loop"
+)
+_SECOND_LOOP = (
+    "a loop over the dataloader was begun in an epoch of trainer.batches(), and would leave out the rest of it; go on "
+    "with trainer.batches(), put `with trainer.epoch():` around the loop, or make a second loader for what is not "
+    "trained on"
+)
+_ENDED_BY_ERROR = (
+    "the loop over the %s gave no batch after it had raised an error, and epoch %d ends there: a generator that raises "
+    "has ended, and the rest of its batches does not come. Catch such an error where the batches are made, and give "
+    "another batch instead"
 )
 _NO_BATCH = (
     "the {kind} gave no batch in two epochs in a row, and trainer.batches() would wait for one for ever. Give the "
@@ -73,6 +88,7 @@ class EndlessBatches:
         """Whether an epoch was begun here, and has not ended."""
         self._num_takers = 0  # loops that were begun and not left
         self._in_hand: list[Any] = []  # a batch between the dataloader and the loop, which alone is to hold it
+        self._has_failed = False  # the dataloader, when it was asked for a batch last
         self._num_batches = 0  # that the loop over the dataloader has given
         self._num_boundaries = 0  # so many there were as it began
         self._num_idle = 0  # epochs in a row that have ended without a step
@@ -90,6 +106,7 @@ class EndlessBatches:
         return self._take(max_steps)
 
     def _take(self, max_steps: int | None) -> Generator[Any, None, None]:
+        thread = get_ident()
         self._num_takers += 1
         try:
             if self.is_open:
@@ -98,7 +115,8 @@ class EndlessBatches:
                 yield self._in_hand.pop()
         finally:
             self._num_takers -= 1
-            if self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
+            is_left_here = get_ident() == thread  # and not by another thread, whose garbage collection ends generators
+            if is_left_here and self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
                 self._session.pause_epoch()
 
     def make_way(self, doing: str) -> None:
@@ -117,6 +135,8 @@ class EndlessBatches:
     def let_go(self) -> None:
         """Keep no loop over the dataloader, and with that none of its workers."""
         self._loop, self.is_open = None, False
+        if isinstance(self._batches.loader, ReenteredSource):
+            self._batches.loader.on_loop = None
 
     def _check(self, how: str) -> None:
         """Raise where training has ended, or is in an epoch that was not begun here."""
@@ -139,27 +159,44 @@ class EndlessBatches:
             if not self.is_open:
                 self._begin()
             if self._loop is None:
-                self._num_batches, self._num_boundaries = 0, self._counts.num_boundaries
-                self._loop = iter(self._batches.loader)
+                self._begin_loop()
+            assert self._loop is not None
+            had_failed, self._has_failed = self._has_failed, True
             try:
                 self._in_hand.append(next(self._loop))
             except StopIteration:
-                self._pass_end()
+                self._pass_end(had_failed=had_failed)
             else:
+                self._has_failed = False
                 self._num_batches += 1
                 return True
         return False
 
     def _begin(self) -> None:
-        """Begin the next epoch, or go on with one that was left, with all ranks."""
+        """Begin the next epoch, or go on with one that was left where the dataloader can, with all ranks."""
+        if not isinstance(self._batches.loader, ResumableSource):
+            self._session.leave_unfinished()
         epoch = self._counts.epoch_to_resume
         if self._batches.source is None:
             name_epoch(self._batches.loader, epoch)
         self._session.begin_epoch(epoch)
         self.is_open = True
 
-    def _pass_end(self) -> None:
+    def _begin_loop(self) -> None:
+        """Begin a loop over the dataloader, and have it refuse others until this one is let go."""
+        self._num_batches, self._num_boundaries, self._has_failed = 0, self._counts.num_boundaries, False
+        loader = self._batches.loader
+        self._loop = iter(loader)
+        if isinstance(loader, ReenteredSource):
+            loader.on_loop = self._refuse_loop
+
+    def _refuse_loop(self) -> None:
+        raise StepError(_SECOND_LOOP)
+
+    def _pass_end(self, *, had_failed: bool) -> None:
         """End the epoch whose data has ended; an error where no epoch to come would have a step either."""
+        if had_failed:
+            _logger.warning(_ENDED_BY_ERROR, type(self._batches.loader).__name__, self._counts.epoch)
         self._num_idle = 0 if self._counts.num_boundaries > self._num_boundaries else self._num_idle + 1
         error = None if self._num_idle < 2 else self._why_idle()
         self.end(error)

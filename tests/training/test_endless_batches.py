@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -443,6 +444,27 @@ def test_no_batch_is_taken_after_a_boundary_that_an_exception_has_put_off_and_th
     assert num_taken == 2 * step
 
 
+def test_an_epoch_by_hand_that_was_left_is_not_begun_again_with_a_loader_that_cannot_go_on(tmp_path: Path) -> None:
+    with Run(tmp_path, kind="by epochs") as run:
+        with run.trainer.epoch():
+            for inputs, targets in run.loader:
+                if run.micro_step(inputs, targets):
+                    break
+        run.train(1 + STEPS)
+    assert [step[0] for step in run.seen.steps] == [0] * 2 + [1] * 2 * STEPS
+
+
+def test_another_loop_over_the_dataloader_is_refused_until_the_epoch_has_ended(tmp_path: Path) -> None:
+    whole = by_epochs(tmp_path, "elastic")
+    with Run(tmp_path) as run:
+        by_break(run)
+        with pytest.raises(StepError, match=r"begun in an epoch of trainer.batches\(\), and would leave out the rest"):
+            iter(run.loader)
+        run.train()
+    assert run.seen.samples == whole.samples
+    iter(run.loader)
+
+
 def test_a_trainer_that_is_dropped_has_the_checkpoint_of_its_last_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +475,60 @@ def test_a_trainer_that_is_dropped_has_the_checkpoint_of_its_last_epoch(
     del run
     gc.collect()
     assert saved_in(storage) == ["epoch_1", "epoch_2"]
+
+
+def test_a_loop_that_another_thread_ends_notes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_PULSE_DIR", str(tmp_path))
+    with Run(tmp_path) as run:
+        batches = run.trainer.batches()
+        run.micro_step(*next(batches))
+        thread = threading.Thread(target=batches.close)
+        thread.start()
+        thread.join()
+        reading = read_heartbeat(heartbeat_file(tmp_path, 0))
+        assert reading is not None and reading.activity is Activity.BETWEEN
+        run.train()
+
+
+class Breaking(Dataset[Any]):
+    """Samples of which one cannot be had, the first time that it is asked for."""
+
+    def __init__(self) -> None:
+        self._data = TensorDataset(*make_data(BATCH * STEPS))
+        self._has_failed = False
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == BATCH and not self._has_failed:
+            self._has_failed = True
+            raise PlantedFault("a sample cannot be had")
+        return self._data[index]
+
+
+class Generated:
+    """The batches of a loader, out of a generator: it ends with the first error."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._loader
+
+
+@pytest.mark.parametrize(("wrap", "num_left"), [(Generated, 0), (lambda loader: loader, 2 * STEPS - 3)])
+def test_an_epoch_that_an_error_has_ended_early_is_told_of(
+    tmp_path: Path, wrap: Callable[[Any], Any], num_left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = wrap(DataLoader(Breaking(), batch_size=2))
+    with Run(tmp_path, loader=loader, global_batch_size=None) as run:
+        with pytest.raises(PlantedFault, match="a sample cannot be had"):
+            run.train(20)
+        run.train(20)
+    assert [step[0] for step in run.seen.steps].count(0) == 2 + num_left
+    is_told = "gave no batch after it had raised an error, and epoch 0 ends there" in caplog.text
+    assert is_told is (num_left == 0)
 
 
 # --- going back ------------------------------------------------------------------------------------------------------
