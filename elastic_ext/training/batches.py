@@ -449,17 +449,15 @@ class Batches:
     def next_step(self, *, keep_batch: bool = True) -> RankStep | None:
         """How the next step is cut, the same object for all full steps; None where the epoch is over.
 
-        Without ``keep_batch`` every micro-step is a step.
+        Without ``keep_batch``, or without a global batch, every micro-step is a step.
         """
-        if not keep_batch:
+        if not keep_batch or self._full is None:
             return self._single_step()
         if self.source is not None:
             plan = self._next_plan(self.source)
-            if self._full is not None and plan is self._full[0]:
+            if plan is self._full[0]:
                 return self._full[1]
             return None if plan is None else self._for_this_rank(plan)
-        if self._full is None:
-            return self._single
         full, step = self._full
         fixed = self._fixed
         assert fixed is not None
@@ -529,7 +527,10 @@ class Batches:
     def _single_step(self) -> RankStep | None:
         """A step that has the next micro-batch alone; None where the epoch is over."""
         if self.source is None:
-            return self._single
+            fixed = self._fixed
+            if fixed is None or fixed.last_batch is None or self._num_taken + 1 != fixed.num_batches:
+                return self._single
+            return self._for_this_rank(fixed.next_step(self._num_taken, 1, self._num_ranks))
         plan = self._next_plan(self.source)
         self._may_carry = True  # the step after this one may begin with what was cut for the rest of another
         if plan is None:

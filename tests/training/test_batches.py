@@ -223,7 +223,7 @@ def test_without_a_known_length_every_step_is_a_full_one(loader: Any) -> None:
         (None, {}, None),
         ([1, 2], {}, None),
         (loader_of(8, None), {}, None),
-        (loader_of(26), {}, 12),
+        (loader_of(28), {}, 12),
         (None, {"micro_batch_size": 5}, 15),
     ],
 )
@@ -233,6 +233,17 @@ def test_without_a_global_batch_every_micro_step_is_a_step(
     batches = begun(loader, num_ranks=3, rank=1, **arguments)
     assert batches.global_batch is None
     assert steps_of(batches, 20) == [RankStep(weights=(1.0,), num_samples=num_samples)] * 20
+
+
+@pytest.mark.parametrize(("arguments", "keep_batch"), [({}, True), ({"global_batch_size": 24}, False)])
+def test_a_single_micro_batch_has_the_size_that_it_has_at_an_epochs_end_too(
+    arguments: dict[str, Any], keep_batch: bool
+) -> None:
+    batches = begun(loader_of(10), num_ranks=3, rank=1, **arguments)
+    for _ in range(2):
+        steps = steps_of(batches, 3, keep_batch=keep_batch)
+        assert [(step.sizes, step.num_samples) for step in steps] == [((4,), 12), ((4,), 12), ((2,), 6)]
+        assert {step.weights for step in steps} == {(1.0,)} and steps[0] is steps[1]
 
 
 def test_a_step_of_one_micro_batch_on_request_takes_it_from_the_epoch() -> None:
