@@ -288,7 +288,8 @@ class Collector:
         progress = filled(master_pb2.Progress(), self._point(now, 0.0))
         fresh = [report for _, report in self._fresh(now)]
         put_metrics(progress, _middles_of(fresh))
-        put_logged(progress, mean_logged((each.logged, len(each.ranks)) for each in fresh))
+        rows = (row for each in fresh for row in each.logged.items())
+        put_logged(progress, mean_logged(({name: total / num_ranks}, num_ranks) for name, (total, num_ranks) in rows))
         return progress
 
     def versions_in_force(self, now: float) -> list[int]:

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.stragglers import Straggler
-from elastic_ext.records.logged import mean_logged
+from elastic_ext.records.logged import sum_logged
 from elastic_ext.records.measures import METRICS
 from elastic_ext.records.metrics import SIZES, StepWindow
 from elastic_ext.records.text import on_one_line
@@ -140,7 +140,7 @@ MOST_WORKERS = 64
 """The most workers of one node; nothing is kept of more."""
 _MOST_WORKER_BYTES = 640  # of a report as it was sent, before it is made fit
 _REPORT_BYTES, _WORKER_BYTES = 1600, 140  # the memory of a report's objects, and of those for each of its workers
-_LOGGED_BYTES = 150  # the memory of a number that the script has logged, with its name
+_LOGGED_BYTES = 230  # the memory of a number that the script has logged, with its name and the number of ranks
 _MOST_RATE = 1e15
 _LABELS = tuple(phase.label for phase in Phase)
 _NOTHING = (0.0,) * len(_LABELS)
@@ -185,8 +185,8 @@ class NodeReport:
     """The shares of time in each phase, by the phase's number, summed over ``num_shared`` workers."""
     num_shared: int
     """How many workers have reported shares."""
-    logged: Mapping[str, float]
-    """The mean over workers of each number that the script has logged."""
+    logged: Mapping[str, tuple[float, float]]
+    """The sum over workers of each number that the script has logged, and how many workers have logged it."""
 
     @property
     def num_bytes(self) -> int:
@@ -240,7 +240,7 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
         config_version=config_version,
         shares=tuple(shares),
         num_shared=num_shared,
-        logged=mean_logged((logged_of(worker), 1.0) for worker in workers if worker.metrics),
+        logged=sum_logged((logged_of(worker), 1.0) for worker in workers if worker.metrics),
     )
 
 

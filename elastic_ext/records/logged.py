@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from .measures import METRICS
 
-__all__ = ["MOST_NAMES", "as_json", "fitting", "logged_in_words", "mean_logged", "why_no_name"]
+__all__ = ["MOST_NAMES", "as_json", "fitting", "logged_in_words", "mean_logged", "sum_logged", "why_no_name"]
 
 MOST_NAMES = 32
 """The most names that a script may log numbers under."""
@@ -42,12 +42,17 @@ def fitting(values: Mapping[str, object]) -> dict[str, float]:
 
 def mean_logged(rows: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """The mean of each number over rows that have it, each with its weight, such as those of ranks or of windows."""
+    return {name: total / weights for name, (total, weights) in sum_logged(rows).items() if weights > 0}
+
+
+def sum_logged(rows: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, tuple[float, float]]:
+    """The weighted sum of each number over rows that have it, and the sum of their weights."""
     sums: dict[str, tuple[float, float]] = {}
     for values, weight in rows:
         for name, value in values.items():
             total, weights = sums.get(name, (0.0, 0.0))
             sums[name] = total + value * weight, weights + weight
-    return {name: total / weights for name, (total, weights) in sums.items() if weights > 0}
+    return sums
 
 
 def logged_in_words(values: Mapping[str, float]) -> str:

@@ -215,6 +215,17 @@ def test_logged_numbers_are_the_mean_of_all_ranks_that_log_them_and_of_no_others
     assert "loss" not in metrics_of(collector.workers("node-1")[0])
 
 
+def test_a_logged_number_is_weighed_by_the_ranks_that_log_it_and_not_by_all_of_their_node() -> None:
+    collector = Collector()
+    nodes = [made_workers(node, end=BEGIN, num_nodes=2)[:4] for node in range(2)]
+    for worker in nodes[0]:
+        put_logged(worker, {"x": 0.0})
+    put_logged(nodes[1][0], {"x": 10.0})
+    for node, workers in enumerate(nodes):
+        collector.take(BEGIN, f"node-{node}", workers)
+    assert logged_of(collector.progress(BEGIN)) == {"x": 2.0}
+
+
 # --- what it does not believe -----------------------------------------------------------------------------------------
 
 
