@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any
 
 from elastic_ext import errors
@@ -145,9 +147,19 @@ def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int)
 
 
 def _says_all(error: Exception) -> bool:
-    """Whether an error's message says all there is to know: it is a refusal, or the system's own words."""
+    """Whether an error's message says all there is to know: it is a refusal, or what the system told this library."""
     cause = _cause_of(error)
-    return cause is None or (isinstance(cause, OSError) and cause.errno is not None)
+    return cause is None or (isinstance(cause, OSError) and cause.errno is not None and _is_of_library(cause))
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether this library's own code ran into an error, be it within Python's library; True where nothing tells.
+
+    Else the script's code did, which was called for what a checkpoint holds: where, its traceback alone says.
+    """
+    modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    others = [module for module in modules if module not in sys.stdlib_module_names]
+    return not others or others[-1] == __name__.partition(".")[0]
 
 
 def _cause_of(error: BaseException | None) -> BaseException | None:

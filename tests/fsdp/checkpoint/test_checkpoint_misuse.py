@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.folder.claim import is_mark
 from tests.support.ranks import RankPool
 from tests.support.saving import job_folder
-from tests.support.training import make_data, make_model, shared, trainer_of
+from tests.support.training import ResumableSlices, make_data, make_model, shared, trainer_of
 
 
 def everything_in(storage: Path) -> dict[str, tuple[int, bytes]]:
@@ -408,6 +409,31 @@ def test_of_a_folder_that_cannot_be_used_a_script_sees_its_own_line_and_the_sent
         trainer.prepare(SGD(model.parameters(), lr=0.1))
     assert [Path(each.path).name for each in caught.traceback] == ["test_checkpoint_misuse.py", "trainer.py"]
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+class Misplaced(ResumableSlices):
+    """A dataset whose position is in a file that is not there."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": int((Path(__file__) / "position").read_text())}
+
+
+def misplaced_rank(rank: int, folder: Path) -> tuple[str, str, bool]:
+    """What a trainer raises where rank 0 has no dataset: its words, its traceback, and whether that is left out."""
+    model, kind = make_model(), Misplaced if rank == 0 else ResumableSlices
+    trainer = trainer_of(folder, shared(model, 2), kind(make_data(24), 2), rank=rank, shared_storage_path=folder / "s")
+    with pytest.raises(CheckpointError) as caught:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    return str(caught.value), "".join(traceback.format_exception(caught.value)), caught.value.says_all
+
+
+def test_an_error_of_the_system_in_the_scripts_own_code_is_raised_with_its_traceback(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    first, second = ranks.run(2, misplaced_rank, tmp_path)
+    assert first[0] == second[0] and "rank 0: Not a directory" in first[0]
+    assert "test_checkpoint_misuse.py" in first[1] and 'Path(__file__) / "position"' in first[1]
+    assert (first[2], second[2]) == (False, False)
 
 
 @pytest.mark.parametrize("folder", ["/proc/elastic-ext", "loop/further", "n" * 300])
