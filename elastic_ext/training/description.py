@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torch.nn.parameter import is_lazy
+
 from elastic_ext.records.text import counted
 
 if TYPE_CHECKING:
@@ -56,8 +58,10 @@ def _of_model(training: Training) -> Iterator[tuple[str, str]]:
     parameters = list(training.model.parameters())
     sharing, plan = training.gradients.sharing, training.spread.plan
     devices = ", ".join(dict.fromkeys(str(each.device) for each in parameters)) or "no device"
-    num_elements = sum(each.numel() for each in parameters)
-    yield "model", f"{type(training.model).__name__}, {num_elements:,} elements of parameters on {devices}"
+    num_elements = sum(each.numel() for each in parameters if not is_lazy(each))
+    num_lazy = sum(map(is_lazy, parameters))
+    lazy = f"; {counted(num_lazy, 'parameter')} of lazy modules, without a shape so far" if num_lazy else ""
+    yield "model", f"{type(training.model).__name__}, {num_elements:,} elements of parameters on {devices}{lazy}"
     if sharing.num_ranks * sharing.num_parts > 1:
         parts = f", each over {counted(sharing.num_parts, 'rank')}" if sharing.num_parts > 1 else ""
         yield "replicas", f"{counted(sharing.num_ranks, 'replica')} that share gradients by {sharing.name}{parts}"

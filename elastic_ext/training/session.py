@@ -240,9 +240,10 @@ class Session:
         self._loading = SameLoading(training.batches, training.ranks)
         self._startup = ElasticConfig.from_values(training.startup)
         is_first, wanted = training.ranks.rank == 0, training.following.progress
-        is_terminal = sys.stderr.isatty()
+        # A script may have put something else in its place, and a process without a console has none.
+        is_terminal = wanted is not False and bool(getattr(sys.stderr, "isatty", bool)())
         self._progress = Progress(is_shown=is_first and (is_terminal if wanted is None else wanted))
-        self._shows_start = is_terminal and wanted is not False and not _logger.hasHandlers()
+        self._shows_start = is_terminal and not _logger.hasHandlers()
         self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)

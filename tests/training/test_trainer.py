@@ -364,6 +364,27 @@ def test_a_trainer_describes_what_it_holds(tmp_path: Path) -> None:
     assert shown.getvalue() == trainer.describe(), "in a notebook"
 
 
+def test_parameters_without_a_shape_are_left_out_of_the_description(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    told, _ = trainer.describe().splitlines()
+    assert told.endswith("10 elements of parameters on cpu; 2 parameters of lazy modules, without a shape so far")
+
+
+@pytest.mark.parametrize("stderr", [None, SimpleNamespace(write=len, flush=list)])
+def test_without_a_standard_error_that_can_be_a_terminal_no_bar_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: object
+) -> None:
+    for progress in (None, False):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        model = make_model()
+        trainer = trainer_of(tmp_path, model, loader_of(), global_batch_size=8, progress=progress)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        with trainer, trainer.epoch(0):
+            for batch in loader_of():
+                train_on(trainer, optimizer, batch)
+        assert trainer.global_step == 3
+
+
 def test_no_bar_is_shown_without_a_terminal(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, shown_by, tmp_path, False) == ["that was all"] * 2
 
