@@ -5,7 +5,8 @@ Readers average over ranks, as they do with other metrics: nothing is exchanged 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from numbers import Real
 
 import torch
@@ -15,6 +16,8 @@ from elastic_ext.records.logged import why_no_name
 
 __all__ = ["LoggedNumbers"]
 
+_logger = logging.getLogger(__name__)
+
 _Sum = tuple[float | torch.Tensor, float]
 """A weighted sum of a number, and its weight. A sum of tensors stays on their device until it is read."""
 _NOTHING: _Sum = 0.0, 0.0
@@ -23,7 +26,7 @@ _NOTHING: _Sum = 0.0, 0.0
 class LoggedNumbers:
     """The numbers that a rank's script logs: ``add`` each, ``count`` or ``drop`` those of the step under way.
 
-    They are read where training waits anyhow: as a profile window ends, and as metrics are written.
+    They are read as a profile window ends and as metrics are written: this waits once for each device that has sums.
     """
 
     def __init__(self) -> None:
@@ -33,15 +36,20 @@ class LoggedNumbers:
         self._of_window: dict[str, tuple[float, float]] = {}  # read, and not told in a window so far
         self._of_metrics: dict[str, tuple[float, float]] = {}  # read, and not told in metrics so far
         self._newest: dict[str, float] = {}
+        self._has_warned = False
 
     def add(self, values: Mapping[str, object], weight: float) -> None:
-        """Add numbers to the step under way, each with ``weight``; ValueError for what is no number, or no name."""
-        under_way = self._under_way
+        """Add numbers to the step under way, each with ``weight``; ValueError for what is no number, or no name.
+
+        Where one of them is refused, none is added.
+        """
+        names = self._names if values.keys() <= self._names else self._admitted(values)
+        under_way, sums = self._under_way, dict[str, _Sum]()
         for name, value in values.items():
-            if name not in self._names:
-                self._admit(name)
             total, weights = under_way.get(name) or self._counted.get(name, _NOTHING)
-            under_way[name] = _plus(total, name, value, weight), weights + weight
+            sums[name] = _plus(total, name, value, weight), weights + weight
+        self._names = names
+        under_way.update(sums)
 
     def count(self) -> None:
         """Count the numbers of the step under way, which has committed."""
@@ -50,7 +58,7 @@ class LoggedNumbers:
             self._under_way.clear()
 
     def drop(self) -> None:
-        """Forget the numbers of the step under way, which is taken back or left out."""
+        """Forget the numbers of the step under way, which is taken back, left out, or never ended."""
         self._under_way.clear()
 
     def take_window(self) -> dict[str, float]:
@@ -64,22 +72,50 @@ class LoggedNumbers:
         self._newest |= _means(self._of_metrics)
         return dict(self._newest)
 
-    def _admit(self, name: str) -> None:
-        why_not = why_no_name(name, self._names)
-        if why_not is not None:
-            raise ValueError(f"trainer.log(): {why_not}")
-        self._names.add(name)
+    def _admitted(self, values: Iterable[str]) -> set[str]:
+        """The known names and those in ``values``; ValueError for one under which nothing can be logged."""
+        names = set(self._names)
+        for name in values:
+            if name not in names:
+                why_not = why_no_name(name, names)
+                if why_not is not None:
+                    raise ValueError(f"trainer.log(): {why_not}")
+                names.add(name)
+        return names
 
     def _read(self) -> None:
-        """Read the sums from their device, which waits for it; between two steps alone, as one under way goes on."""
-        if self._under_way:
+        """Read the sums, which waits for their devices; between two steps alone, as one under way goes on."""
+        if self._under_way or not self._counted:
             return
         counted, self._counted = self._counted, {}
-        for name, (total, weight) in counted.items():
-            value = float(total)
+        values: dict[str, float] = {}
+        on_devices: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, (total, _) in counted.items():
+            if isinstance(total, torch.Tensor):
+                on_devices.setdefault(total.device, {})[name] = total
+            else:
+                values[name] = total
+        for totals in on_devices.values():
+            values |= self._copied(totals)
+        for name in filter(values.__contains__, counted):  # in the order of their first log()
             for sums in (self._of_window, self._of_metrics):
                 before = sums.get(name, (0.0, 0.0))
-                sums[name] = before[0] + value, before[1] + weight
+                sums[name] = before[0] + values[name], before[1] + counted[name][1]
+
+    def _copied(self, totals: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """The sums on one device, read in one copy; empty where the device is broken, of which this warns.
+
+        That is not raised: whatever has broken it says so, and what ends then is still to be told of.
+        """
+        try:
+            return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+        except RuntimeError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _logger.warning(
+                    "numbers of trainer.log() cannot be read from their device, and are left out: %s", error
+                )
+            return {}
 
 
 def _means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
@@ -90,7 +126,10 @@ def _means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def _plus(total: float | torch.Tensor, name: str, value: object, weight: float) -> float | torch.Tensor:
-    """``total`` and ``value`` times ``weight``; where one of them is a tensor, on its device and without waiting."""
+    """``total`` and ``value`` times ``weight``; where ``value`` is a tensor, on its device.
+
+    This waits for no device, unless the tensors of one name are on several.
+    """
     if isinstance(value, torch.Tensor):
         return _plus_tensor(total, name, value.detach(), weight)
     if not isinstance(value, Real):
@@ -113,7 +152,8 @@ def _plus_tensor(total: float | torch.Tensor, name: str, value: torch.Tensor, we
             )
         value = value.to_local()
     value = value.reshape(())
-    if isinstance(total, torch.Tensor):
-        return torch.add(total, value.to(total.device, non_blocking=True), alpha=weight)
     # In double precision, so that sums over many steps are exact enough; Apple's devices have none.
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64) * weight + total
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    if isinstance(total, torch.Tensor):
+        return torch.add(total.to(value.device, dtype), value, alpha=weight)
+    return value.to(dtype) * weight + total

@@ -661,6 +661,7 @@ class Session:
 
     def _let_go(self, by: str) -> None:
         """Close and release all parts of the training, whichever of them fails."""
+        self._training.logged.drop()  # of a step that will not end; what steps before have counted is told
         with ExitStack() as ending:
             ending.callback(self._training.profile_output.close)
             ending.callback(self.follower.close, by)  # which ends the last window

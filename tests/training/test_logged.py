@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -84,9 +85,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.has_non_blocking = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
+        self.has_non_blocking |= bool((kwargs or {}).get("non_blocking"))
         return func(*args, **(kwargs or {}))
 
 
@@ -100,7 +103,49 @@ def test_a_tensor_is_added_up_on_its_device_and_read_with_the_window_alone() -> 
     assert not [name for name in seen.names if "_local_scalar_dense" in name], "which waits for a device"
     with Operations() as seen:
         assert numbers.take_window() == {"loss": 2.0, "acc": 1.0}
-    assert len([name for name in seen.names if "_local_scalar_dense" in name]) == 2
+        assert numbers.newest() == {"loss": 2.0, "acc": 1.0}
+    assert seen.names == ["aten.stack.default"], "all are read in one copy, for both"
+
+
+def test_sums_go_to_the_device_of_the_newest_tensor_and_no_copy_is_left_under_way() -> None:
+    numbers = LoggedNumbers()
+    numbers.add({"loss": torch.tensor(2.0)}, 1)
+    with Operations() as seen:
+        numbers.add({"loss": torch.tensor(2.0, device="meta")}, 1)
+    assert numbers._under_way["loss"][0].device.type == "meta"  # type: ignore[union-attr]
+    assert "aten._to_copy.default" in seen.names and not seen.has_non_blocking
+
+
+def test_sums_of_a_broken_device_are_left_out_with_one_warning_and_others_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    numbers = LoggedNumbers()
+    for loss in (1.0, 2.0):
+        numbers.add({"loss": torch.tensor(1.0, device="meta"), "acc": torch.tensor(loss), "lr": loss}, 1)
+        numbers.count()
+        assert numbers.take_window() == {"acc": loss, "lr": loss}
+    (message,) = caplog.messages
+    assert message.startswith("numbers of trainer.log() cannot be read from their device, and are left out: ")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_to_add_numbers_and_sums_follow_tensors_to_another_device() -> None:
+    numbers, loss = LoggedNumbers(), torch.tensor(2.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            numbers.add({"loss": loss, "acc": loss > 1}, 1)
+            numbers.count()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for _ in range(100):
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        numbers.add({"loss": torch.tensor(2.0)}, 1)
+        numbers.add({"loss": loss * 1}, 1)
+    numbers.count()
+    with Operations() as seen:
+        assert numbers.take_window() == {"loss": 2.0, "acc": 1.0}
+    assert seen.names.count("aten.stack.default") == 1
 
 
 def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
@@ -142,6 +187,16 @@ def test_sums_are_as_exact_as_numbers_whatever_the_dtype(dtype: torch.dtype) -> 
 def test_what_is_no_number_or_no_name_is_refused_with_what_to_give(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LoggedNumbers().add(values, 1)
+
+
+def test_of_a_call_that_is_refused_nothing_is_added_and_no_name_taken() -> None:
+    numbers = LoggedNumbers()
+    for refused in ({"loss": 1.0, "note": "x"}, {"loss": 1.0, "a b": 1.0}):
+        with pytest.raises(ValueError, match=r"'x'; allowed|named 'a b'"):
+            numbers.add(refused, 1)
+        numbers.count()
+        assert numbers.take_window() == {}
+    numbers.add({f"n{n}": 1.0 for n in range(MOST_NAMES)}, 1)
 
 
 def test_numbers_of_other_processes_are_taken_as_far_as_they_can_be() -> None:
@@ -252,6 +307,24 @@ def test_a_step_that_is_left_out_does_not_count(tmp_path: Path) -> None:
     assert run.written()["index"] == (10.0 + 17.0) / 2
 
 
+def test_an_epochs_smaller_last_batch_weighs_by_its_samples_without_a_global_batch_too(tmp_path: Path) -> None:
+    model, loader = make_model(), DataLoader(TensorDataset(torch.arange(10.0), *make_data(10)), batch_size=4)
+    trainer = trainer_of(tmp_path, model, loader)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    with trainer:
+        for epoch in range(2):
+            with trainer.epoch(epoch):
+                for indices, inputs, targets in loader:
+                    with trainer.step():
+                        trainer.log(index=indices.mean())
+                        nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                        optimizer.step()
+                        optimizer.zero_grad()
+    text = (tmp_path / "0" / "metrics-0.json").read_text()
+    assert RankMetrics.from_json(text).measures.logged == {"index": 4.5}
+    assert trainer._training.counts.num_samples == 20
+
+
 def test_micro_steps_that_are_gathered_by_hand_all_count(tmp_path: Path) -> None:
     model, loader = make_model(), DataLoader(TensorDataset(torch.arange(24.0), *make_data(24)), batch_size=4)
     trainer = trainer_of(tmp_path, model, loader)
@@ -288,6 +361,32 @@ def test_what_is_logged_after_the_last_step_comes_to_metrics_and_sinks(tmp_path:
         run.trainer.log(val_loss=NAN)
     assert math.isnan(run.written()["val_loss"])
     assert math.isnan(run.sink.profiles[-1].logged["val_loss"]) and run.sink.profiles[-1].step == 3
+
+
+def take_some(run: Training, num_batches: int, *, error: Exception | None = None, **logged: object) -> None:
+    """Train on a few batches, with numbers logged after each, and leave the loop, by an error if there is one."""
+    with run.trainer:
+        for _, batch in zip(range(num_batches), run.source, strict=False):
+            run.take(batch)
+            run.trainer.log(**logged)
+        if error is not None:
+            raise error
+
+
+def test_what_has_committed_is_told_where_training_ends_between_two_micro_steps(tmp_path: Path) -> None:
+    for error in (None, RuntimeError("planted")):
+        run = Training(tmp_path)
+        with nullcontext() if error is None else pytest.raises(RuntimeError, match="planted"):
+            take_some(run, 3, error=error)
+        assert run.trainer.global_step == 1
+        assert run.sink.profiles[-1].logged == {"index": 3.0, "one": 1.0}
+
+
+def test_a_broken_device_hides_no_error_of_the_loop(tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    with pytest.raises(RuntimeError, match="planted"):
+        take_some(run, 2, error=RuntimeError("planted"), broken=torch.ones((), device="meta"))
+    assert run.sink.profiles[-1].logged == {"index": 3.0, "one": 1.0}
 
 
 def test_with_the_profiler_off_metrics_have_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
