@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import functools
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ from tests.support.training import trainer_of
 
 ROOT = Path(__file__).resolve().parent.parent
 REFUSALS: dict[str, Callable[[Path], object]] = {}
+OPEN: list[Any] = []
+"""Trainers that hold the process's signals until they are closed."""
+
+
+@pytest.fixture(autouse=True)
+def _close_trainers() -> Iterator[None]:
+    yield
+    while OPEN:
+        with contextlib.suppress(Exception):  # storage that cannot be used still cannot be
+            OPEN.pop().close()
 
 
 def refusal(provoke: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -46,6 +57,7 @@ def prepared(folder: Path, *, optimizer: type[Optimizer] = SGD, **arguments: Any
     """A trainer that is prepared, its model and optimizer."""
     model = nn.Linear(2, 2)
     trainer = trainer_of(folder, model, micro_batch_size=2, progress=False, **arguments)
+    OPEN.append(trainer)
     return trainer, model, trainer.prepare(optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
 
 
@@ -304,18 +316,17 @@ def test_a_disk_that_is_full_is_told_in_the_script_s_own_line_and_a_sentence(
     )
     take(trainer, model, optimizer)
 
-    def full(_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        trainer.save_checkpoint()
+    with open("/dev/full", "wb", buffering=0) as full:
+        # The error comes from C, as from a disk: one that is raised in a function of a script shows its traceback.
+        monkeypatch.setattr(os, "fsync", functools.partial(os.pwrite, full.fileno(), b"x"))
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            trainer.save_checkpoint()
+        monkeypatch.undo()
     assert_shows(caught.value)
     assert {Path(each.path).name for each in caught.traceback} == {"test_refusals.py", "trainer.py"}
     if caught.value.__cause__ is not None:
         assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.__traceback__ is None
     assert not any(record.exc_info for record in caplog.records), "the sentence says all"
-    monkeypatch.undo()
     trainer.close()
 
 
