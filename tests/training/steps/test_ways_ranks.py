@@ -216,7 +216,9 @@ def by_hand_on_a_rank(rank: int, kind: type[Way], steps: list[Setting]) -> Train
     return Trained(way.losses, way.bits, NUM_GRAPHS[0])
 
 
-def on_a_rank(rank: int, folder: Path, kind: type[Way], changes: Changes, fails: bool) -> tuple[Trained, list[Setting]]:
+def on_a_rank(
+    rank: int, folder: Path, kind: type[Way], changes: Changes, fails: bool, num_steps: int
+) -> tuple[Trained, list[Setting]]:
     """With a trainer; also what each step was trained with. Both ranks fail in the middle of two steps, if they do."""
     way = made(kind, rank)
     source = Slices(make_data(NUM_SAMPLES), 2, is_endless=True)
@@ -246,15 +248,15 @@ def on_a_rank(rank: int, folder: Path, kind: type[Way], changes: Changes, fails:
                 taken.append(setting)
                 if trainer.global_step in changes:
                     trainer.propose(changes[trainer.global_step], "to see what changes")
-            if trainer.global_step == (8 if changes else 4):
+            if trainer.global_step == num_steps:
                 break
     return Trained(way.losses, way.bits, NUM_GRAPHS[0]), taken
 
 
 def with_a_trainer_and_by_hand(
-    rank: int, folder: Path, kind: type[Way], changes: Changes, fails: bool
+    rank: int, folder: Path, kind: type[Way], changes: Changes, fails: bool, num_steps: int
 ) -> tuple[Trained, list[Setting], Trained]:
-    ours, steps = on_a_rank(rank, folder, kind, changes, fails)
+    ours, steps = on_a_rank(rank, folder, kind, changes, fails, num_steps)
     return ours, steps, by_hand_on_a_rank(rank, kind, steps)
 
 
@@ -299,22 +301,26 @@ AS_THEY_ARE = [kind for kind in KINDS if kind not in CHANGING + FAILING + PLAIN]
 CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
-def each_of(quick: Sequence[object], how: str) -> list[Any]:
-    """Every kind; the others are left to the slow tests."""
-    return [pytest.param(kind, how, marks=[] if kind in quick else pytest.mark.slow) for kind in KINDS]
+def each_of(quick: Sequence[type[Way]], how: str, *, num_steps: int) -> list[Any]:
+    """Every kind for eight steps, and the ``quick`` ones for ``num_steps``; the others are left to the slow tests."""
+    slow = [kind for kind in KINDS if num_steps < 8 or kind not in quick]
+    return [
+        *(pytest.param(kind, how, num_steps) for kind in quick),
+        *(pytest.param(kind, how, 8, marks=pytest.mark.slow) for kind in slow),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "how", "num_steps"),
     [
-        *each_of(AS_THEY_ARE, "as it is"),
-        *each_of(CHANGING, "while it changes"),
-        *each_of(FAILING, "where it fails"),
+        *each_of(AS_THEY_ARE, "as it is", num_steps=4),
+        *each_of(CHANGING, "while it changes", num_steps=8),
+        *each_of(FAILING, "where it fails", num_steps=4),
     ],
     ids=name_of,
 )
 def test_two_ranks_train_with_the_bits_of_the_same_training_by_hand(
-    ranks: RankPool, tmp_path: Path, kind: type[Way], how: str
+    ranks: RankPool, tmp_path: Path, kind: type[Way], how: str, num_steps: int
 ) -> None:
     changes: Changes = {}
     if how == "while it changes":
@@ -324,7 +330,7 @@ def test_two_ranks_train_with_the_bits_of_the_same_training_by_hand(
             5: {"global_batch_size": 32, "optimizer.learning_rate": 0.125},
         }
     fails = how == "where it fails"
-    both = ranks.run(2, with_a_trainer_and_by_hand, tmp_path, kind, changes, fails, process_group=True)
+    both = ranks.run(2, with_a_trainer_and_by_hand, tmp_path, kind, changes, fails, num_steps, process_group=True)
     (first, steps, _), (second, same_steps, _) = both
     assert steps == same_steps
     assert len({(step.global_batch, step.micro_batch) for step in steps}) == (3 if changes else 1)
