@@ -110,6 +110,7 @@ test-wheel:
 	cd $(WHEEL) && env/bin/elastic-ext --version && env/bin/python -m elastic_ext.master --version
 	cd $(WHEEL) && ELASTIC_EXT_RUN_DIR=run env/bin/elastic-run --standalone --nproc-per-node=2 nano_gpt.py --steps=4 \
 	    --checkpoint-every=2 --checkpoints=storage && env/bin/elastic-ext ckpt verify storage
+	$(WHEEL)/env/bin/python -m tests.support.documented_commands
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_ext import ConfigError, ElasticConfig
 from elastic_ext.config.keys import key_table
+from tests.support.documented_commands import SCENES, commands_of_scene, is_elsewhere, left_out, name_of
 from tests.support.documents import (
     Block,
     Step,
@@ -74,6 +75,23 @@ def test_readmes_loop_trains_before_and_after_its_diff_which_has_at_most_ten_lin
     after = "\n".join(line[1:] for line in diff if line[:1] != "-")
     assert steps_taken(before, "optimizer.state[next(model.parameters())]['step'].item()", ranks, tmp_path) == 10 * 4
     assert steps_taken(after, "trainer.global_step", ranks, tmp_path) == 10 * 4  # 256 samples in steps of 64
+
+
+def test_every_command_of_the_pages_is_typed_by_a_scene_or_is_run_elsewhere() -> None:
+    assert left_out() == []
+    assert is_elsewhere("make demo") and not is_elsewhere("elastic-ext status")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=f"{name_of(scene)}, {parts[0][0]}", marks=[pytest.mark.slow] if number else [])
+        for number, (scene, parts) in enumerate(SCENES)
+    ],
+)
+def test_commands_of_pages_do_what_they_say_for_a_user_with_a_job(number: int, tmp_path: Path) -> None:
+    scene, parts = SCENES[number]
+    scene(commands_of_scene(parts), tmp_path)
 
 
 def indented_by_headers(lines: Iterable[str]) -> str:
