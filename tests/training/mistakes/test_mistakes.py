@@ -217,7 +217,8 @@ def test_a_rank_that_breaks_off_in_the_middle_of_a_step_blames_itself(ranks: Ran
     assert left.error.type_name == "RanksDisagreeError"
     assert re.fullmatch(
         r"rank 1 \(.*\) left a step after 1 of 2 micro-steps \(the epoch ended before the step did\), after 1 steps, "
-        r".*: rank 0 \(.*\) did not, and waits for it there, unless it has died or hangs; do the same on all ranks",
+        r".*: rank 0 \(.*\) did not, and waits for rank 1 in that step, unless it has died or hangs; do the same on all "
+        r"ranks",
         left.error.message,
     ), left.error.message
     assert (
