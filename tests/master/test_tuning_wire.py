@@ -76,7 +76,7 @@ def test_what_a_newer_version_has_added_is_left_out_of_facts() -> None:
         ({"values": {"dataloader.num_workers": 10**9}}, "dataloader.num_workers"),
         ({"choices": {"dataloader.num_workers": ["many"]}}, "dataloader.num_workers"),
         ({"choices": {"dataloader.num_workers": list(range(300))}}, "300 values"),
-        ({"choices": {"dataloader.num_workers": 3}}, "choices holds what is no list"),
+        ({"choices": {"dataloader.num_workers": 3}}, "choices holds a value that is no list"),
         ({"memory": {**asdict(MEMORY), "scale": 0}}, "memory.scale"),
         ({"memory": {**asdict(MEMORY), "parameter_bytes": -1}}, "memory.parameter_bytes"),
         (

@@ -265,9 +265,9 @@ def test_the_size_of_steps_is_changed_where_a_person_lets_it_and_always_taken_ba
 @pytest.mark.parametrize(
     ("learning", "words"),
     [
-        ({"noise_scale": -1.0}, "no such number"),
+        ({"noise_scale": -1.0}, "learning.noise_scale is below 0"),
         ({"noise_scale": math.inf}, "noise_scale is Infinity"),
-        ({"first_batch": 0}, "no such number"),
+        ({"first_batch": 0}, "learning.first_batch is below 1"),
         ({"first_batch": 10**400}, "first_batch is no amount"),
     ],
 )
