@@ -200,10 +200,10 @@ def _pulse_seconds(ranks: Ranks) -> float:
 _IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
 
 _DOING = {
-    Purpose.END_EPOCH: "waiting for the others at the end",
-    Purpose.FINISH: "waiting for the others at the end",
-    Purpose.REWIND: "waiting for the others to go back to a checkpoint",
-    Purpose.RETRY_SMALLER: "waiting for the others to take a step again that ran out of memory",
+    Purpose.END_EPOCH: "waiting for the other ranks at the end of an epoch",
+    Purpose.FINISH: "waiting for the other ranks at the end of training",
+    Purpose.REWIND: "waiting for the other ranks to go back to a checkpoint",
+    Purpose.RETRY_SMALLER: "waiting for the other ranks to take a step again that ran out of memory",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 
@@ -430,7 +430,9 @@ class Agreement:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
-            _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
+            _logger.warning(
+                "a checkpoint that was asked for after the last step is not saved, since training has ended"
+            )
 
     def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
@@ -591,4 +593,5 @@ class Agreement:
         self._lag.mark_named()
         behind = gathered.laggards(self._ranks.names)
         if self._ranks.rank == 0 and behind:
-            _logger.warning("version %d waits for %s; training goes on", gathered.highest_held, "; ".join(behind))
+            version = gathered.highest_held
+            _logger.warning("config version %d waits for %s; training goes on", version, "; ".join(behind))

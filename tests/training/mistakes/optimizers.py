@@ -318,8 +318,9 @@ def writes_its_rates(training: Training) -> None:
 @OPTIMIZERS.cause(
     "the loop writes its weight decay by hand, and the config says another",
     says=re.compile(
-        r"a revision \(to see\) was refused, version 0 stays in force: rank 0: optimizer: the loop writes weight decay "
-        r"into param_groups by itself, 0\.01 of late, so that a value of the config would not act; .*"
+        r"a revision of the config \(to see\) was refused, version 0 stays in force: rank 0: optimizer: the loop "
+        r"writes weight decay into param_groups by itself, 0\.01 of late, so that a value of the config would not act; "
+        r".*"
     ),
     comes_as="warning",
     found="at once",
