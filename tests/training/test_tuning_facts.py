@@ -106,7 +106,7 @@ def test_of_a_loader_that_can_be_told_its_settings_and_sizes_can_be_chosen(tmp_p
 def test_of_another_loader_nothing_can(tmp_path: Path) -> None:
     found = in_alone(tmp_path, blocks(), DataLoader(data(), batch_size=4, num_workers=0), global_batch_size=16)
     assert not {key for key in found.choices if key.startswith("dataloader")}
-    assert found.fixed["dataloader.num_workers"].endswith("ElasticDataLoader can be told another while it is in use")
+    assert found.fixed["dataloader.num_workers"].endswith("; that of an ElasticDataLoader can")
     assert (found.values["dataloader.batch_size"], found.share) == (4, 16)
     assert not space_of(found, TuningSection()).choices["num_workers"][1:]
 

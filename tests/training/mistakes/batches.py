@@ -229,7 +229,7 @@ def draws_different_orders(training: Training) -> None:
 
 @BATCHES.cause(
     "a step stops having a global batch in its middle",
-    says="fix_total_batch_size changed in the middle of a step; change it after a boundary",
+    says="fix_total_batch_size changed in the middle of a step; change it between two steps",
     comes_as="StepError",
     found="at once",
     num_ranks=(1, 2),

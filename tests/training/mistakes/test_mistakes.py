@@ -223,7 +223,8 @@ def test_a_rank_that_breaks_off_in_the_middle_of_a_step_blames_itself(ranks: Ran
         left.error.message,
     ), left.error.message
     assert (
-        "ranks that have not left it too wait for this one's gradients, and then all end: leave the loop" in left.output
+        "ranks that have not left the loop too wait for the gradients of this rank, and then all ranks end: leave the "
+        "loop on all ranks" in left.output
     )
     assert "failed after 1 steps" in stayed.output
     assert "it left a step after 1 of 2 micro-steps" in stayed.output
