@@ -198,7 +198,7 @@ class ConfigHistory:
         deadline = time.monotonic() + patience_seconds
         while (lock := try_lock(self._lock)) is None:
             if time.monotonic() >= deadline:
-                words = "another process holds the lock for writing the config file; try again when it has ended"
+                words = "another process writes the config file, and has not ended so far; try again later"
                 raise TimeoutError(errno.ETIMEDOUT, words, str(self.path))
             time.sleep(_POLL_SECONDS)
         try:

@@ -89,7 +89,9 @@ class FolderEvents(FileSystemEventHandler):
         except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
             self._gave_up = True
             _logger.warning(
-                "the file system sends no events for %s (%s): the file is looked at now and then instead", path, error
+                "no file system events can be received for %s (%s): the file is looked at now and then instead",
+                path,
+                error,
             )
             return True
 

@@ -383,7 +383,7 @@ def test_what_comes_after_the_end_says_what_the_user_did(
     follower = closed(folder)
     for _ in range(2):
         with pytest.raises(
-            ElasticError, match=f"^{words}.* make this call before it, or make a new one on every rank$"
+            ElasticError, match=f"^{words}.* make this call earlier, or make a new follower or trainer on every rank$"
         ):
             follower.boundary()
         follower.close()  # changes nothing of what it was

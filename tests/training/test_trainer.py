@@ -429,7 +429,7 @@ def test_the_global_batch_itself_changes_live_and_rates_follow_by_the_rule(tmp_p
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"dataloader.batch_size": 8}, "the batch size of a DataLoader is its own"),
+        ({"dataloader.batch_size": 8}, "the batch size of a DataLoader cannot change"),
         ({"dataloader.num_workers": 8}, "num_workers of this dataloader cannot change while it is in use"),
         ({"global_batch_size": 10}, "use 8 or 12"),
     ],

@@ -311,7 +311,7 @@ def test_where_nobody_asked_nothing_is_looked_at_nor_saved(tmp_path: Path) -> No
         assert "noise_scale" not in run.trainer.state_dict()
         found = run.facts
     assert found.learning is None
-    assert "only people change it" in found.fixed["global_batch_size"]
+    assert "the tuner leaves it to people" in found.fixed["global_batch_size"]
     assert run.noise == NoiseScale()
 
 

@@ -108,7 +108,7 @@ def unscales_too_early(training: Training) -> None:
 @GRADIENTS.cause(
     "a GradScaler is asked to update between two micro-steps",
     says="scaler.update() was called between two micro-steps of a step; call it within `with "
-    "trainer.step():`, or after",
+    "trainer.step():`, or between two steps",
     comes_as="StepError",
     found="at once",
     is_mended=False,
