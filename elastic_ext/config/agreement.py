@@ -49,7 +49,8 @@ class Exchange:
 
     def compare_start(self, values: Mapping[str, object]) -> None:
         """Raise on all ranks unless all start with these values."""
-        answers = [json.loads(data) for data in self._ranks.gather(json.dumps(values).encode(), "starting")]
+        gathered = self._ranks.gather(json.dumps(values).encode(), "comparing start-up values")
+        answers = [json.loads(data) for data in gathered]
         differences = start_differences(answers)
         if differences:
             raise RanksDisagreeError(f"ranks start with different values; give all ranks the same: {differences}")
@@ -57,7 +58,7 @@ class Exchange:
     def start(self, word: ControlWord) -> None:
         """Begin to sum the pulse of ``word`` over all ranks; ``read`` finishes the sum."""
         self.word = word
-        self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
+        self._pulse = self._ranks.start_sum([word.pulse], "agreeing at a step boundary")
 
     def read(self) -> GatheredWords | None:
         """Finish the pulse under way: every rank's control word, or None where the pulses show no need of them.
@@ -68,7 +69,7 @@ class Exchange:
         assert word is not None
         assert pulse is not None
         self.drop()
-        return self._read_unless_alike(word, pulse.result(), "agreeing")
+        return self._read_unless_alike(word, pulse.result(), "agreeing at a step boundary")
 
     def compare(self, word: ControlWord, doing: str) -> GatheredWords | None:
         """Sum the pulse of ``word`` over all ranks and wait for it: ``start`` and ``read`` in one call.
@@ -91,7 +92,8 @@ class Exchange:
         words = self._ranks.gather(word.to_bytes(), doing)
         gathered = GatheredWords(words=tuple(ControlWord.from_bytes(data) for data in words))
         if gathered.differing:
-            raise RanksDisagreeError(f"ranks differ in {', '.join(gathered.differing)}: {gathered.account}")
+            found = f"ranks differ in {', '.join(gathered.differing)}: {gathered.account}"
+            raise RanksDisagreeError(f"{found}; make the same calls on every rank")
         return gathered
 
 

@@ -151,7 +151,7 @@ class Appliers:
                     reasons.append(f"{applier.section}: {reason}")
         except Exception as error:  # whatever an applier raises, every rank must hear of it
             failure = error
-        doing = f"checking {new.label}"
+        doing = f"checking config {new.label}"
         return self._reasons_of_all(reasons, failure, doing, RanksFailedError, is_later=is_later)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
@@ -176,7 +176,7 @@ class Appliers:
                 reasons.append(f"{applier.section}: {error}")
             else:
                 failure = error
-        return self._reasons_of_all(reasons, failure, f"applying {new.label}", ApplyError)
+        return self._reasons_of_all(reasons, failure, f"applying config {new.label}", ApplyError)
 
     def _reasons_of_all(
         self,
@@ -420,7 +420,7 @@ class ConfigRounds:
         reports = [RankReport.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)]
         if any(each.place != place for each in reports):
             places = "; ".join(f"rank {rank}: {each.place}" for rank, each in enumerate(reports))
-            raise RanksDisagreeError(f"ranks are at different places: {places}")
+            raise RanksDisagreeError(f"ranks are at different places: {places}; make the same calls on every rank")
         choice = choose(reports)
         self._announced = None if file is None else _key(file)
         if choice.conflict and choice.conflict != self._warned_conflict:

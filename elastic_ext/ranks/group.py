@@ -100,7 +100,7 @@ class Ranks:
         board = None if store is None else Board(store, _PREFIX, place=rank, num_peers=ranks.world_size)
         number = board.count("groups") if rank == 0 and board is not None else 0
         hello = json.dumps({"name": asdict(_my_name(rank)), "number": number}).encode()
-        greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining")]
+        greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining the other ranks")]
         ranks.names = tuple(PeerName(**greeting["name"]) for greeting in greetings)
         if board is not None:  # on a connection of its own: the user's threads may be waiting in theirs
             ranks.board = board.below(str(greetings[0]["number"]), connects=True)
@@ -118,7 +118,7 @@ class Ranks:
         It is the first of them; ``thing`` is what a warning would be about, such as the path of a config file. All
         ranks call this together.
         """
-        everything = self.gather(json.dumps([self.host, thing]).encode(), "starting")
+        everything = self.gather(json.dumps([self.host, thing]).encode(), "starting to follow a config")
         return everything.index(everything[self.rank]) == self.rank
 
     def start_sum(self, values: Sequence[int], doing: str) -> PendingSum:

@@ -513,7 +513,7 @@ class Session:
         """Begin ``epoch``, by default the one after the last, for ``with trainer.epoch():``; gives its number."""
         self.endless.make_way("trainer.epoch() was entered")
         if self.is_in_epoch:
-            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
+            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`; leave that one first")
         number = self._counts.epoch if epoch is None else epoch
         self.begin_epoch(number)
         return number

@@ -313,7 +313,7 @@ def test_ranks_that_read_one_pulse_at_different_places_raise_before_anything_is_
     for text in errors_of(outcomes, but=-1):
         assert text == (
             "RanksDisagreeError: ranks are at different places: "
-            "rank 0: 6 steps, 6 boundaries; rank 1: 7 steps, 7 boundaries"
+            "rank 0: 6 steps, 6 boundaries; rank 1: 7 steps, 7 boundaries; make the same calls on every rank"
         )
 
 

@@ -170,7 +170,7 @@ class Saving:
         """Finish saving, as training has ended well on all ranks; where one was told to end, all exit."""
         self.checkpoints.end()
         if self._leaving is not None:
-            asked = self._follower.ranks.sum([int(self._leaving.is_asked)], "ending")
+            asked = self._follower.ranks.sum([int(self._leaving.is_asked)], "ending training")
             if asked[0] > 0:
                 self._leave()
 
@@ -296,7 +296,7 @@ class Saving:
         self._session.note_leaving()
         ranks = self._follower.ranks
         is_claimed = ranks.rank == 0 and self._leaving.claim()
-        if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
+        if ranks.sum([int(is_claimed)], "ending training at a signal")[0] == 0:
             self._leaving.wait()
         elif self._steps.torn is None:
             is_saved, words = self._save()

@@ -148,7 +148,7 @@ class ElasticOptimizer(Optimizer):
             if not state.phase.is_inside:
                 if state.index == 0 and _is_idle(self.param_groups):
                     return self.inner.step()  # torch.distributed.checkpoint has it make its state so
-                raise StepError("optimizer.step() was called outside of `with trainer.step():`")
+                raise StepError("optimizer.step() was called outside of `with trainer.step():`; call it inside")
             given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
             if given.get("found_inf") is not None and given.get("grad_scale") is None:
                 for name in ("found_inf", "grad_scale"):  # torch takes them back after a step() that returns

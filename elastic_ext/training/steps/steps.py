@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 # --- one micro-step after another, until a step commits; or is rolled back, and never happened -----------------------
 
-_INSIDE = "trainer.step() was entered inside another `with trainer.step():`"
+_INSIDE = "trainer.step() was entered inside another `with trainer.step():`; leave that one first"
 _TOO_EARLY = (
     "a GradScaler's step() or update() was called in a micro-step that does not end a step, where there are no "
     "gradients for it so far; give the scaler to prepare(), or call it `if trainer.sync_gradients:`"
