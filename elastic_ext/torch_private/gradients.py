@@ -87,11 +87,11 @@ def shares_otherwise(replica: DistributedDataParallel) -> str | None:
     if _found(replica, "_comm_hooks"):
         return "it has a communication hook"
     if getattr(replica, "buffer_hook", None) is not None:
-        return "it has a hook for buffers"
+        return "it has a communication hook for buffers"
     if _found(replica, "mixed_precision") is not None:
         return "it has mixed precision of its own"
     if getattr(replica, "_delay_all_reduce_params", None):
-        return "it averages some of them at a time of its own"
+        return "it averages some gradients later than the others (delay_all_reduce_named_params)"
     return None
 
 
@@ -293,5 +293,5 @@ def _found(holder: Any, name: str) -> Any:
 def _unknown(name: str) -> ElasticError:
     return ElasticError(
         f"torch {torch.__version__} keeps {name} of DDP or sharded modules in another place than the versions that "
-        f"this library knows ({TESTED_TORCH_IN_WORDS}); train without the trainer, or with one of those"
+        f"this library knows ({TESTED_TORCH_IN_WORDS}); install one of these, or train without the trainer"
     )

@@ -137,7 +137,7 @@ def private_parts() -> PrivateParts:
     parameters = tuple(inspect.signature(worker_loop).parameters)
     if parameters != _PARAMETERS:
         others = sorted(set(parameters) ^ set(_PARAMETERS)) or ["their order"]
-        raise _unknown(f"_worker_loop with the parameters it had (another: {', '.join(others)})")
+        raise _unknown(f"_worker_loop with the known parameters (these differ: {', '.join(others)})")
     wrapper = _found("torch._utils", "ExceptionWrapper")
     _found("torch._utils", "ExceptionWrapper", "reraise")
     try:
