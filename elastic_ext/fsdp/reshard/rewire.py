@@ -58,7 +58,7 @@ __all__ = [
     "take_off",
 ]
 
-_NOT_SHARED = "gradients were gathered that no rank has shared; the change waits for the next step"
+_NOT_SHARED = "gradients were accumulated that the ranks have not averaged yet; the change waits for the next step"
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
 _OF_A_STATE = (
     "_is_root",
@@ -320,7 +320,10 @@ def _unit(model: nn.Module, state: Any, group: Any) -> Unit:
     for name in _OF_A_GROUP:
         found(group, name)
     if not found(group, "unshard_in_backward") or found(group, "unshard_async_op"):
-        raise ValueError(f"{who} has been told how to unshard; its sharding has to stay")
+        raise ValueError(
+            f"{who} has been told how to unshard, by set_unshard_in_backward() or _set_unshard_async_op(); its "
+            "sharding has to stay"
+        )
     for keeper in found(group, "fsdp_params"):
         _make_sure_of(keeper)
     return Unit(

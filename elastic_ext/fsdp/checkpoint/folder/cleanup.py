@@ -470,7 +470,7 @@ class Visit:
     def check(self) -> None:
         """CheckpointFenced if a run has claimed the folder since this visit began."""
         if read_holder(self.folder) != self._holder:
-            raise CheckpointFenced(f"{self.folder}: a run of this job has begun just now; look again")
+            raise CheckpointFenced(f"{self.folder}: a run of this job has begun just now; run the command again")
 
     @contextmanager
     def alone(self) -> Iterator[str | None]:

@@ -87,7 +87,9 @@ def refuse_in_a_jobs_folder(path: Path) -> None:
     """CheckpointError where a path leads into the folder of some job, whose next run may remove it as garbage."""
     resolved = Path(os.path.realpath(path))
     if any(part.parent.name == FOLDER for part in (resolved, *resolved.parents)):
-        raise CheckpointError(f"{path} lies among the checkpoints of a job, which clears that up; give another folder")
+        raise CheckpointError(
+            f"{path} lies among the checkpoints of a job, whose next run may remove it; give a folder elsewhere"
+        )
 
 
 class JobFolder:
@@ -309,7 +311,7 @@ class JobFolder:
             return []
         for verdict in verdicts:
             if not verdict.stays:
-                _logger.info("%s was removed: %s", verdict.found.path, verdict.why)
+                _logger.info("checkpoint %s was removed: it is %s", verdict.found.path, verdict.why)
         return verdicts
 
     def prune_garbage(self) -> list[str]:

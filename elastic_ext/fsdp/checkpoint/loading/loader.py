@@ -174,8 +174,8 @@ class Loader:
         bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
         if bound and self._num_ranks != opened.num_ranks:
             raise CheckpointMismatch(
-                f"{_OPTIMIZERS}: some of it is bound to how {opened.num_ranks} ranks held it, and here are "
-                f"{self._num_ranks}",
+                f"{_OPTIMIZERS}: some of it is bound to how {opened.num_ranks} ranks held it, and this job has "
+                f"{self._num_ranks}; load the checkpoint on {opened.num_ranks} ranks",
                 extra=bound,
             )
         matching_groups(self._optimizers, self._parameters, opened.state[GROUPS])

@@ -383,6 +383,7 @@ def num_copies(*, in_background: bool, keep_previous: bool) -> int:
     """How many copies a process keeps of what it saves; with an agent's memory the previous one may be kept too."""
     if keep_previous and not in_background:
         raise ValueError(
-            "keep_previous is True, and nothing is saved in the background, where copies are; give both, or none"
+            "keep_previous is True, and nothing is saved in the background; only background saves keep copies: turn "
+            "them on, or leave keep_previous out"
         )
     return 1 + keep_previous if in_background else 0
