@@ -185,9 +185,10 @@ def leaves_unused(root: FSDPModule) -> bool:
 
 
 def versions_of_unshared(root: FSDPModule) -> list[tuple[torch.Tensor, int]]:
-    """By each trained parameter's unshared gradient, a tensor whose version counts its changes, and the version now.
+    """For each gradient that a trained parameter has unshared: a counter of the gradient's changes, and its count now.
 
-    The counter has no memory of the gradient's, and counts on once the gradient is shared.
+    The counter is a tensor with the gradient's version, which rises with each change in place, and with none of its
+    memory. It still counts once the gradient is shared.
     """
     found = []
     for parameter in _sharded_parameters(root):
