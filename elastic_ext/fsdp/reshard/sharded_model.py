@@ -320,10 +320,11 @@ class Spread:
         return moved
 
     def try_recomputing(self) -> tuple[bool, str | None]:
-        """Whether a pass has told if blocks can be computed again, and why they cannot; else the next one tells.
+        """Whether it is known if blocks can be computed again, and why they cannot; else the next pass finds out.
 
-        Where none of them was called in a pass that has gone by, they are taken to be such as can. What was found
-        against it is told once, and tried again when it is asked for again: its user may have mended it.
+        The first call begins a trial, in which the next pass computes blocks twice; a call after that pass ends the
+        trial. Blocks that no pass has called meanwhile are taken for blocks that can be computed again. A reason
+        against it is given once: the call after that begins another trial, since the user may have mended the model.
         """
         trial = self._trial
         if trial is None:
@@ -412,6 +413,7 @@ class Spread:
         return self._group
 
     def wake(self, bucket_cap_mb: float | None) -> None:
+        """Have DDP average the model's gradients from now on; all ranks call this."""
         if self._replica is None:
             self._replica = WrapperlessDDP(self.model, None, {})
         if self.num_ranks > 1:
@@ -430,6 +432,7 @@ class Spread:
             self._trial = RecomputeTrial(self.model, self._blocks, raises=True)
 
     def rest(self) -> None:
+        """Take DDP off the model."""
         assert self._replica is not None
         self._replica.rest()
 

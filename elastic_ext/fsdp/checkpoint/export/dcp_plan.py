@@ -54,7 +54,10 @@ EXTRA: Leaf = (OWN, "extra")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keys:
-    """The keys of the model's and the optimizers' state dicts in a whole one; model "" means that is the model's."""
+    """The keys under which a state dict holds the state dicts of the model and of the optimizers.
+
+    With "" for ``model`` there is no such key: the model's tensors stand at the top level.
+    """
 
     model: str = "model"
     optim: str = "optim"

@@ -39,7 +39,7 @@ from elastic_ext.records.files import (
 )
 
 from .claim import PATIENCE_SECONDS, Claim, check_job, folder_name, newest_folder, quoted
-from .cleanup import Clearing, meta_path, remove_unused_metas, retained
+from .cleanup import Clearing, apply_retention, meta_path, remove_unused_metas
 from .commit import COMMIT, Chain, Commit, FileSummary, check_chain, checksum_of
 from .listing import (
     ListedCheckpoint,
@@ -303,7 +303,7 @@ class JobFolder:
         storage or another run has done: what is not removed now is so the next time.
         """
         try:
-            verdicts = retained(self.path, rule, chain, check=self._check)
+            verdicts = apply_retention(self.path, rule, chain, check=self._check)
             if any(not verdict.stays for verdict in verdicts) and not self._begun:
                 remove_unused_metas(self.path)
         except (OSError, CheckpointError) as error:

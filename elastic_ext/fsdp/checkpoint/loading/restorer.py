@@ -38,7 +38,10 @@ class Destination(Protocol[_Given]):
         """Raise where the checkpoint does not fit; changes nothing."""
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """What of all that a damaged checkpoint has ``touched`` loading this one would overwrite wholly."""
+        """The names in ``touched`` that loading this checkpoint overwrites wholly.
+
+        ``touched`` names what a damaged checkpoint has begun to change in memory, as ``Opened.touched`` does.
+        """
 
     def load(self, opened: Opened) -> _Given:
         """Load the checkpoint, once ``check`` has raised on no rank; gives what the caller of the restorer gets."""

@@ -95,7 +95,8 @@ class Staging:
     ) -> dict[FileKind, Shard]:
         """Copy ``parts`` into the staging memory; gives the copies, which stay until the next call of this.
 
-        With ``later`` parts that change in ``optimizer.step()`` alone are not copied, but put there with their targets.
+        If a list ``later`` is given, parts that change in ``optimizer.step()`` alone are not copied: each is added to
+        the list, with the memory that it is to be copied to.
         """
         self._finish()
         num_bytes = sum(_room_of(own) for own in parts.values())
