@@ -18,9 +18,9 @@ from elastic_ext.fsdp.checkpoint.folder.claim import Reading
 from elastic_ext.fsdp.checkpoint.folder.cleanup import (
     GARBAGE,
     Visit,
+    apply_retention,
     remove_or_warn,
     remove_unused_metas,
-    retained,
     unused_metas,
     verdicts_on,
 )
@@ -380,7 +380,7 @@ def _rule(options: argparse.Namespace) -> Retention | None:
 
 def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> list[RetentionVerdict]:
     """Remove the checkpoints that the rule does not keep, or with ``is_dry`` tell which; gives the verdict on each."""
-    verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else retained(job, rule)
+    verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else apply_retention(job, rule)
     for verdict in verdicts:
         _tell_verdict(verdict, terminal, is_dry=is_dry)
     for name, error in Listing.read(job).unreadable.items():
