@@ -202,8 +202,8 @@ class Drawn:
         if len(drawn) > most:
             length = "no length" if told is None else f"a length of {told}"
             raise ValueError(
-                f"the sampler has {length}, and gave {most} samples without coming to an end; an epoch has one: have "
-                "it stop, or say by __len__ how many there are"
+                f"the sampler has {length}, and gave {most} samples without coming to an end; have the sampler stop at "
+                "the end of an epoch, or have its __len__ say how many samples an epoch has"
             )
         self._keep(drawn)
 
@@ -304,7 +304,8 @@ def _bounded(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
             length = "no length" if told is None else f"a length of {told}"
             raise ValueError(
                 f"the batch_sampler has {length}, and gave {number} batches of more than {most} samples in all without "
-                "coming to an end; an epoch has one: have it stop, or say by __len__ how many batches there are"
+                "coming to an end; have the batch_sampler stop at the end of an epoch, or have its __len__ say how "
+                "many batches an epoch has"
             )
         yield batch
 
