@@ -111,7 +111,7 @@ class Surveyor:
         try:
             found(calibrate(self._device, host=self._name.host))
         except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
-            _logger.debug("what this machine does at best is not measured: %s", error)
+            _logger.debug("the peak speed of this machine is not measured: %s", error)
 
     def _begin(self) -> None:
         """Begin a step and choose what is measured of it; a step that is taken again is measured again."""

@@ -40,8 +40,8 @@ def correction(
         expected_bytes = max(expected.most_bytes(gradient_bytes, has_gradients=False), 1)
         if not _LEAST_SCALE <= seen_bytes / expected_bytes <= _MOST_SCALE:
             return 1.0, (
-                f"steps of {each.micro_batch} samples take {seen_bytes} bytes and {expected_bytes} were worked out, as "
-                "of another model than the one that is trained"
+                f"micro-steps of {each.micro_batch} samples take {seen_bytes} bytes and {expected_bytes} were "
+                "predicted, so that model_factory or loss_fn cannot be like what is trained"
             )
         ratios.append((each.micro_batch, seen_bytes / expected_bytes))
     largest = ratios[:2]
