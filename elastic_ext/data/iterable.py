@@ -459,7 +459,7 @@ class StreamedEpochs:
             None  # in a copy, which has no loop: where the original's loop stood
         )
         self._wants_states = False  # somebody has asked where a loop stands, or gone on there
-        self._is_begun = False  # whether a loop over this epoch was begun, so that the next loop is over the next
+        self._is_begun = False  # whether a loop through this epoch was begun, so that the next loop takes the next one
         self._is_over = False  # whether the epoch is over, by a state that was loaded or by leave_epoch()
         self._next_epoch: int | None = None  # named while a loop is under way
         self._num_loops = 0

@@ -382,7 +382,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self.__dict__.update(state, _producers=weakref.WeakSet())
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
+        """Name the epoch that the next loop goes through; a loop under way, or a loaded position, goes on as it is."""
         self._epochs.set_epoch(epoch)
 
     @property

@@ -42,7 +42,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPosition:
-    """Which samples of an epoch are consumed, and which epoch the next loop is over; immutable."""
+    """Which samples of an epoch are consumed, and which epoch the next loop goes through; immutable."""
 
     epoch: int = 0
     position: int = 0
@@ -50,7 +50,7 @@ class EpochPosition:
     completed: Ranges = ()
     """Ranges after ``position`` that are consumed too, where batches are handed out in the order they are made in."""
     starts_next_epoch: bool = False
-    """Whether the next loop is over another epoch, since a loop took samples of this one or there were none."""
+    """Whether the next loop goes through another epoch, since a loop took samples of this one or there were none."""
     is_over: bool = False
     """Whether a loaded state says that no more samples of the epoch come."""
     next_epoch: int | None = None

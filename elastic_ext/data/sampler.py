@@ -119,7 +119,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             self._order = None
 
     def begin_elsewhere(self) -> None:
-        """Leave the rest of a loaded state to a loader: the next iteration here is over a whole epoch."""
+        """Begin the next iteration here at an epoch's start: a loader has taken over the position that was loaded."""
         self._goes_on_at = 0
 
     def reseed(self, seed: int) -> None:
