@@ -1,5 +1,7 @@
-"""Surveyor: has single steps measured more closely than the others: a census once, a trace now and then, and samples
-of memory where it is not known what a step takes.
+"""Surveyor: has single steps measured more closely than the others.
+
+A *census* counts the operations, bytes and flops of one step, once. A *trace* is one step as torch's profiler sees it,
+taken now and then. A *memory sample* measures what one micro-step takes, where that is not known.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class StepMeasurementListeners:
 
 
 class Surveyor:
-    """Takes a census, traces and memory samples of single steps of one rank; the recorder tells it of steps."""
+    """Takes the census, the traces and the memory samples of one rank; the recorder tells it of each micro-step."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ def correction(
 ) -> tuple[float, str]:
     """The factor from predicted to measured bytes, and why they cannot be compared, or "".
 
-    Measured steps are those with new gradients.
+    ``measured`` has only micro-steps before which no parameter had a gradient, ``worked_out`` what was predicted.
 
     The factor is the larger ratio of the two largest sizes that were both measured and worked out. One size alone
     corrects upwards only: what was worked out too large there may be a part that does not grow with the size, and a
