@@ -154,13 +154,16 @@ def why_global_batch_fixed(facts: JobFacts, tuning: TuningSection) -> str:
     learning = facts.learning
     if learning is None or learning.rule not in _RULES:
         return (
-            "learning rates would not follow, so that a sample would teach less in larger steps; give the trainer "
-            "learning_rate_rule"
+            "learning rates would not follow the global batch size, so that a sample would teach less in larger steps; "
+            "give the trainer learning_rate_rule"
         )
     if GLOBAL_BATCH_KEY not in facts.choices:
-        return facts.fixed.get(GLOBAL_BATCH_KEY) or "this job cannot change it while it trains"
+        return facts.fixed.get(GLOBAL_BATCH_KEY) or f"this job cannot change {GLOBAL_BATCH_KEY} while it trains"
     if LEARNING_RATE_KEY in (tuning.knobs or {}) and _number(facts.values.get(LEARNING_RATE_KEY)) is None:
-        return f"{LEARNING_RATE_KEY} in tuning.knobs bounds the learning rate, and the job tells of no learning rate"
+        return (
+            f"{LEARNING_RATE_KEY} in tuning.knobs bounds the learning rate, and the job tells of no learning rate; "
+            "leave that key out of tuning.knobs"
+        )
     return ""
 
 
@@ -352,13 +355,13 @@ class BatchSizeChoice:
         sizes = allowed_sizes(facts, tuning)
         noise = _noise(sizes)
         if sizes is None or noise is None:
-            ratio, known = proposal.even_seconds / before, "as was expected of noise"
+            ratio, known = proposal.even_seconds / before, "at the noise scale that was expected"
         else:
             ratio = _progress_ratio(sizes, proposal.size_now, proposal.size, noise)
-            known = f"by {_noise_in_words(noise)}"
+            known = f"at {_noise_in_words(noise)}"
         times = ratio * before / measured.seconds
         as_before = f"as with {proposal.size_now:,} samples a step"
-        reason = f"measured, training learns {times:.3g} times as fast {as_before}, {known}"
+        reason = f"by the measured step times, training learns {times:.3g} times as fast {as_before}, {known}"
         return SizeVerdict(proposal.is_needed or times >= 1 + _LEAST_KEPT, reason)
 
     def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
@@ -465,7 +468,7 @@ def _why(proposal: BatchSizeProposal, asked: _ProposalInputs) -> str:
         words = f"{words}, {change_in_words(proposal.point, best.point)}"
     words = f"{words}: {rate_in_words(proposal.size / proposal.seconds)} expected, "
     words = f"{words}{number_in_words(proposal.size_now / best.seconds)} now; "
-    words = f"{words}by {_noise_in_words(noise)} a sample teaches "
+    words = f"{words}at {_noise_in_words(noise)} a sample teaches "
     efficiency = sizes.efficiency(proposal.size, noise) / sizes.efficiency(proposal.size_now, noise)
     words = f"{words}{efficiency:.3g} times as much then, so that training learns {proposal.gain:.3g} times as fast; "
     factor = sizes.learning_rate_factor(proposal.size, noise) / sizes.learning_rate_factor(proposal.size_now, noise)
