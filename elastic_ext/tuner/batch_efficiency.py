@@ -69,7 +69,7 @@ class AllowedBatchSizes:
     quantum: int
     """Sizes are multiples of this."""
     learning_rate: float | None
-    """The user's learning rate, for the first batch; None where the job tells of none."""
+    """The user's learning rate, for the reference batch size; None where the job tells of none."""
     learning_rate_bounds: tuple[float, float] | None
     """The bounds of the learning rate that the rule gives; None where the user gives none."""
 
@@ -79,11 +79,11 @@ class AllowedBatchSizes:
         return self.learning.first_batch
 
     def efficiency(self, size: int, noise: float) -> float:
-        """The statistical efficiency of ``size``: how much a sample teaches, relative to steps of the first batch."""
+        """The statistical efficiency of ``size``: how much a sample teaches, 1 at the reference batch size."""
         return (noise + self.reference_batch_size) / (noise + size)
 
     def progress(self, size: int, noise: float) -> float:
-        """How much a step of ``size`` teaches, in samples of steps of the first batch."""
+        """How much a step of ``size`` teaches: how many samples teach as much at the reference batch size."""
         return size * self.efficiency(size, noise)
 
     def learning_rate_factor(self, size: int, noise: float) -> float:
@@ -100,7 +100,7 @@ class AllowedBatchSizes:
         return self.may_stay(size, noise) and self.may_stay(size, _MORE_NOISE * noise)
 
     def may_stay(self, size: int, noise: float) -> bool:
-        """Whether ``size`` keeps to all bounds now; the first batch does, since the user has trained with it."""
+        """Whether ``size`` keeps to all bounds now; the reference size does, since the user has trained with it."""
         if size == self.reference_batch_size:
             return True
         if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):

@@ -61,7 +61,7 @@ class GlobalBatchTrial:
 
     @property
     def probe_steps(self) -> int:
-        """Steps that are measured of the size."""
+        """How many steps of the tried size are measured before it is kept or taken back."""
         return _TIMES_AS_MANY * (self._tuning.probe_steps or PROBE_STEPS)
 
     @property
