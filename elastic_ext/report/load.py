@@ -51,7 +51,7 @@ __all__ = [
     "events_in",
     "find_places",
     "gather",
-    "known_of",
+    "rank_view_of",
     "shown_metrics_of",
     "speeds_of",
     "windows_in",
@@ -250,7 +250,7 @@ def _has_files(folder: Path) -> bool:
 _MOST_METRICS_BYTES = 1 << 16
 
 
-def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
+def rank_view_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
     """The windows of a rank with its metrics, census, calibration and trace; None where its metrics cannot be read."""
     metrics = _metrics_of(folder, rank)
     if metrics is None:
@@ -266,7 +266,7 @@ def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | N
 
 
 def speeds_of(folder: Path, rank: int) -> Speeds | None:
-    """What a rank's tokens per second and MFU are computed with; None where the rank's metrics cannot be read.
+    """What computes a rank's tokens per second and MFU; None where the rank's metrics cannot be read.
 
     A calibration counts only if it is of the rank's own machine.
     """
@@ -493,7 +493,7 @@ class _Gathering:
 
     def _view(self, rank: int, windows: list[StepWindow]) -> RankView:
         for path in reversed(self.places.profiles[rank]):
-            if (found := known_of(path.parent, rank, windows)) is not None:
+            if (found := rank_view_of(path.parent, rank, windows)) is not None:
                 return found
         return RankView(host="?", window=merged(windows))
 
