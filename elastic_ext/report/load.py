@@ -197,7 +197,10 @@ def find_places(path: Path) -> RunPlaces:
         raise ValueError(f"{path} is not a folder; give the run directory of a job")
     folders = [each for each in _candidates(path) if _has_files(each)]
     if not folders:
-        raise ValueError(f"{path} holds nothing of a job; give its run directory, or the folder that holds its nodes'")
+        raise ValueError(
+            f"{path} holds nothing of a job; give the job's run directory, or the folder that holds the "
+            "run directories of its nodes"
+        )
     profiles: dict[int, list[Path]] = {}
     events: list[Path] = []
     for folder in folders:
@@ -537,12 +540,16 @@ class _Gathering:
         return ""
 
     def _broken_words(self) -> str:
-        return f"{self.broken.num_lines} broken" + "".join(f"; {each}" for each in self.broken.files[:3])
+        return f"broken lines: {self.broken.num_lines}" + "".join(f"; {each}" for each in self.broken.files[:3])
 
     def _notes(self) -> list[str]:
-        notes = [f"{each}: left out" for each in self.broken.files]
+        notes = [f"a file could not be read, and is left out: {each}" for each in self.broken.files]
         if self.broken.num_lines:
-            notes.append(f"{self.broken.num_lines} lines of its files are broken, or another version's: left out")
+            lines = f"{self.broken.num_lines} lines of the run's files"
+            notes.append(f"{lines} are broken, or of another version of elastic_ext, and are left out")
         if self._num_shifted:
-            notes.append(f"a clock was put back before {self._num_shifted} starts of processes: they are shown later")
+            notes.append(
+                f"a machine's clock was put back before {self._num_shifted} starts of processes: these processes are "
+                "shown later than their records say"
+            )
         return notes
