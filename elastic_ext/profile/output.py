@@ -56,7 +56,7 @@ class Sinks:
     def add(self, sink: Sink) -> None:
         """Write profiles to ``sink`` too from now on. ElasticError once training has ended."""
         if self._is_closed:
-            raise ElasticError("a sink was added after training had ended; add sinks before training ends")
+            raise ElasticError("training has ended, and no sink can be added any more; add sinks before training ends")
         self._sinks.append(sink)
 
     def write(self, profile: StepProfile) -> None:
