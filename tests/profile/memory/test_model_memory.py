@@ -179,7 +179,7 @@ def test_one_size_alone_corrects_upwards_only() -> None:
 @pytest.mark.parametrize("num_bytes", [199, 801])
 def test_what_is_nothing_like_what_was_worked_out_is_of_another_model(num_bytes: int) -> None:
     scale, why_not = correction([passes(4, num_bytes)], [passes(4, 400)], 0)
-    assert scale == 1.0 and f"steps of 4 samples take {num_bytes} bytes and 400 were worked out" in why_not
+    assert scale == 1.0 and f"steps of 4 samples take {num_bytes} bytes and 400 were predicted" in why_not
 
 
 def test_sizes_begin_with_the_present_ones_and_end_with_the_share() -> None:
