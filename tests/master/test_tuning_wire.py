@@ -245,7 +245,7 @@ def test_of_a_very_large_job_some_ranks_are_looked_at() -> None:
     assert seen is not None and seen.num_ranks == seeing.num_ranks and seen.world_size == 100_000
     facts = made_facts(world_size=100_000)
     assert why_untrusted(seen, facts) == ""
-    assert "ranks told of their steps" in why_untrusted(replace(seen, num_ranks=7), facts)
+    assert "ranks have reported their steps" in why_untrusted(replace(seen, num_ranks=7), facts)
 
 
 @settings(max_examples=200, deadline=None)
