@@ -48,7 +48,7 @@ class NodeComparison:
 
     state: Literal["normal", "straggler", "undecided"]
     times_slower: float | None
-    """Its time over the median of all, or, where there are only two, over that of the faster one; None without others."""
+    """Its time over the median of all, or, of two, over that of the faster one; None with nothing to compare with."""
     reason: str
 
 
