@@ -144,7 +144,7 @@ def test_people_have_it_pause_with_a_reason_and_go_on(
     found = json.loads(capsys.readouterr().out)
     assert found["decisions"] == [] and found["status"]["mode"] == "auto"
     assert ran(master, "undo") == 0
-    assert "nothing follows from that" in capsys.readouterr().out and strategy.names()[-1] == "undo"
+    assert "the tuner has decided nothing on this request" in capsys.readouterr().out and strategy.names()[-1] == "undo"
 
 
 def test_without_a_master_it_is_said_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
