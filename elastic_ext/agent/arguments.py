@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
         type=str,
         default=None,
         help="What the tuner of the master that this launcher starts may do: off, advise (the default) or auto. The "
-        "config's tuning.mode comes before it; another master has been told by itself.",
+        "config's tuning.mode comes before it; a master that was started otherwise has a --tuning of its own.",
     )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(

@@ -191,10 +191,10 @@ class ConfigTuner:
                 self._note(data)
         except (FileNotFoundError, NotADirectoryError):
             self._stamp = None
-            self._note_bad(_NO_FILE, "it is gone")
+            self._note_bad(_NO_FILE, "the file is gone")
         except OSError as error:
             self._stamp = None
-            self._note_bad(_hash(str(error).encode()), f"it cannot be read: {in_words(error)}")
+            self._note_bad(_hash(str(error).encode()), f"the file cannot be read: {in_words(error)}")
         self._has_begun = True
 
     def _note(self, data: bytes) -> None:
@@ -206,7 +206,7 @@ class ConfigTuner:
         try:
             config = ElasticConfig.parse(data)
         except ConfigError as error:
-            self._note_bad(fingerprint, f"it is refused: {error}")
+            self._note_bad(fingerprint, f"its content is refused: {error}")
             return
         self._seen, self._is_entered = fingerprint, False
         self._bad = self._trouble = None
@@ -226,7 +226,7 @@ class ConfigTuner:
             self._bad = fingerprint, now
         if now >= self._bad[1] + self._settle_seconds:
             self._seen, self._bad, self._is_entered = fingerprint, None, True
-            words = f"somebody else has changed {self.path}: {reason}; what is in force stays so"
+            words = f"somebody else has changed {self.path}: {reason}; the config in force stays in force"
             self._told.append(ForeignWrite(version=None, digest="", valid=False, words=words))
 
     def _tell_of(self, config: ElasticConfig) -> None:
@@ -239,7 +239,8 @@ class ConfigTuner:
         elif config.digest == self._digest:
             words += " anew, with the contents that it had"
         else:
-            words += f", which had other contents before; where it is in force, give these version {config.version + 1}"
+            words += f", which had other contents before; give the new ones version {config.version + 1}, since ranks "
+            words += "may run under the old ones"
         self._told.append(ForeignWrite(version=config.version, digest=config.digest, valid=True, words=words))
 
     def _enter(self) -> None:
@@ -387,7 +388,7 @@ class AgentsConfig:
         except ValueError as error:  # it is too long to be asked
             raise AgentRefused(f"{error}; {_FORCE}") from None
         if not isinstance(answer.get("config"), dict):
-            raise AgentFailed("the agent, which is of another version, does not say what it has written")
+            raise AgentFailed("the agent is of another version of elastic_ext, and does not say what it has written")
         return ElasticConfig.from_dict(answer["config"])
 
 

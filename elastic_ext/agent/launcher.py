@@ -149,7 +149,7 @@ def launch(
     except ValueError as error:
         raise LaunchRefused(str(error)) from None
     except OSError as error:
-        raise LaunchRefused(f"processes cannot be told apart here: {in_words(error)}") from None
+        raise LaunchRefused(f"processes cannot be identified without /proc: {in_words(error)}") from None
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
@@ -284,7 +284,8 @@ class _Launch:
                 self._journal.tell_staged(outcome.why, outcome.path)
         except BoardGone as error:
             if rows_in(self._folders.staging):
-                self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
+                words = f"the checkpoint staged on this node is lost, as other nodes do not answer: {error}"
+                self._journal.tell("staged", words)
         if board is not None:
             board.part(timeout_seconds=_PART_SECONDS)
 
@@ -310,7 +311,7 @@ class _Launch:
         try:
             write_whole(self._folders.run_dir / HARDWARE_FILE, hardware.to_json().encode(), durable=False)
         except OSError as error:
-            _logger.debug("what this machine has cannot be written: %s", error)
+            _logger.debug("the hardware record of this machine cannot be written: %s", error)
 
     def _run(self, agent: ElasticAgent, meeting: NodeRendezvous) -> int:
         """Run the agent's loop, with the events that torch's launcher records; the exit status."""
@@ -321,7 +322,7 @@ class _Launch:
             result: RunResult | None = agent.run()
             events.record(agent.get_event_succeeded(), handler)
             if result is None:  # torch says so of a node that others did not wait for
-                self._journal.tell("left-out", "the nodes met without this one, which is not needed")
+                self._journal.tell("left-out", "the other nodes have met without this one, which the job does not need")
                 return 0
             if not result.is_failed():
                 self._journal.tell("succeeded", "all workers of this node have ended well")
@@ -468,7 +469,7 @@ class _Launch:
             ("config", f"{record.config_file}    (elastic-ext config set KEY=VALUE --file ...)"),
             ("metrics", f"{folders.run_dir}    (elastic-ext status {folders.run_dir})"),
             ("logs", record.log_folder),
-            ("checkpoints", "said once training has begun"),
+            ("checkpoints", "logged once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
 

@@ -211,7 +211,8 @@ class NodeTasks:
         words = "; ".join(map(str, captured.places)) or "no worker told of its stacks"
         if captured.look_at:
             words += f"; look at this first: {captured.look_at}"
-        self._journal.tell("stacks", f"{words}; all of it: {captured.path}", path=str(captured.path or ""))
+        words += f"; all stacks are in {captured.path}" if captured.path else "; the file of stacks cannot be written"
+        self._journal.tell("stacks", words, path=str(captured.path or ""))
         if self._board is not None and self._board.num_peers > 1:
             try:
                 self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS)
@@ -242,7 +243,8 @@ class NodeTasks:
         try:
             kept = self._tuner.set_aside()
         except OSError as error:
-            self._journal.tell("trouble", f"the config of before this node joined stays: {error}", is_bad=True)
+            words = f"the config file from before this node joined cannot be moved aside: {error}"
+            self._journal.tell("trouble", words, is_bad=True)
             return
         if kept is not None:
             self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
@@ -272,7 +274,7 @@ class NodeTasks:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                self._journal.tell("trouble", f"what workers do cannot be written: {error}", is_bad=True)
+                self._journal.tell("trouble", f"the record of the workers cannot be written: {error}", is_bad=True)
 
     def _judge(self, seen: WorkersLook) -> Hang | None:
         """The hang that the workers of all nodes show; None if there is none."""

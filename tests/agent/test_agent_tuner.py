@@ -185,7 +185,7 @@ def test_a_file_that_stays_is_not_read_again_once_its_stamp_is_old(node: Node) -
     ("version", "x", "words"),
     [
         (3, 9, "not above version 4: ranks refuse it while they train; give it version 5"),
-        (4, 9, "which had other contents before; where it is in force, give these version 5"),
+        (4, 9, "which had other contents before; give the new ones version 5, since ranks may run under the old ones"),
         (4, 4, "anew, with the contents that it had"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_file_that_is_refused_is_told_of_once_and_left_as_it_is(node: Node, da
     for _ in range(3):
         node.tuner.look()
     (told,) = node.told
-    assert (told.version, told.digest, told.valid) == (None, "", False) and "it is refused: " in told.words
+    assert (told.version, told.digest, told.valid) == (None, "", False) and "its content is refused: " in told.words
     assert node.path.read_bytes() == data and node.tuner.newest() == newest
     with pytest.raises(ConfigError):
         node.set(2)
@@ -254,7 +254,7 @@ def test_a_file_that_is_removed_is_told_of_and_written_again_at_the_next_change(
     for _ in range(3):
         node.tuner.look()
     assert [(each.valid, each.words) for each in node.told] == [
-        (False, f"somebody else has changed {node.path}: it is gone; what is in force stays so")
+        (False, f"somebody else has changed {node.path}: the file is gone; the config in force stays in force")
     ]
     assert node.set(2).version == 2
     node.tuner.look()

@@ -183,7 +183,7 @@ class SlowWorkers:
             if (each.rank, each.host) not in known
         ]
         over = [each for each in before if (each.rank, each.host) not in present]
-        words = "is as fast again as the other workers"
+        words = "is as fast as the other workers again"
         return found + [
             SlowNews(rank=each.rank, host=each.host, is_slow=False, text=f"rank {each.rank} on {each.host} {words}")
             for each in over
