@@ -102,7 +102,7 @@ class ConfigWatch:
                 try:
                     self._read(client)
                 except (MasterAbsent, MasterBusy) as error:
-                    _logger.debug("configs do not come for now: %s", error)
+                    _logger.debug("the master's stream of configs is interrupted: %s", error)
                 if self._stop.is_set():
                     return
                 if time.monotonic() - began >= _STEADY_SECONDS:
@@ -113,7 +113,7 @@ class ConfigWatch:
             self.error = error
             self._link.hurry()
         except Exception:  # the top of a thread: configs come with the answers to messages as well
-            _logger.exception("configs are not pushed to this agent any more")
+            _logger.exception("this agent reads no stream of configs any more; configs come with answers to its beats")
 
     def _read(self, client: MasterClient) -> None:
         """Read one stream to its end, and take each config that comes."""
