@@ -29,7 +29,7 @@ from .folder import is_held
 
 __all__ = [
     "AgentsConfig",
-    "ConfigTuner",
+    "ConfigWriter",
     "ForeignWrite",
     "agent_in",
     "config_requests",
@@ -67,7 +67,7 @@ class ForeignWrite:
     """The change in a sentence, for the log."""
 
 
-class ConfigTuner:
+class ConfigWriter:
     """The one writer of a node's config file at ``path``; it also notices what somebody else has written there.
 
     The agent's loop calls ``look`` and ``take`` at every turn; these do not wait for other threads or processes: what
@@ -330,7 +330,7 @@ class ConfigEdit:
     at_step: int | None = None
 
 
-def config_requests(tuner: ConfigTuner) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
+def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
     """The handlers of requests to change the config over the control socket, by name.
 
     Each gives the config that it has written; ValueError where a request is refused.
@@ -338,11 +338,11 @@ def config_requests(tuner: ConfigTuner) -> Mapping[str, Callable[[Mapping[str, A
 
     def config_set(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-set.")
-        new = tuner.set(edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
+        new = writer.set(edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
         return {"config": new.to_dict()}
 
     def config_undo(request: Mapping[str, Any]) -> dict[str, Any]:
-        return {"config": tuner.undo().to_dict()}
+        return {"config": writer.undo().to_dict()}
 
     return {"config-set": config_set, "config-undo": config_undo}
 

@@ -50,7 +50,7 @@ from .arguments import (
     with_rendezvous,
     without_outer,
 )
-from .config_writer import ConfigTuner, ForeignWrite, config_requests
+from .config_writer import ConfigWriter, ForeignWrite, config_requests
 from .control import Control
 from .elastic_agent import ElasticAgent
 from .folder import NODES, NodeFolders, NodeTaken, is_held, keep_newest, with_cache
@@ -219,7 +219,7 @@ class _Launch:
         self._is_python = isinstance(self._entrypoint, str) and not options.no_python
         self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self._journal = Journal(folders.run_dir)
-        self._tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
+        self._config_writer = ConfigWriter(self._config_file, on_foreign=self._note_foreign)
 
     def run(self) -> int:
         """Check the machine, connect to the master, run the workers to their end; the exit status."""
@@ -360,7 +360,7 @@ class _Launch:
         link = link_with(
             self._master,
             self._folders.run_dir,
-            self._tuner,
+            self._config_writer,
             self._journal,
             job=self._settings.job,
             agent_id=self._node_id,
@@ -375,17 +375,17 @@ class _Launch:
 
     def _tasks(self, link: MasterLink | None) -> NodeTasks:
         folders, run_dir = self._folders, self._folders.run_dir
-        tuner = self._tuner
+        writer = self._config_writer
 
         def status(request: Mapping[str, Any]) -> Mapping[str, Any]:
             return status_of(read_run_directory(run_dir, now=time.time(), host=self._host)).to_dict()
 
         monitor = Monitor(run_dir=run_dir, pulse_dir=folders.pulses, limits=self._hang_limits, gpus=NvidiaGpus.open())
-        control = Control(folders.memory / _SOCKET, {**config_requests(tuner), "status": status})
+        control = Control(folders.memory / _SOCKET, {**config_requests(writer), "status": status})
         slow = SlowWorkers(run_dir, host=self._host)
         on_begun = (lambda: None) if link is None else link.begin_configs
         py_spy = shutil.which("py-spy")
-        return NodeTasks(folders, self._journal, tuner, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
+        return NodeTasks(folders, self._journal, writer, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)

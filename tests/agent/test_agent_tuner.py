@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.agent.config_writer import ConfigTuner, ForeignWrite, config_requests
+from elastic_ext.agent.config_writer import ConfigWriter, ForeignWrite, config_requests
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive, stamp_of
@@ -35,7 +35,7 @@ class Node:
     def __init__(self, folder: Path, *, settle_seconds: float = 0.0, patience_seconds: float = 10.0) -> None:
         self.path = folder / "config.json"
         self.told: list[ForeignWrite] = []
-        self.tuner = ConfigTuner(
+        self.tuner = ConfigWriter(
             self.path,
             on_foreign=self.told.append,
             settle_seconds=settle_seconds,
@@ -326,7 +326,7 @@ def test_a_version_that_comes_between_the_last_look_and_a_write_is_kept_and_told
 
 def test_the_one_who_is_told_may_ask_the_tuner(tmp_path: Path) -> None:
     asked: list[object] = []
-    tuner = ConfigTuner(
+    tuner = ConfigWriter(
         tmp_path / "config.json", on_foreign=lambda write: asked.append((tuner.newest(), tuner.undo().version))
     )
     tuner.set({"user.x": 1}, reason="")
@@ -390,11 +390,11 @@ FULL = """
 import logging, sys
 from pathlib import Path
 import resource
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 path, other = Path(sys.argv[1]), sys.argv[2]
 told = []
-tuner = ConfigTuner(path, on_foreign=told.append)
+tuner = ConfigWriter(path, on_foreign=told.append)
 tuner.set({"user.x": 1}, reason="r" * 300)
 before = path.read_bytes()
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 from elastic_ext.agent.journal import Journal
 from elastic_ext.errors import in_words
 from elastic_ext.master.address import Address, MasterPlace
@@ -276,7 +276,7 @@ def tuning_mode(options: argparse.Namespace, choice: MasterChoice) -> Mode:
 def link_with(
     choice: MasterChoice,
     run_dir: Path,
-    tuner: ConfigTuner,
+    config_writer: ConfigWriter,
     journal: Journal,
     *,
     job: str,
@@ -304,5 +304,5 @@ def link_with(
         chance = random.Random(f"{node.node_id}/{node.incarnation}/own")
         backoff = Backoff(chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
         own = OwnMaster(run_dir, job, journal, backoff, tuning=tuning)
-        return MasterLink(run_dir, node, own, tuner, journal)
-    return MasterLink(run_dir, node, GivenMaster(choice), tuner, journal)
+        return MasterLink(run_dir, node, own, config_writer, journal)
+    return MasterLink(run_dir, node, GivenMaster(choice), config_writer, journal)

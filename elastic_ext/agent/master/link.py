@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.journal import Journal
 from elastic_ext.errors import MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
@@ -156,7 +156,7 @@ class MasterLink:
     """
 
     def __init__(
-        self, run_dir: Path, node: NodeSelf, finder: MasterFinder, tuner: ConfigTuner, journal: Journal
+        self, run_dir: Path, node: NodeSelf, finder: MasterFinder, config_writer: ConfigWriter, journal: Journal
     ) -> None:
         self._run_dir = run_dir
         self._node = node
@@ -166,7 +166,7 @@ class MasterLink:
         self._answered = threading.Event()
         self._thread = OwnedThread(self._run, name="elastic_ext master", wake=self._wake.set)
         self._stopping = self._thread.stopping
-        self._config = HeldConfig(tuner, self._stopping)
+        self._config = HeldConfig(config_writer, self._stopping)
         self._outbox = EventOutbox(most=_MOST_EVENTS)
         self._rank_events = EventFiles(run_dir, most_bytes=_MOST_EVENT_BYTES, of_agent=False)
         self._chance = random.Random(f"{node.node_id}/{node.incarnation}")
