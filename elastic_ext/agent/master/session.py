@@ -239,7 +239,7 @@ class MasterSession:
         self._is_asked = True
 
     def acknowledge_after(self, seconds: float) -> None:
-        """Acknowledge a config that comes now ``seconds`` later, two at most; from any thread."""
+        """Acknowledge the next config in ``seconds`` from now, or in 2 if that is less; from any thread."""
         delay = min(seconds, _MOST_DELAY_SECONDS) if seconds > 0 else 0.0
         self._acknowledge_at = time.monotonic() + delay
 
