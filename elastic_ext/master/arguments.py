@@ -56,7 +56,7 @@ class MasterOptions:
         if self.lease_seconds < 2 * self.beat_seconds:
             raise ValueError(
                 f"--lease-seconds {self.lease_seconds:g} is less than two of --beat-seconds {self.beat_seconds:g}: "
-                "one beat that is lost would make a node count as lost"
+                f"one lost beat would make a node count as lost; give at least {2 * self.beat_seconds:g}"
             )
 
     @property
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port-file", type=_path, help="the file to write the port into, once the master listens at it"
     )
-    parser.add_argument("--state-dir", type=_path, required=True, help="a folder of its own, on a local disk")
+    parser.add_argument("--state-dir", type=_path, required=True, help="a folder for its state alone, on a local disk")
     parser.add_argument("--token-file", type=_path, help="the file with the token that everybody has to give")
     parser.add_argument(
         "--bind", default="127.0.0.1", type=_address, help="the address to listen at (default: this machine alone)"

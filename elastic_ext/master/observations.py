@@ -198,7 +198,7 @@ def _trouble(steps: Mapping[int, float], missing: Sequence[int], broken: Collect
     if broken:
         return f"{_named(sorted(broken))} reported impossible values of steps, such as times that are not finite"
     if told_nothing:
-        return f"{_named(told_nothing)} told nothing of their steps for a while, and others did"
+        return f"{_named(told_nothing)} reported no steps for a while, and other ranks did"
     slowest, quickest = max(steps, key=lambda each: steps[each]), min(steps, key=lambda each: steps[each])
     if steps[quickest] < _LEAST_STEP_SECONDS:
         return f"rank {quickest} told of steps that took no time"

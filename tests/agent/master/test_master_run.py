@@ -122,7 +122,7 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
         process = process_of(record.pid)
         assert process is not None
         place = MasterPlace(address=Address.parse(record.address))
-        with MasterClient(place) as stranger, pytest.raises(MasterRefused, match="wants its token"):
+        with MasterClient(place) as stranger, pytest.raises(MasterRefused, match="asks for its token"):
             stranger.set_config(pb.SetConfigRequest(changes={"user.x": "2"}))
         with client_of(record) as client:
             status = until(lambda: found if (found := client.status()).nodes[0].workers else None)
