@@ -76,7 +76,7 @@ class Topology:
     slow_links: tuple[LinkMeasurement, ...] = ()
     """Links that are far slower than others in the same place: within the same group, or between groups."""
     between: Group | None = None
-    """The median link from one group to another; None where there is one group, or none."""
+    """The medians of the links from one group to another, without machines; None where there is one group, or none."""
 
 
 def guess_topology(num_machines: int, links: Sequence[LinkMeasurement], *, apart: Iterable[int] = ()) -> Topology:

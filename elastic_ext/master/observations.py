@@ -83,7 +83,7 @@ class MeasurementRounds:
                     self._take(now, worker.rank, said)
 
     def take_measurement(self, now: float) -> StepReport | None:
-        """The measurement of a round that is complete, or that cannot be because a rank is silent or broken; else None.
+        """The measurement of a round that is over: every rank has reported, or a rank is silent or broken; else None.
 
         Each round is given once.
         """
@@ -141,7 +141,7 @@ def measured_steps(
     """The measurement that ``windows``, by rank and of one config, give of steps that all ``expected`` ranks took.
 
     The time of a step is the mean over all of them, without changes, checkpoints and rollbacks between two: what comes
-    in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks whose windows cannot be.
+    in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks with impossible values.
     """
     steps: dict[int, float] = {}
     breakdowns: list[RankBreakdown] = []
