@@ -311,7 +311,7 @@ class Notes:
                     self.holders.add(index)
                 self._hardware[index] = NodeHardware.from_json(hello.hardware)
             except ValueError as error:  # of a node with another version of this library
-                _logger.warning("the hardware record of node %d cannot be read: %s", index, error)
+                _logger.warning("node %d: its hardware record cannot be read: %s", index, error)
 
     def measure(self) -> None:
         """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""

@@ -98,7 +98,7 @@ class ConfigBook:
         ConfigError for a config that cannot be; StaleVersion where it was ``made_from`` another version.
         """
         if made_from is not None and made_from != self.version:
-            raise StaleVersion(f"the change is of version {made_from}, and version {self.version} is the newest now")
+            raise StaleVersion(f"a change was made from version {made_from}, and version {self.version} is the newest")
         current = self.newest.config if self.newest else None
         version = self.version + 1
         config = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
