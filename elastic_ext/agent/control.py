@@ -64,7 +64,7 @@ class AgentSilent(ControlError):
 
 
 class AgentRefused(ControlError):
-    """The agent refuses a request as one that cannot be."""
+    """The agent refuses a request as invalid."""
 
 
 class AgentFailed(ControlError):
@@ -204,7 +204,7 @@ class Control:
         self._inode = 0
 
     def start(self) -> None:
-        """Begin to listen. OSError where that cannot be; ValueError where the file name is too long for a socket."""
+        """Begin to listen. OSError where the socket cannot be made; ValueError where its file name is too long."""
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._waker, self._woken = socket.socketpair()

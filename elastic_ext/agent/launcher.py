@@ -80,7 +80,7 @@ _NO_RUN = ("", "none")
 def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> StartSettings:
     """The job's start settings (its name, run directory, config file) by a command line and its environment.
 
-    ValueError for settings that cannot be.
+    ValueError for invalid settings.
     """
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
     return StartSettings.resolve(

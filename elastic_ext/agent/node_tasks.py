@@ -208,7 +208,7 @@ class NodeTasks:
         captured = capture(
             workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
         )
-        words = "; ".join(map(str, captured.places)) or "no worker told of its stacks"
+        words = "; ".join(map(str, captured.places)) or "no worker wrote its stacks"
         if captured.look_at:
             words += f"; look at this first: {captured.look_at}"
         words += f"; all stacks are in {captured.path}" if captured.path else "; the file of stacks cannot be written"

@@ -249,8 +249,8 @@ def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
         ) from None
     except RendezvousTimeoutError:
         raise MeetingFailed(
-            f"fewer than {rendezvous.min_nodes} nodes came to {where} in time, or they have gone on; start them at the "
-            "same time, or wait longer: --rdzv-conf join_timeout=SECONDS"
+            f"fewer than {rendezvous.min_nodes} nodes came to {where} in time, or they went on without this one; start "
+            "them at the same time, or wait longer: --rdzv-conf join_timeout=SECONDS"
         ) from None
     except RendezvousConnectionError as error:
         raise MeetingFailed(f"{where}, where the nodes are to meet, cannot be reached: {_cause(error)}") from None

@@ -22,7 +22,7 @@ _MOST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MasterOptions:
-    """The options that a master is started with; ValueError for those that cannot be together."""
+    """The options that a master is started with; ValueError for those that exclude each other."""
 
     bind: str
     port: int
@@ -76,7 +76,7 @@ class MasterOptions:
 
 
 def parse(arguments: Sequence[str]) -> MasterOptions:
-    """The options on a master's command line; argparse ends the process, with a sentence, for those that cannot be."""
+    """The options on a master's command line; argparse ends the process, with a sentence, for invalid ones."""
     parser = _parser()
     given = parser.parse_args(arguments)
     try:

@@ -238,7 +238,7 @@ class Job:
     def propose_change(self, now: Now, request: wire.SetConfigRequest) -> AuthoredVersion:
         """The next config version as a person asks for it, to be stored and entered.
 
-        Raises ConfigError where that cannot be.
+        Raises ConfigError for an invalid config, RequestRefused for another job.
         """
         check_job(request.job, self.name)
         changes: dict[str, object] = {}
@@ -255,7 +255,7 @@ class Job:
     def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
         """The next config version, with the content from before the newest, to be stored and entered.
 
-        Raises ConfigError where that cannot be.
+        Raises ConfigError where no earlier content is known, RequestRefused for another job.
         """
         check_job(request.job, self.name)
         return self.book.propose_undo(now=now.time)
@@ -298,7 +298,7 @@ class Job:
     # ---- the tuner ----
 
     def control_tuning(self, now: Now, request: wire.ControlTuningRequest) -> None:
-        """Pass a person's request (pause, resume or undo) to the tuner; raises RequestRefused if that cannot be."""
+        """Pass a person's request (pause, resume, undo) to the tuner; RequestRefused where it is off or has failed."""
         check_job(request.job, self.name)
         self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 

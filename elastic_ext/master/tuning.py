@@ -409,7 +409,7 @@ class Tuning:
     # ---- what it is told ----
 
     def take_facts(self, now: float, text: str) -> None:
-        """Take the job's facts from rank 0, as JSON that has come over the wire; facts that cannot be are an event."""
+        """Take the job's facts from rank 0, as JSON that has come over the wire; invalid facts are an event."""
         try:
             facts = checked_facts(text)
         except ValueError as error:
@@ -483,7 +483,7 @@ class Tuning:
         self._ask(now, lambda tuner: tuner.tick(now), kind="tick")
 
     def control(self, now: float, action: str, reason: str) -> None:
-        """Do what a person asks of the tuner: pause, resume or undo. RequestRefused where that cannot be."""
+        """Do what a person asks of the tuner: pause, resume or undo. RequestRefused where it is off or has failed."""
         if action not in get_args(Action):
             raise RequestRefused("invalid", f"action is {action[:60]!r}; allowed: {', '.join(get_args(Action))}")
         if self._mode == "off":
