@@ -525,7 +525,7 @@ def test_a_newer_format_is_refused_and_nothing_of_it_is_touched(run: Shell, stor
     if command == "ls":
         assert [record["state"] for record in run.records("ls", job)] == ["committed", "newer", "newer"]
     if command == "prune":
-        assert "  step_3 stays, and is not counted: " in run.out
+        assert "  step_3 stays, and does not count among those kept: " in run.out
     if command in ("ls", "verify"):
         assert "step_3" in run.out and "has format 7, and this elastic_ext reads formats up to 1" in run.out
     assert disk(job) == before

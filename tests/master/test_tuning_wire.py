@@ -208,7 +208,7 @@ def test_a_rank_that_is_silent_is_named_once() -> None:
         seen = seeing.take_measurement(NOW + second)
         assert (seen is not None) == (second == 40), "after more than thirty seconds, and not again"
         if seen is not None:
-            assert seen.trouble == "rank 1 told nothing of their steps for a while, and others did"
+            assert seen.trouble == "rank 1 reported no steps for a while, and other ranks did"
     seeing.take(NOW + 200, [reported(1), reported(0, number=99)])
     seen = seeing.take_measurement(NOW + 200)
     assert seen is not None and not seen.trouble

@@ -202,7 +202,7 @@ def test_what_counts_is_the_same_to_every_command_and_none_removes_it(
     runs(tmp_path, {"a": (None, ["step_1", "step_2", "step_3"])})
     die_before_a_commit(Run(tmp_path, "b"), "step_9")
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("abandoned for a run that has saved nothing: it counts") == 3
+    assert capsys.readouterr().out.count("abandoned for a run that has saved nothing: a resume may use it") == 3
     main(["ckpt", "show", str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "step_3.abandoned-b")
     assert main(["ckpt", "prune", str(tmp_path), "--abandoned", "--keep-last", "2"]) == 0
