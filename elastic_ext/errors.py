@@ -113,7 +113,7 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointExists(CheckpointError):
-    """A checkpoint of the name that was asked for exists already, and leads to where training is: it stays as it is."""
+    """A checkpoint of this name exists already, saved by this run or by one that led to it: it is not written again."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
@@ -220,7 +220,7 @@ class RanksError(ElasticError):
 class RanksFailedError(RanksError):
     """Ranks raised while all worked together; ``tracebacks`` maps each failed rank to its own.
 
-    Where a rank was given what it refuses, and raises that itself, that is its error's words alone.
+    Of a rank that refused an argument, and raises that error itself, ``tracebacks`` has the message alone.
     """
 
     def __init__(self, doing: str, num_ranks: int, tracebacks: Mapping[int, str]) -> None:
@@ -265,5 +265,5 @@ def _advice_on(error: OSError) -> str:
     """Advice on an error of the system, appended to its message; empty where there is none."""
     if error.errno == errno.EMFILE and resource is not None:
         number, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"; this process may have {number} open at once: allow it more with `ulimit -n`, or have it open fewer"
+        return f"; this process may have {number} files open: raise the limit with `ulimit -n`, or open fewer files"
     return ""

@@ -18,7 +18,7 @@ class Sharding:
     """What a strategy does with parameters, gradients and optimizer state."""
 
     is_sharded: bool = True
-    """Whether parameters are parts that ranks gather before a pass; else each rank has a whole copy, and DDP's."""
+    """Whether parameters are parts that ranks gather before a pass; else each rank has a whole copy, as under DDP."""
     gathers_again: bool = False
     """Whether a unit gives back what it gathered for its forward pass, and gathers it again for its backward pass."""
     has_degree: bool = False

@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
         type=str,
         default=None,
         help="What the tuner of the master that this launcher starts may do: off, advise (the default) or auto. The "
-        "config's tuning.mode comes before it; another master has been told by itself.",
+        "config's tuning.mode comes before it; a master that was started otherwise has a --tuning of its own.",
     )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(
@@ -311,7 +311,7 @@ def check_options(options: argparse.Namespace, environ: Mapping[str, str]) -> No
 
 
 def check_launch(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """Check devices and times of a launch, once torch has read the options; ValueError for what cannot be."""
+    """Check devices and times of a launch, once torch has read the options; ValueError for invalid ones."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     devices_of(launch.nproc_per_node - 1, visible=visible, is_virtual=getattr(launch, "virtual_local_rank", False))
     for name in ("read_timeout", "keep_alive_interval", "keep_alive_max_attempt"):

@@ -29,7 +29,7 @@ from .folder import is_held
 
 __all__ = [
     "AgentsConfig",
-    "ConfigTuner",
+    "ConfigWriter",
     "ForeignWrite",
     "agent_in",
     "config_requests",
@@ -67,7 +67,7 @@ class ForeignWrite:
     """The change in a sentence, for the log."""
 
 
-class ConfigTuner:
+class ConfigWriter:
     """The one writer of a node's config file at ``path``; it also notices what somebody else has written there.
 
     The agent's loop calls ``look`` and ``take`` at every turn; these do not wait for other threads or processes: what
@@ -191,10 +191,10 @@ class ConfigTuner:
                 self._note(data)
         except (FileNotFoundError, NotADirectoryError):
             self._stamp = None
-            self._note_bad(_NO_FILE, "it is gone")
+            self._note_bad(_NO_FILE, "the file is gone")
         except OSError as error:
             self._stamp = None
-            self._note_bad(_hash(str(error).encode()), f"it cannot be read: {in_words(error)}")
+            self._note_bad(_hash(str(error).encode()), f"the file cannot be read: {in_words(error)}")
         self._has_begun = True
 
     def _note(self, data: bytes) -> None:
@@ -206,7 +206,7 @@ class ConfigTuner:
         try:
             config = ElasticConfig.parse(data)
         except ConfigError as error:
-            self._note_bad(fingerprint, f"it is refused: {error}")
+            self._note_bad(fingerprint, f"its content is refused: {error}")
             return
         self._seen, self._is_entered = fingerprint, False
         self._bad = self._trouble = None
@@ -226,7 +226,7 @@ class ConfigTuner:
             self._bad = fingerprint, now
         if now >= self._bad[1] + self._settle_seconds:
             self._seen, self._bad, self._is_entered = fingerprint, None, True
-            words = f"somebody else has changed {self.path}: {reason}; what is in force stays so"
+            words = f"somebody else has changed {self.path}: {reason}; the config in force stays in force"
             self._told.append(ForeignWrite(version=None, digest="", valid=False, words=words))
 
     def _tell_of(self, config: ElasticConfig) -> None:
@@ -239,7 +239,8 @@ class ConfigTuner:
         elif config.digest == self._digest:
             words += " anew, with the contents that it had"
         else:
-            words += f", which had other contents before; where it is in force, give these version {config.version + 1}"
+            words += f", which had other contents before; give the new ones version {config.version + 1}, since ranks "
+            words += "may run under the old ones"
         self._told.append(ForeignWrite(version=config.version, digest=config.digest, valid=True, words=words))
 
     def _enter(self) -> None:
@@ -329,7 +330,7 @@ class ConfigEdit:
     at_step: int | None = None
 
 
-def config_requests(tuner: ConfigTuner) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
+def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
     """The handlers of requests to change the config over the control socket, by name.
 
     Each gives the config that it has written; ValueError where a request is refused.
@@ -337,11 +338,11 @@ def config_requests(tuner: ConfigTuner) -> Mapping[str, Callable[[Mapping[str, A
 
     def config_set(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-set.")
-        new = tuner.set(edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
+        new = writer.set(edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
         return {"config": new.to_dict()}
 
     def config_undo(request: Mapping[str, Any]) -> dict[str, Any]:
-        return {"config": tuner.undo().to_dict()}
+        return {"config": writer.undo().to_dict()}
 
     return {"config-set": config_set, "config-undo": config_undo}
 
@@ -387,7 +388,7 @@ class AgentsConfig:
         except ValueError as error:  # it is too long to be asked
             raise AgentRefused(f"{error}; {_FORCE}") from None
         if not isinstance(answer.get("config"), dict):
-            raise AgentFailed("the agent, which is of another version, does not say what it has written")
+            raise AgentFailed("the agent is of another version of elastic_ext, and does not say what it has written")
         return ElasticConfig.from_dict(answer["config"])
 
 

@@ -64,7 +64,7 @@ class AgentSilent(ControlError):
 
 
 class AgentRefused(ControlError):
-    """The agent refuses a request as one that cannot be."""
+    """The agent refuses a request as invalid."""
 
 
 class AgentFailed(ControlError):
@@ -204,7 +204,7 @@ class Control:
         self._inode = 0
 
     def start(self) -> None:
-        """Begin to listen. OSError where that cannot be; ValueError where the file name is too long for a socket."""
+        """Begin to listen. OSError where the socket cannot be made; ValueError where its file name is too long."""
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._waker, self._woken = socket.socketpair()
@@ -230,7 +230,7 @@ class Control:
     def close(self) -> None:
         """Stop listening, and remove the socket. Connections end without an answer. Closing twice is allowed."""
         if self._thread.is_started and not self._thread.close(_JOIN_SECONDS):
-            _logger.warning("what an agent was asked for has not ended; its thread is left behind")
+            _logger.warning("a request to this agent has not ended; the thread that serves it is left behind")
 
     def __enter__(self) -> Control:
         self.start()
@@ -257,7 +257,7 @@ class Control:
                     elif isinstance(key.data, _Connection):
                         self._serve(key.data)
         except Exception:  # the top of a thread: the agent goes on, and those who ask find nobody
-            _logger.exception("nobody can ask this agent for anything any more")
+            _logger.exception("the control socket has failed: this agent takes no request any more")
         finally:
             self._release()
 
@@ -288,7 +288,7 @@ class Control:
             return
         except OSError as error:  # such as too many open files, which asking again at once does not change
             if not self._is_short:
-                _logger.warning("nobody can ask this agent for anything for the moment: %s", in_words(error))
+                _logger.warning("the control socket takes no request for the moment: %s", in_words(error))
             self._is_short = True
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
             return
@@ -297,7 +297,7 @@ class Control:
         self._connections.add(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         if _uid_of(accepted) != self._uid:
-            words = f"this agent hears processes of user {self._uid} alone"
+            words = f"this agent answers processes of user {self._uid} alone; run the command as that user"
             self._begin_answer(connection, _line_of({"refused": words}))
 
     def _serve(self, connection: _Connection) -> None:
@@ -332,7 +332,7 @@ class Control:
         except (OSError, ElasticError) as error:
             return _line_of({"error": in_words(error)})
         except Exception as error:  # of whatever answers: only the one who asked is to suffer by that
-            _logger.exception("what an agent was asked for failed")
+            _logger.exception("a request to this agent failed")
             return _line_of({"error": f"{in_words(error)} (the agent's log says more)"})
 
     def _begin_answer(self, connection: _Connection, line: bytes) -> None:

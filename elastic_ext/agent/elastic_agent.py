@@ -122,7 +122,8 @@ class ElasticAgent(LocalElasticAgent):
         is_hurt = self._has_failed or self.is_change_pending or lost or board.who_told("failed")
         self._is_planned = not is_hurt
         if self._is_planned:
-            self._journal.tell("membership-changing", "nodes come or leave: they meet, and training goes on meanwhile")
+            words = "nodes join or leave: all nodes meet in a rendezvous, and training goes on meanwhile"
+            self._journal.tell("membership-changing", words)
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -149,7 +150,9 @@ class ElasticAgent(LocalElasticAgent):
                 return self._meet(worker_group)
             except (BoardGone, DistStoreError) as error:
                 self._journal.tell("meeting-failed", f"a node was lost while nodes met, and they meet again: {error}")
-        raise RendezvousTimeoutError(f"in {_MOST_MEETINGS} meetings a node was lost each time")
+        raise RendezvousTimeoutError(
+            f"a node was lost in each of {_MOST_MEETINGS} rendezvous; look at the logs of the other nodes"
+        )
 
     def _meet(self, worker_group: WorkerGroup) -> None:
         earlier = self._meeting.board
@@ -411,8 +414,8 @@ class ElasticAgent(LocalElasticAgent):
         """
         is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
-        how = "with a checkpoint" if is_term else "and its workers are sent the same"
-        self._journal.tell("leaving", f"{number.name}: this node leaves the job, {how}")
+        how = "told to save a checkpoint and to end" if is_term else f"sent {number.name} too"
+        self._journal.tell("leaving", f"{number.name}: this node leaves the job; its workers are {how}")
         board = self._board
         if board.num_peers > 1:
             board.tell_quietly("leaving", self._launch.node_id)

@@ -82,7 +82,7 @@ class Journal:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                _logger.warning("%s cannot be written (%s): what happens stands in this log alone", self._file, error)
+                _logger.warning("%s cannot be written (%s): this log alone has the events", self._file, error)
 
 
 # --- how a worker failed, in words -----------------------------------------------------------------------------------
@@ -218,11 +218,11 @@ def told(failure: Failure) -> str:
 def _hint(exit_code: int) -> str:
     """What an exit code without a traceback may mean, or where to look; empty where there is nothing to say."""
     if exit_code == -signal.SIGKILL:
-        return "the system does so where memory has run out (`dmesg` says), and a person may have"
+        return "the kernel sends SIGKILL where memory has run out (see `dmesg`), and a person or a scheduler may"
     if exit_code == -signal.SIGBUS:
-        return "as where /dev/shm or another file system in memory is full: `df -h /dev/shm`"
+        return "a process gets SIGBUS where /dev/shm or another file system in memory is full: see `df -h /dev/shm`"
     if exit_code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
-        return "in native code: what it printed last may say where"
+        return "the process failed in native code: what it printed last may say where"
     return ""
 
 

@@ -50,7 +50,7 @@ from .arguments import (
     with_rendezvous,
     without_outer,
 )
-from .config_writer import ConfigTuner, ForeignWrite, config_requests
+from .config_writer import ConfigWriter, ForeignWrite, config_requests
 from .control import Control
 from .elastic_agent import ElasticAgent
 from .folder import NODES, NodeFolders, NodeTaken, is_held, keep_newest, with_cache
@@ -80,7 +80,7 @@ _NO_RUN = ("", "none")
 def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> StartSettings:
     """The job's start settings (its name, run directory, config file) by a command line and its environment.
 
-    ValueError for settings that cannot be.
+    ValueError for invalid settings.
     """
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
     return StartSettings.resolve(
@@ -149,7 +149,7 @@ def launch(
     except ValueError as error:
         raise LaunchRefused(str(error)) from None
     except OSError as error:
-        raise LaunchRefused(f"processes cannot be told apart here: {in_words(error)}") from None
+        raise LaunchRefused(f"processes cannot be identified without /proc: {in_words(error)}") from None
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
@@ -219,7 +219,7 @@ class _Launch:
         self._is_python = isinstance(self._entrypoint, str) and not options.no_python
         self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self._journal = Journal(folders.run_dir)
-        self._tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
+        self._config_writer = ConfigWriter(self._config_file, on_foreign=self._note_foreign)
 
     def run(self) -> int:
         """Check the machine, connect to the master, run the workers to their end; the exit status."""
@@ -284,7 +284,8 @@ class _Launch:
                 self._journal.tell_staged(outcome.why, outcome.path)
         except BoardGone as error:
             if rows_in(self._folders.staging):
-                self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
+                words = f"the checkpoint staged on this node is lost, as other nodes do not answer: {error}"
+                self._journal.tell("staged", words)
         if board is not None:
             board.part(timeout_seconds=_PART_SECONDS)
 
@@ -310,7 +311,7 @@ class _Launch:
         try:
             write_whole(self._folders.run_dir / HARDWARE_FILE, hardware.to_json().encode(), durable=False)
         except OSError as error:
-            _logger.debug("what this machine has cannot be written: %s", error)
+            _logger.debug("the hardware record of this machine cannot be written: %s", error)
 
     def _run(self, agent: ElasticAgent, meeting: NodeRendezvous) -> int:
         """Run the agent's loop, with the events that torch's launcher records; the exit status."""
@@ -321,7 +322,7 @@ class _Launch:
             result: RunResult | None = agent.run()
             events.record(agent.get_event_succeeded(), handler)
             if result is None:  # torch says so of a node that others did not wait for
-                self._journal.tell("left-out", "the nodes met without this one, which is not needed")
+                self._journal.tell("left-out", "the other nodes have met without this one, which the job does not need")
                 return 0
             if not result.is_failed():
                 self._journal.tell("succeeded", "all workers of this node have ended well")
@@ -359,7 +360,7 @@ class _Launch:
         link = link_with(
             self._master,
             self._folders.run_dir,
-            self._tuner,
+            self._config_writer,
             self._journal,
             job=self._settings.job,
             agent_id=self._node_id,
@@ -374,17 +375,17 @@ class _Launch:
 
     def _tasks(self, link: MasterLink | None) -> NodeTasks:
         folders, run_dir = self._folders, self._folders.run_dir
-        tuner = self._tuner
+        writer = self._config_writer
 
         def status(request: Mapping[str, Any]) -> Mapping[str, Any]:
             return status_of(read_run_directory(run_dir, now=time.time(), host=self._host)).to_dict()
 
         monitor = Monitor(run_dir=run_dir, pulse_dir=folders.pulses, limits=self._hang_limits, gpus=NvidiaGpus.open())
-        control = Control(folders.memory / _SOCKET, {**config_requests(tuner), "status": status})
+        control = Control(folders.memory / _SOCKET, {**config_requests(writer), "status": status})
         slow = SlowWorkers(run_dir, host=self._host)
         on_begun = (lambda: None) if link is None else link.begin_configs
         py_spy = shutil.which("py-spy")
-        return NodeTasks(folders, self._journal, tuner, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
+        return NodeTasks(folders, self._journal, writer, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
@@ -468,7 +469,7 @@ class _Launch:
             ("config", f"{record.config_file}    (elastic-ext config set KEY=VALUE --file ...)"),
             ("metrics", f"{folders.run_dir}    (elastic-ext status {folders.run_dir})"),
             ("logs", record.log_folder),
-            ("checkpoints", "said once training has begun"),
+            ("checkpoints", "logged once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
 

@@ -19,7 +19,7 @@ from elastic_ext.records.files import write_whole
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, JobEvent
 from elastic_ext.records.text import counted
 
-from .config_writer import ConfigTuner
+from .config_writer import ConfigWriter
 from .control import Control
 from .event_files import newest_event
 from .folder import NodeFolders
@@ -114,7 +114,7 @@ class NodeTasks:
         self,
         folders: NodeFolders,
         journal: Journal,
-        tuner: ConfigTuner,
+        config_writer: ConfigWriter,
         control: Control,
         monitor: Monitor,
         slow_workers: SlowWorkers,
@@ -126,7 +126,7 @@ class NodeTasks:
         self._on_begun = on_begun
         self._folders = folders
         self._journal = journal
-        self._tuner = tuner
+        self._config_writer = config_writer
         self._control = control
         self._monitor = monitor
         self._slow_workers = slow_workers
@@ -142,7 +142,7 @@ class NodeTasks:
 
     def start(self) -> None:
         """Read the config file, and listen on the control socket."""
-        self._tuner.look()
+        self._config_writer.look()
         self._control.start()
 
     def begin_round(self, board: RoundBoard, *, membership_version: int, world_size: int, is_new: bool) -> None:
@@ -171,7 +171,7 @@ class NodeTasks:
         )
         if seen is None:
             return None
-        self._tuner.look()
+        self._config_writer.look()
         self._hand_config(offers=True)
         self._write(seen.record)
         self._tell_begun(workers)
@@ -208,10 +208,11 @@ class NodeTasks:
         captured = capture(
             workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
         )
-        words = "; ".join(map(str, captured.places)) or "no worker told of its stacks"
+        words = "; ".join(map(str, captured.places)) or "no worker wrote its stacks"
         if captured.look_at:
             words += f"; look at this first: {captured.look_at}"
-        self._journal.tell("stacks", f"{words}; all of it: {captured.path}", path=str(captured.path or ""))
+        words += f"; all stacks are in {captured.path}" if captured.path else "; the file of stacks cannot be written"
+        self._journal.tell("stacks", words, path=str(captured.path or ""))
         if self._board is not None and self._board.num_peers > 1:
             try:
                 self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS)
@@ -237,12 +238,13 @@ class NodeTasks:
 
     def _set_config_aside(self) -> None:
         """Move an earlier job's config file out of the way, so that this node, which joins, takes the job's config."""
-        if self._tuner.path.parent != self._folders.run_dir:
+        if self._config_writer.path.parent != self._folders.run_dir:
             return  # a file that somebody has named, and may be everybody's
         try:
-            kept = self._tuner.set_aside()
+            kept = self._config_writer.set_aside()
         except OSError as error:
-            self._journal.tell("trouble", f"the config of before this node joined stays: {error}", is_bad=True)
+            words = f"the config file from before this node joined cannot be moved aside: {error}"
+            self._journal.tell("trouble", words, is_bad=True)
             return
         if kept is not None:
             self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
@@ -254,9 +256,9 @@ class NodeTasks:
             return
         try:
             theirs = board.read("config-version") or 0
-            newest = self._tuner.newest()
+            newest = self._config_writer.newest()
             if theirs > (newest[0] if newest else 0):
-                self._tuner.take(board.read("config"))
+                self._config_writer.take(board.read("config"))
             elif offers and newest and newest[0] > theirs:
                 board.post("config", newest[1])
                 board.post("config-version", newest[0])
@@ -272,7 +274,7 @@ class NodeTasks:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                self._journal.tell("trouble", f"what workers do cannot be written: {error}", is_bad=True)
+                self._journal.tell("trouble", f"the record of the workers cannot be written: {error}", is_bad=True)
 
     def _judge(self, seen: WorkersLook) -> Hang | None:
         """The hang that the workers of all nodes show; None if there is none."""

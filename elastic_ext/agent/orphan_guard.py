@@ -63,7 +63,7 @@ class Warden:
             self._process.stdin.write(json.dumps(row).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:  # somebody has ended it
-            _logger.warning("the process that ends the workers should this agent be killed is gone itself: %s", error)
+            _logger.warning("the warden process, which ends the workers if this agent is killed, has ended: %s", error)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -160,7 +160,7 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
             **configs,
         )
     except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
-        raise LaunchRefused(f"nodes cannot meet so: {error}") from error
+        raise LaunchRefused(f"torch refuses these rendezvous settings: {error}") from error
     limit = _seconds_to_answer(launch)
     try:  # torch waits for ever where something else listens at the endpoint
         return within(limit, partial(registry.get_rendezvous_handler, parameters), name="elastic_ext rendezvous")
@@ -168,7 +168,7 @@ def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHand
         why = f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds"
         raise RendezvousConnectionError(why) from None
     except ValueError as error:
-        raise LaunchRefused(f"nodes cannot meet so: {error}") from error
+        raise LaunchRefused(f"torch refuses these rendezvous settings: {error}") from error
     except RendezvousConnectionError as error:  # of which torch says that it has failed, and no more
         raise RendezvousConnectionError(f"{launch.rdzv_endpoint} does not answer") from error
 

@@ -295,9 +295,9 @@ have it wait, go on, or take its last change back; or show what the model takes 
 status: 0 done, 1 nobody answers, 2 refused."""
 _TUNING_HELP = {
     "log": "every decision that is kept, oldest first",
-    "pause": "have it decide nothing until it is told to go on",
-    "resume": "have it go on",
-    "undo": "take back the last change that it has made, and pause",
+    "pause": "have the tuner decide nothing until `resume`",
+    "resume": "have the tuner go on",
+    "undo": "take back the last change that the tuner has made, and pause",
 }
 _HELP = {
     "show": "what the file holds",

@@ -50,7 +50,7 @@ def _to_dcp(options: argparse.Namespace, terminal: Terminal) -> Converted:
 
 def _to_elastic(options: argparse.Namespace, terminal: Terminal) -> Converted:
     if options.job is None:
-        raise CheckpointError("a checkpoint is a job's; give --job, by which the training that goes on is called")
+        raise CheckpointError("a checkpoint belongs to a job; give --job NAME, the job that is to go on from it")
     with terminal.total_bar(f"converting {options.path.name}") as on_progress:
         return convert_from_dcp(
             options.path,

@@ -18,9 +18,9 @@ from elastic_ext.fsdp.checkpoint.folder.claim import Reading
 from elastic_ext.fsdp.checkpoint.folder.cleanup import (
     GARBAGE,
     Visit,
+    apply_retention,
     remove_or_warn,
     remove_unused_metas,
-    retained,
     unused_metas,
     verdicts_on,
 )
@@ -110,6 +110,7 @@ def _row(found: ListedCheckpoint, job: Path, now: float, *, counts: bool = False
         "saved_at": commit.saved_at,
         "age_seconds": round(age_of(commit, now)),
     }
+    in_full = f"{state} for a run that has saved nothing: a resume may use it"
     cells = (
         found.name,
         str(commit.global_step),
@@ -118,7 +119,7 @@ def _row(found: ListedCheckpoint, job: Path, now: float, *, counts: bool = False
         layout_of(commit),
         _runs_of(commit),
         age_in_words(age_of(commit, now)),
-        f"{state} for a run that has saved nothing: it counts" if counts else "" if state == "committed" else state,
+        in_full if counts else "" if state == "committed" else state,
     )
     return _Row(record=record, cells=cells)
 
@@ -380,12 +381,12 @@ def _rule(options: argparse.Namespace) -> Retention | None:
 
 def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> list[RetentionVerdict]:
     """Remove the checkpoints that the rule does not keep, or with ``is_dry`` tell which; gives the verdict on each."""
-    verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else retained(job, rule)
+    verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else apply_retention(job, rule)
     for verdict in verdicts:
         _tell_verdict(verdict, terminal, is_dry=is_dry)
     for name, error in Listing.read(job).unreadable.items():
         record = {"path": str(job / name), "done": "stays", "why": in_words(error)}
-        terminal.tell(record, f"  {name} stays, and is not counted: {in_words(error)}")
+        terminal.tell(record, f"  {name} stays, and does not count among those kept: {in_words(error)}")
     gone = [bytes_of(verdict.found.commit) for verdict in verdicts if not verdict.stays]
     terminal.say(f"  {len(gone)} of {len(verdicts)} {_removed(is_dry)}, {size_in_words(sum(gone))}")
     return verdicts
@@ -438,7 +439,7 @@ def _tell_of_garbage(
         terminal.tell({"path": str(path), "done": done, "why": "garbage"}, words)
     for name in metas:
         record = {"path": str(job / name), "done": _removed(is_dry), "why": "unused"}
-        terminal.tell(record, f"  {name} {_removed(is_dry)}: of no checkpoint")
+        terminal.tell(record, f"  {name} {_removed(is_dry)}: no checkpoint uses it")
     if not are_removed and not metas:
         terminal.say("  no garbage")
 

@@ -53,20 +53,24 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="where the nodes meet; PORT is 29400 by default"
     )
     pairs.add_argument("--nnodes", metavar="N or MIN:MAX", type=_num_nodes, help="how many nodes come")
-    pairs.add_argument("--rdzv-id", "--rdzv_id", metavar="ID", help="what they have in common; default: none")
-    pairs.add_argument("--rdzv-backend", "--rdzv_backend", metavar="NAME", help="how they meet; default: c10d")
+    pairs.add_argument("--rdzv-id", "--rdzv_id", metavar="ID", help="the id that the nodes share; default: none")
+    pairs.add_argument(
+        "--rdzv-backend", "--rdzv_backend", metavar="NAME", help="torch's backend by which they meet; default: c10d"
+    )
     pairs.add_argument(
         "--rdzv-conf",
         "--rdzv_conf",
         metavar="K=V,...",
         type=_config,
-        help="more about it, such as join_timeout=60: so many seconds to wait for all",
+        help="settings of the rendezvous, such as join_timeout=60: so many seconds to wait for all",
     )
     pairs.add_argument(
-        "--node-rank", "--node_rank", type=_count, metavar="N", help="of this node, where the backend is static"
+        "--node-rank", "--node_rank", type=_count, metavar="N", help="rank of this node, where the backend is static"
     )
     add_master_arguments(pairs, reads_environment=False)
-    pairs.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, as others reach it")
+    pairs.add_argument(
+        "--local-addr", "--local_addr", metavar="ADDRESS", help="the address by which other nodes reach this one"
+    )
     pairs.add_argument(
         "--pair-backend",
         choices=("gloo", "nccl"),
@@ -88,7 +92,10 @@ def _run(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.refuse(str(error))
     if options.place is not None and options.rdzv_endpoint is None:
-        options.refuse("--master is given and --rdzv-endpoint is not: it is told what pairs of nodes have measured")
+        options.refuse(
+            "--master is given and --rdzv-endpoint is not; add --rdzv-endpoint HOST:PORT, where the nodes are to meet: "
+            "the master is sent what pairs of nodes have measured"
+        )
     if options.rdzv_endpoint is None:
         for name in _RENDEZVOUS:
             if getattr(options, name) is not None:

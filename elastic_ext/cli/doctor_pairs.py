@@ -61,7 +61,7 @@ def _hand_in(place: MasterPlace, report: PairReport, terminal: Terminal) -> bool
     except (MasterError, ValueError) as error:
         terminal.complain(str(error))
         return False
-    terminal.say(f"the master at {place.address} knows of it")
+    terminal.say(f"the master at {place.address} has received the report of the pairs")
     for each in recommendations:
         terminal.say(f"  {each}")
     return True

@@ -178,7 +178,7 @@ def _of_name(job: str, environ: Mapping[str, str]) -> JobHere:
     found = _run_directories(folder)
     if not found:
         there = [each for place in _jobs_folders(environ) for each in _in_place(place)]
-        raise ValueError(f"job {job!r} has no run directory {folder}; those that are there: {_names(there) or 'none'}")
+        raise ValueError(f"job {job!r} has no run directory {folder}; jobs that have one: {_names(there) or 'none'}")
     return JobHere(name=job, folder=folder, run_directories=tuple(found))
 
 
@@ -280,9 +280,9 @@ def _named_config_file(run_dir: Path) -> Path | None:
 
 
 def _is_of_another(config_file: Path, run_dir: Path) -> bool:
-    """Whether a config file is that of another run directory, which ``run_dir`` was copied from then.
+    """Whether ``config_file`` belongs to another run directory, of which ``run_dir`` is a copy.
 
-    It was not where an agent has it locked: somebody has given that agent the other's file.
+    It does not where an agent has ``run_dir`` locked: then the user has given that agent the other directory's file.
     """
     other, here = Path(os.path.realpath(config_file.parent)), Path(os.path.realpath(run_dir))
     if config_file.name != CONFIG_FILE or other in (here, *here.parents):  # a job's folder may have its nodes' file

@@ -107,7 +107,7 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
         size = f"{counted(len(plan.nodes), 'node')}, {counted(ranks, 'rank')}"
         yield "membership", f"version {plan.version}: {size}, since {moment_words(plan.time)}: {plan.reason}"
         if unknown := _unknown_shares(status):
-            yield "", f"never heard of here: {', '.join(unknown)}"
+            yield "", f"the master never heard of: {', '.join(unknown)}"
     if speed := _speed(status.progress):
         yield "speed", speed
     if logged := logged_of(status.progress):
@@ -253,7 +253,7 @@ def _events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) 
                     raise
                 words = str(error)
             if backoff.num_tries == 0:
-                terminal.complain(f"{words}; it is waited for")
+                terminal.complain(f"{words}; this command waits for the master")
             threading.Event().wait(backoff.next_seconds())
 
 
@@ -296,7 +296,7 @@ def run_tuning(place: MasterPlace, job: str, options: argparse.Namespace, termin
         terminal.say(_standing(report.status))
         return _DONE
     decisions = [decision_record(each) for each in report.decisions]
-    words = [decision_words(each) for each in report.decisions] or ["nothing follows from that"]
+    words = [decision_words(each) for each in report.decisions] or ["the tuner has decided nothing on this request"]
     if not (options.job or options.master):
         words.insert(0, on_one_line(f"told the master of {f'job {job}' if job else 'a job'} at {place.address}"))
     about = {"job": job or None, "master": str(place.address)}

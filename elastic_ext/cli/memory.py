@@ -245,11 +245,11 @@ def _plan(shape: Shape) -> Plan:
 
 _UNKNOWN = "memory is not predicted: nothing is known yet of what the model's steps take"
 _GIVE_A_FACTORY = (
-    "give ElasticTrainer memory_model=MemoryModel(model_factory=...), by which it is worked out beside training"
+    "give ElasticTrainer memory_model=MemoryModel(model_factory=...), from which memory is worked out beside training"
 )
-_WITHOUT = "without one it is what steps have taken, once some have been measured"
-_WITHOUT_ON_CPU = "without one steps are measured where tuning.memory_bytes in the config says how much memory there is"
-_NEVER = "of FSDP1 nothing is known, nor with ELASTIC_EXT_PROFILE=off"
+_WITHOUT = "without a factory memory is predicted from measured steps, once some have been measured"
+_WITHOUT_ON_CPU = "without a factory steps on a CPU are measured only if tuning.memory_bytes in the config is set"
+_NEVER = "the memory of FSDP1 is never predicted, nor any with ELASTIC_EXT_PROFILE=off"
 _NO_LIMIT = "none is known; tuning.memory_bytes in the config sets one"
 _OF_MODEL = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "besides_bytes")
 _NAMES = ("parameters", "gradients", "optimizer state", "buffers", "besides")
@@ -321,10 +321,10 @@ def _row_record(row: PredictionRow) -> dict[str, Any]:
 def _source(memory: MemoryFacts, seconds: float) -> Iterator[str]:
     told = f"(told {age_in_words(seconds)} ago)"
     if memory.source == "measured":
-        yield f"memory: measured, with straight lines through what steps have taken {told}"
-        yield f"  since {memory.why_measured}" if memory.why_measured else "  it was not worked out"
+        yield f"memory: measured, by straight lines fitted to what steps have taken {told}"
+        yield f"  since {memory.why_measured}" if memory.why_measured else "  since it was not worked out"
         return
-    corrected = "" if memory.scale == 1 else f", times {memory.scale:.3g} by what measured steps have taken"
+    corrected = "" if memory.scale == 1 else f", corrected by a factor of {memory.scale:.3g} from measured steps"
     yield f"memory: worked out on tensors without memory{corrected} {told}"
 
 
@@ -435,13 +435,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         type=_value_of("parallelism.strategy"),
-        help="how the model lies (default: all ways that the job can change to)",
+        help="how the model is spread over ranks (default: all strategies that the job can change to)",
     )
     parser.add_argument(
         "--shard-degree",
         type=_value_of("parallelism.shard_degree"),
         metavar="RANKS",
-        help="that share a copy of the model, by hybrid_shard",
+        help="ranks that one copy of the model is sharded over, by hybrid_shard",
     )
     parser.add_argument(
         "--unit", type=_value_of("parallelism.unit"), help='blocks that are gathered at once, or "whole"'

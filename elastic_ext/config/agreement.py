@@ -49,7 +49,8 @@ class Exchange:
 
     def compare_start(self, values: Mapping[str, object]) -> None:
         """Raise on all ranks unless all start with these values."""
-        answers = [json.loads(data) for data in self._ranks.gather(json.dumps(values).encode(), "starting")]
+        gathered = self._ranks.gather(json.dumps(values).encode(), "comparing start-up values")
+        answers = [json.loads(data) for data in gathered]
         differences = start_differences(answers)
         if differences:
             raise RanksDisagreeError(f"ranks start with different values; give all ranks the same: {differences}")
@@ -57,7 +58,7 @@ class Exchange:
     def start(self, word: ControlWord) -> None:
         """Begin to sum the pulse of ``word`` over all ranks; ``read`` finishes the sum."""
         self.word = word
-        self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
+        self._pulse = self._ranks.start_sum([word.pulse], "agreeing at a step boundary")
 
     def read(self) -> GatheredWords | None:
         """Finish the pulse under way: every rank's control word, or None where the pulses show no need of them.
@@ -68,7 +69,7 @@ class Exchange:
         assert word is not None
         assert pulse is not None
         self.drop()
-        return self._read_unless_alike(word, pulse.result(), "agreeing")
+        return self._read_unless_alike(word, pulse.result(), "agreeing at a step boundary")
 
     def compare(self, word: ControlWord, doing: str) -> GatheredWords | None:
         """Sum the pulse of ``word`` over all ranks and wait for it: ``start`` and ``read`` in one call.
@@ -91,7 +92,8 @@ class Exchange:
         words = self._ranks.gather(word.to_bytes(), doing)
         gathered = GatheredWords(words=tuple(ControlWord.from_bytes(data) for data in words))
         if gathered.differing:
-            raise RanksDisagreeError(f"ranks differ in {', '.join(gathered.differing)}: {gathered.account}")
+            found = f"ranks differ in {', '.join(gathered.differing)}: {gathered.account}"
+            raise RanksDisagreeError(f"{found}; make the same calls on every rank")
         return gathered
 
 
@@ -200,10 +202,10 @@ def _pulse_seconds(ranks: Ranks) -> float:
 _IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
 
 _DOING = {
-    Purpose.END_EPOCH: "waiting for the others at the end",
-    Purpose.FINISH: "waiting for the others at the end",
-    Purpose.REWIND: "waiting for the others to go back to a checkpoint",
-    Purpose.RETRY_SMALLER: "waiting for the others to take a step again that ran out of memory",
+    Purpose.END_EPOCH: "waiting for the other ranks at the end of an epoch",
+    Purpose.FINISH: "waiting for the other ranks at the end of training",
+    Purpose.REWIND: "waiting for the other ranks to go back to a checkpoint",
+    Purpose.RETRY_SMALLER: "waiting for the other ranks to take a step again that ran out of memory",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 
@@ -430,7 +432,9 @@ class Agreement:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
-            _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
+            _logger.warning(
+                "a checkpoint that was asked for after the last step is not saved, since training has ended"
+            )
 
     def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
@@ -591,4 +595,5 @@ class Agreement:
         self._lag.mark_named()
         behind = gathered.laggards(self._ranks.names)
         if self._ranks.rank == 0 and behind:
-            _logger.warning("version %d waits for %s; training goes on", gathered.highest_held, "; ".join(behind))
+            version = gathered.highest_held
+            _logger.warning("config version %d waits for %s; training goes on", version, "; ".join(behind))

@@ -151,7 +151,7 @@ class Appliers:
                     reasons.append(f"{applier.section}: {reason}")
         except Exception as error:  # whatever an applier raises, every rank must hear of it
             failure = error
-        doing = f"checking {new.label}"
+        doing = f"checking config {new.label}"
         return self._reasons_of_all(reasons, failure, doing, RanksFailedError, is_later=is_later)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
@@ -176,7 +176,7 @@ class Appliers:
                 reasons.append(f"{applier.section}: {error}")
             else:
                 failure = error
-        return self._reasons_of_all(reasons, failure, f"applying {new.label}", ApplyError)
+        return self._reasons_of_all(reasons, failure, f"applying config {new.label}", ApplyError)
 
     def _reasons_of_all(
         self,
@@ -297,7 +297,7 @@ class ConfigRounds:
             applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self._base)
         if applied is None:
             applied, reasons = self._put_in_force(self._base, place.step)
-            self._log_refusal(f"the resumed {self._base.label}", _in_words(reasons))
+            self._log_refusal(f"the resumed config {self._base.label}", _in_words(reasons))
         if choice.kind == "revision":
             applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return applied
@@ -420,7 +420,7 @@ class ConfigRounds:
         reports = [RankReport.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)]
         if any(each.place != place for each in reports):
             places = "; ".join(f"rank {rank}: {each.place}" for rank, each in enumerate(reports))
-            raise RanksDisagreeError(f"ranks are at different places: {places}")
+            raise RanksDisagreeError(f"ranks are at different places: {places}; make the same calls on every rank")
         choice = choose(reports)
         self._announced = None if file is None else _key(file)
         if choice.conflict and choice.conflict != self._warned_conflict:
@@ -450,7 +450,7 @@ class ConfigRounds:
         try:
             new = file.over(self._base)
         except ConfigError as error:
-            self._tell_refusal(file, f"with the start-up values: {error}", otherwise)
+            self._tell_refusal(file, f"combined with the script's start-up values: {error}", otherwise)
             return None
         displaced = self.scheduled
         applied: Applied | None = None
@@ -461,9 +461,11 @@ class ConfigRounds:
             reasons = self._appliers.check(new)
             self.scheduled = displaced if reasons else new
             if not reasons and self._ranks.rank == 0:
-                _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+                _logger.info("config %s is agreed and comes into force at step %d", new.label, file.apply_at_step)
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
-            _logger.info("%s, agreed for step %s, gives way to %s", displaced.label, displaced.apply_at_step, new.label)
+            _logger.info(
+                "config %s, agreed for step %s, is replaced by %s", displaced.label, displaced.apply_at_step, new.label
+            )
         self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
 
@@ -475,7 +477,7 @@ class ConfigRounds:
             refusal = _in_words(reasons)
         except ConfigError as error:  # allowed when it was proposed, and not over the version in force now
             refusal = str(error)
-        self._log_refusal(f"a revision ({reason})", refusal)
+        self._log_refusal(f"a revision of the config ({reason})", refusal)
         return applied, refusal
 
     def _consider_proposal(self, report: RankReport, step: int) -> Applied | None:
@@ -509,12 +511,12 @@ class ConfigRounds:
         self.config = new
         self._settled = {key for key in self._settled if key[0] >= new.version}
         if self._ranks.rank == 0:
-            _logger.info("%s, on all %d ranks", applied, self._ranks.world_size)
+            _logger.info("config %s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
 
     def _tell_refusal(self, file: ElasticConfig, why: str, otherwise: ElasticConfig | None = None) -> None:
         """Have rank 0 warn that a version was refused, and call ``on_refusal``; nothing where there is no reason."""
-        self._log_refusal(file.label, why, otherwise)
+        self._log_refusal(f"config {file.label}", why, otherwise)
         if why and self._ranks.rank == 0 and self.on_refusal is not None:
             self.on_refusal(file.version, why)
 

@@ -79,7 +79,7 @@ _PURPOSES = {
     1: "between two steps",
     2: "applying a scheduled config",
     3: "ending an epoch",
-    4: "ending",
+    4: "ending training",
     5: "going on after a step that failed",
     6: "going on after a step that failed after the model was called",
     7: "going on after a step that failed before the backward pass",
@@ -339,8 +339,8 @@ def choose(reports: Sequence[RankReport]) -> RoundDecision:
                 digests.setdefault(report.digest, []).append(rank)
         if len(digests) == 1:
             return RoundDecision(kind="file", source=versions.index(version))
-        groups = " unlike ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
-        conflict = f"version {version} has different contents: {groups}; put one content under a higher version"
+        groups = " and on ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
+        conflict = f"version {version} has different contents on {groups}; put one content under a higher version"
     for rank, report in enumerate(reports):
         if report.changes is not None:
             return RoundDecision(kind="revision", source=rank, conflict=conflict)

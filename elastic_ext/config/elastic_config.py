@@ -133,8 +133,8 @@ class ElasticConfig(Section):
             if name == "user" and dot:
                 sections.setdefault("user", {})[rest] = value
             elif path in ("version", "reason", "apply_at_step"):
-                advice = "it belongs to the version as a whole, not to its values"
-                refusals.append(Refusal(key=path, given=shown(value), allowed="no value here", advice=advice))
+                allowed = "all keys but version, reason and apply_at_step, which belong to a version as a whole"
+                refusals.append(Refusal(key=path, given=shown(value), allowed=allowed, advice=f"leave {path} out"))
             elif path not in KEYS:
                 refusals.append(unknown_key_refusal(path, searched=len(refusals) < _MOST_REFUSALS))
             elif value is None:
@@ -291,7 +291,7 @@ def _check_user(given: object, kept: dict[str, UserValue]) -> Iterator[Refusal]:
         return
     for name, value in given.items():
         if not isinstance(name, str) or not 0 < len(name) <= USER_NAME.at_most:
-            yield Refusal(key="user", given=f"a name of {len(str(name))} characters", allowed="names of 1 to 200")
+            yield Refusal(key="user", given=f"a name of {len(str(name))} characters", allowed="1 to 200 characters")
             continue
         if not can_be_written(name):
             yield Refusal(key="user", given=f"the name {shown(name)}", allowed="names of whole Unicode characters")

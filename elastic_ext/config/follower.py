@@ -349,7 +349,10 @@ class ConfigFollower:
         self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Replace this rank's heartbeat by one that forwards what it is told to the one that it replaces."""
+        """Put ``heartbeat``, such as a profile's recorder, between training and the rank's present heartbeat.
+
+        It hears all that training tells, and has to forward that to the present one.
+        """
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
 
     def add(self, applier: Applier) -> None:
@@ -374,12 +377,14 @@ class ConfigFollower:
         if self.ranks.rank == 0:
             if (why_untested := why_torch_is_untested(torch.__version__)) is not None:
                 _logger.warning("%s", why_untested)
-            following = "following nothing (ELASTIC_EXT=off)" if self._watcher is None else self._watcher.path
+            followed = "no config file (ELASTIC_EXT=off)"
+            if self._watcher is not None:
+                followed = f"the config file {self._watcher.path}"
             _logger.info(
-                "job %s, %d ranks, config file %s; %s in force: %s",
+                "job %s, on %d ranks, follows %s; config %s is in force: %s",
                 self.settings.job,
                 self.ranks.world_size,
-                following,
+                followed,
                 self.config.label,
                 shown(self.config.to_dict(), 2000),
             )
@@ -456,12 +461,12 @@ class ConfigFollower:
             self.agreement.meet(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
-        """Compare over all ranks whether the step failed, and which parameters have gradients.
+        """Compare over all ranks whether the step failed, and which parameters have gradients; before they are shared.
 
-        Gives every rank's control word, or None where all say the same and none failed. All ranks call this together.
-        ``failed`` says how memory ran out on this rank, empty where it did not; the
-        control words have ``failures`` where it is not empty on some rank. ``brings`` says which parameters have a
-        gradient on this rank; without failures the control words are given where that is not the same on all.
+        Gives every rank's control word, or None where all say the same and none failed. All ranks call this together,
+        in a guarded step. ``failed`` says how memory ran out on this rank, empty where it did not; the control words
+        have ``failures`` where it is not empty on some rank. ``brings`` says which parameters have a gradient on this
+        rank; without failures the control words are given where that is not the same on all.
         """
         self._raise_if_closed()
         with self.heartbeat.during(Activity.BOUNDARY):
@@ -555,7 +560,9 @@ class ConfigFollower:
         self._closed_by = by
         notices = self.ranks.notices
         if notices is not None and not self._finished:
-            notices.post(Trouble(kind="failed", progress=self.ranks.progress(), text="it closed its follower"))
+            notices.post(
+                Trouble(kind="failed", progress=self.ranks.progress(), text="it closed its follower or trainer early")
+            )
         if self._watcher is not None:
             self._watcher.close()
             if self._finished:
@@ -595,8 +602,8 @@ class ConfigFollower:
     def _raise_if_closed(self) -> None:
         if self._closed_by:
             raise ElasticError(
-                f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before "
-                "it, or make a new one on every rank"
+                f"{self._closed_by}, and with that the connection to the other ranks has ended; make this call "
+                "earlier, or make a new follower or trainer on every rank"
             )
 
     def _record(self, applied: Applied | None) -> None:
@@ -620,5 +627,7 @@ class ConfigFollower:
         unread = self._knobs.unread(applied, self.agreement.appliers.sections)
         if unread and self.ranks.rank == 0:
             _logger.warning(
-                "%s sets %s, which nothing in this job has asked for so far", applied.new.label, ", ".join(unread)
+                "config %s sets %s, which nothing in this job has asked for so far; correct the name if it is misspelt",
+                applied.new.label,
+                ", ".join(unread),
             )

@@ -58,11 +58,11 @@ class HistoryEntry:
             record = json.loads(line)
             seconds, restores, config = record["time"], record["restores"], record["config"]
         except (KeyError, TypeError, RecursionError):
-            raise ValueError("not an entry of a history") from None
+            raise ValueError("the line is no entry of a config history") from None
         if not (isinstance(seconds, (int, float)) and 0 <= seconds < _LATEST and isinstance(config, dict)):
-            raise ValueError("not an entry of a history")
+            raise ValueError("the line is no entry of a config history")
         if restores is not None and type(restores) is not int:
-            raise ValueError("not an entry of a history")
+            raise ValueError("the line is no entry of a config history")
         return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
@@ -198,7 +198,7 @@ class ConfigHistory:
         deadline = time.monotonic() + patience_seconds
         while (lock := try_lock(self._lock)) is None:
             if time.monotonic() >= deadline:
-                words = "another process writes the config file, and has not ended"
+                words = "another process writes the config file, and has not ended so far; try again later"
                 raise TimeoutError(errno.ETIMEDOUT, words, str(self.path))
             time.sleep(_POLL_SECONDS)
         try:
@@ -235,7 +235,12 @@ class ConfigHistory:
         try:
             self._write_history([*entries, HistoryEntry(time=time.time(), config=new, restores=restores)])
         except OSError as error:
-            _logger.warning("version %d is written, but not its history %s: %s", new.version, self._history, error)
+            _logger.warning(
+                "version %d was written to the config file, but not to its history %s: %s",
+                new.version,
+                self._history,
+                error,
+            )
         return new
 
     def _write_history(self, entries: Sequence[HistoryEntry]) -> None:

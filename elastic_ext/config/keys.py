@@ -672,4 +672,5 @@ def unknown_key_refusal(path: str, *, searched: bool = True) -> Refusal:
     """
     shown_path = shown(path)[1:-1]
     advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""
-    return Refusal(key=shown_path, given="not a known key", allowed="the keys of the table", advice=advice)
+    allowed = "the keys that `elastic-ext config schema` lists"
+    return Refusal(key=shown_path, given="not a known key", allowed=allowed, advice=advice)

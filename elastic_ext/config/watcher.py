@@ -88,7 +88,11 @@ class FolderEvents(FileSystemEventHandler):
             return self._rewatch(names_on_the_way(path))
         except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
             self._gave_up = True
-            _logger.warning("no file system events for %s (%s): it is looked at now and then instead", path, error)
+            _logger.warning(
+                "no file system events can be received for %s (%s): the file is looked at now and then instead",
+                path,
+                error,
+            )
             return True
 
     def close(self) -> None:
@@ -279,7 +283,7 @@ class ConfigWatcher:
     def held(self) -> ElasticConfig | None:
         """The newest valid config seen in the file, None before the first. Raises if the watching thread has died."""
         if self._error is not None:
-            raise ElasticError(f"the watcher of {self.path} died; its log has the traceback") from self._error
+            raise ElasticError(f"the thread that watches {self.path} died; the log has its traceback") from self._error
         return self._held
 
     @property
@@ -339,7 +343,9 @@ class ConfigWatcher:
             self._wake.set()
 
     def _die(self, error: Exception) -> None:
-        _logger.error("the watcher of %s died; changes of the file are not seen any more", self.path, exc_info=error)
+        _logger.error(
+            "the thread that watches %s died; changes of the file are not seen any more", self.path, exc_info=error
+        )
         self._error = error
         self.on_news()
 
@@ -396,7 +402,7 @@ class ConfigWatcher:
         self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
-        kept = "what is in force stays" if self._held is None else f"{self._held.label} stays"
+        kept = "the config in force stays" if self._held is None else f"{self._held.label} stays"
         _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, kept, self._refusal)
 
 

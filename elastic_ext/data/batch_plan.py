@@ -178,8 +178,8 @@ def plan_step(
     if num_micro_steps * num_ranks > _MOST_MICRO_BATCHES:  # each of them is written down
         raise ValueError(
             f"{global_batch} samples on {num_ranks} ranks in micro-batches of at most {micro_batch} are "
-            f"{num_micro_steps} micro-steps; use larger micro-batches or a smaller global batch, so that it is at most "
-            f"{_MOST_MICRO_BATCHES // num_ranks}"
+            f"{num_micro_steps} micro-steps; use larger micro-batches or a smaller global batch, so that a step has at "
+            f"most {_MOST_MICRO_BATCHES // num_ranks}"
         )
     return StepPlan(global_batch=global_batch, micro_batches=tuple(_cut(share, num_micro_steps) for share in each))
 

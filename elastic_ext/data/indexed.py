@@ -27,7 +27,7 @@ class BatchLoop(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loop is over: nobody takes batches from it any more."""
+        """Whether the loop has ended: nobody takes batches from it any more."""
 
     @property
     def num_handed(self) -> int:
@@ -56,7 +56,7 @@ class BatchLoop(Protocol):
 
 
 class Epochs(Protocol):
-    """The loops over one dataset, one after another: each goes on from a loaded state, or is over the next epoch."""
+    """The loops over one dataset, in turn: each goes on from a loaded state, or goes through the next epoch."""
 
     fetches_lists: bool
     """Whether a worker's task is a list of indices that torch's worker loop collates; else one index or request."""
@@ -127,10 +127,10 @@ class Epochs(Protocol):
         """Cut steps by ``plan`` from the last commit on."""
 
     def leave_epoch(self) -> None:
-        """Give up the rest of the last loop's epoch, if that loop is over."""
+        """Give up the rest of the last loop's epoch, if that loop has ended."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next loop be over this epoch; one that is under way, or was loaded, goes on where it stands."""
+        """Have the next loop go through this epoch; a loop under way, or a loaded position, goes on where it stands."""
 
     @property
     def seed(self) -> int | None:

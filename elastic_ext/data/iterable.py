@@ -44,8 +44,8 @@ __all__ = ["NO_STATE", "StreamMaker", "StreamedEpochs", "StreamedLoop"]
 # does with a request, is in streams.py.
 
 NO_STATE = (
-    "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
-    "have all samples before drawn and dropped"
+    "its IterableDataset has no state_dict() and load_state_dict(); give the dataset both methods, or give the loader "
+    "fast_forward=True, which draws the consumed samples again and drops them"
 )
 
 
@@ -334,7 +334,8 @@ class StreamedLoop:
             answer = self._maker.take(number)
         except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
             raise RuntimeError(
-                f"making a batch of the stream of worker {stream.number} raised StopIteration"
+                f"making a batch of the stream of worker {stream.number} raised StopIteration, as if the epoch were "
+                "over; have the collate_fn raise another exception"
             ) from error
         assert isinstance(answer, StreamAnswer)
         if answer.resume_point is not None and answer.resume_point.num_samples > stream.resume_points[-1].num_samples:
@@ -355,8 +356,8 @@ class StreamedLoop:
             stream.end = stream.committed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
-                f"data worker {stream.number} died, and where its stream goes on is not known, so the rest of that "
-                f"stream is left out: {NO_STATE}",
+                f"data worker {stream.number} died, and the worker in its place cannot know which sample of the stream "
+                f"is next, so the rest of that stream is left out: {NO_STATE}",
                 indices=[],
             )
         stream.is_found = False
@@ -458,7 +459,7 @@ class StreamedEpochs:
             None  # in a copy, which has no loop: where the original's loop stood
         )
         self._wants_states = False  # somebody has asked where a loop stands, or gone on there
-        self._is_begun = False  # whether a loop over this epoch was begun, so that the next loop is over the next
+        self._is_begun = False  # whether a loop through this epoch was begun, so that the next loop takes the next one
         self._is_over = False  # whether the epoch is over, by a state that was loaded or by leave_epoch()
         self._next_epoch: int | None = None  # named while a loop is under way
         self._num_loops = 0
@@ -596,8 +597,8 @@ class StreamedEpochs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "streams" not in state:
             raise ValueError(
-                f"the state is of a map-style dataset, asked for by index ({sorted(state)}), and this one is an "
-                "IterableDataset; give the loader the dataset with which the state was saved"
+                f"the state is of a map-style dataset, asked for by index ({sorted(state)}), and this loader's dataset "
+                "is an IterableDataset; give the loader the dataset with which the state was saved"
             )
         position = None if state["streams"] is None or state["is_over"] else StreamsPosition.of(state["streams"])
         if position is not None and any(position.num_committed) and not self._can_go_on:

@@ -69,7 +69,10 @@ def epochs_of(loader: DataLoader[Any], ordering: Ordering, *, seeds_samples: boo
 
 def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> StreamedEpochs:
     if seeds_samples:
-        raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
+        raise ValueError(
+            "seed_samples=True needs samples with an index, and those of an IterableDataset have none; leave "
+            "seed_samples out, or give a map-style dataset"
+        )
     return StreamedEpochs(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -85,8 +88,8 @@ def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, 
 def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> IndexedEpochs:
     if fast_forward:
         raise ValueError(
-            "fast_forward is for an IterableDataset; a map-style dataset, which is asked for samples by index, "
-            "goes on anywhere at once"
+            "fast_forward is for an IterableDataset; a loader over a map-style dataset, which is asked for samples by "
+            "index, resumes at any sample at once; leave fast_forward out"
         )
     seed = ordering.seed
     if seed is None:
@@ -122,12 +125,15 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
 def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted: DataloaderSection) -> str | None:
     """Why a loader's workers and sizes cannot be as ``wanted``; ``batches`` is a batch sampler that decides sizes."""
     if loader.persistent_workers and wanted.num_workers == 0:
-        return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
+        return (
+            "num_workers is 0, and the loader was made with persistent_workers=True, which needs at least 1; keep one "
+            "worker, or make the loader without persistent_workers"
+        )
     changes_workers = wanted.num_workers is not None and wanted.num_workers != loader.num_workers
     if changes_workers and isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__next__"):
         return (
             "num_workers of an IterableDataset changes from one loop to the next, and this dataset is an iterator, "
-            "which gives nothing to a second loop; have its __iter__ give a new one"
+            "which gives nothing to a second loop; have the dataset's __iter__ return a new iterator"
         )
     if wanted.batch_size is None:
         return None
@@ -211,8 +217,8 @@ def _why_not_alone(new: ElasticConfig, num_ranks: int) -> str | None:
     if new.dataloader.batch_size is None or num_ranks == 1:
         return None
     return (
-        f"dataloader.batch_size is {new.dataloader.batch_size}, and {num_ranks} ranks have to change theirs together; "
-        "give the loader to an ElasticTrainer, which sees to that, or leave the key out"
+        f"dataloader.batch_size is {new.dataloader.batch_size}, and {num_ranks} ranks have to change their batch size "
+        "at the same step; give the loader to an ElasticTrainer, which does that, or leave the key out"
     )
 
 
@@ -376,7 +382,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self.__dict__.update(state, _producers=weakref.WeakSet())
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
+        """Name the epoch that the next loop goes through; a loop under way, or a loaded position, goes on as it is."""
         self._epochs.set_epoch(epoch)
 
     @property
@@ -446,7 +452,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
         if self.batch_size is None:
             raise ValueError("batch_size is None, which makes no batches; give a number for a trainer to change")
         if self._config_follower is not None:
-            raise ValueError("config_file is for a loader without a trainer, which follows a file itself; leave it out")
+            raise ValueError(
+                "config_file is for a loader without a trainer, and this loader's trainer follows the config file "
+                "itself; leave config_file out"
+            )
         self._is_alone = False
         self._epochs.plan(plan, rank)
 
@@ -623,7 +632,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         if self.pin_memory and not _can_pin():
             warnings.warn(
                 "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be "
-                "used; leave it out, or set it where there is one",
+                "used; leave pin_memory out on a machine without an accelerator",
                 stacklevel=3,
             )
 

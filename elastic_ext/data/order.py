@@ -42,7 +42,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPosition:
-    """Which samples of an epoch are consumed, and which epoch the next loop is over; immutable."""
+    """Which samples of an epoch are consumed, and which epoch the next loop goes through; immutable."""
 
     epoch: int = 0
     position: int = 0
@@ -50,7 +50,7 @@ class EpochPosition:
     completed: Ranges = ()
     """Ranges after ``position`` that are consumed too, where batches are handed out in the order they are made in."""
     starts_next_epoch: bool = False
-    """Whether the next loop is over another epoch, since a loop took samples of this one or there were none."""
+    """Whether the next loop goes through another epoch, since a loop took samples of this one or there were none."""
     is_over: bool = False
     """Whether a loaded state says that no more samples of the epoch come."""
     next_epoch: int | None = None
@@ -202,8 +202,8 @@ class Drawn:
         if len(drawn) > most:
             length = "no length" if told is None else f"a length of {told}"
             raise ValueError(
-                f"the sampler has {length}, and gave {most} samples without coming to an end; an epoch has one: have "
-                "it stop, or say by __len__ how many there are"
+                f"the sampler has {length}, and gave {most} samples without coming to an end; have the sampler stop at "
+                "the end of an epoch, or have its __len__ say how many samples an epoch has"
             )
         self._keep(drawn)
 
@@ -304,7 +304,8 @@ def _bounded(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
             length = "no length" if told is None else f"a length of {told}"
             raise ValueError(
                 f"the batch_sampler has {length}, and gave {number} batches of more than {most} samples in all without "
-                "coming to an end; an epoch has one: have it stop, or say by __len__ how many batches there are"
+                "coming to an end; have the batch_sampler stop at the end of an epoch, or have its __len__ say how "
+                "many batches an epoch has"
             )
         yield batch
 

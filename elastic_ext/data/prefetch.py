@@ -203,7 +203,10 @@ class IndexedLoop:
             if not isinstance(error, StopIteration):
                 raise
             samples = in_short(self._rest.indices(chunk.start, chunk.stop))  # else the epoch would seem to be over
-            raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
+            raise RuntimeError(
+                f"making a batch of {samples} raised StopIteration, as if the epoch were over; have the dataset and "
+                "the collate_fn raise another exception"
+            ) from error
         self._hand_out(asked)
         if self._maker.num_ahead > 0:
             self._ask()

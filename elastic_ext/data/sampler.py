@@ -119,7 +119,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             self._order = None
 
     def begin_elsewhere(self) -> None:
-        """Leave the rest of a loaded state to a loader: the next iteration here is over a whole epoch."""
+        """Begin the next iteration here at an epoch's start: a loader has taken over the position that was loaded."""
         self._goes_on_at = 0
 
     def reseed(self, seed: int) -> None:
@@ -163,8 +163,9 @@ class ElasticDistributedSampler(Sampler[Any]):
         position = self._start + num_rounds * self._round
         if rest and position + self._round <= self.order.num_samples:
             raise ValueError(
-                f"rank {self.rank} has taken {rest} of the {self.share_weights[self.rank]} samples that it has of a "
-                "round, so that one position cannot describe all ranks; call state_dict() after whole rounds"
+                f"rank {self.rank} has taken {rest} of its {self.share_weights[self.rank]} samples in a round of "
+                f"{self._round} (the sum of share_weights), so that one position cannot describe all ranks; call "
+                "state_dict() after whole rounds"
             )
         position = min(position + (self._round if rest else 0), self.order.num_samples)
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
@@ -212,9 +213,9 @@ class ElasticDistributedSampler(Sampler[Any]):
         """Refuse a sampler that gives ranks different samples."""
         if hasattr(sampler, "num_replicas") or hasattr(sampler, "num_processes"):
             raise ValueError(
-                f"{type(sampler).__name__} shares its samples out by itself, in a way of its own; with a trainer give "
-                "the sampler whose order it shares, or none, and without one torch's DistributedSampler, or an "
-                "ElasticDistributedSampler, in its place"
+                f"{type(sampler).__name__} shares its samples out by itself, in a way of its own; with a trainer, give "
+                "the loader the sampler that it wraps, or no sampler; without a trainer, give the loader torch's "
+                "DistributedSampler or an ElasticDistributedSampler instead"
             )
 
     def _drawn(self, sampler: Any) -> Drawn:

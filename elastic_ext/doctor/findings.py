@@ -118,7 +118,7 @@ def findings_of_gpus(hardware: NodeHardware) -> Iterator[Finding]:
         yield error(
             f"the NVIDIA driver does not answer: {gpus.trouble}",
             "torch cannot use the GPUs",
-            "nvidia-smi says the same; after an update of the driver the machine has to be started anew",
+            "run nvidia-smi, which gives the reason too; start the machine anew if its driver was updated",
         )
     elif not gpus.devices:
         yield from _of_none(gpus.num_on_bus)
@@ -146,7 +146,9 @@ def _of_none(num_on_bus: int | None) -> Iterator[Finding]:
             "the NVIDIA container toolkit",
         )
     else:
-        yield note("no NVIDIA GPU", "torch trains on the CPU, or on a device that is not looked at here")
+        yield note(
+            "this machine has no NVIDIA GPU", "torch trains on the CPU, or on a device that this command does not check"
+        )
 
 
 def _of_one(gpu: Gpu) -> Iterator[Finding]:
@@ -312,7 +314,7 @@ def _of_torch(hardware: NodeHardware) -> Iterator[Finding]:
         yield note(
             f"torch {versions.torch} is built for CUDA {versions.torch_cuda}, and driver {gpus.driver_version} can do "
             f"{gpus.cuda_version}",
-            "that works within one major version; what is compiled on the way (Triton) may need the newer one",
+            "that works within one major version; kernels compiled at run time (Triton) may need the newer one",
             "update the driver if kernels fail to load",
         )
 
@@ -373,7 +375,8 @@ def _of_cpu(hardware: NodeHardware) -> Iterator[Finding]:
     model = f" ({cpu.model})" if cpu.model else ""
     if cpu.quota_cores is not None and cpu.quota_cores < 0.9 * cpu.num_allowed:
         yield warning(
-            f"{cpu.num_allowed} CPU cores are seen, and the control group allows the time of {cpu.quota_cores:g}",
+            f"{cpu.num_allowed} CPU cores are seen, and the control group allows the time of {cpu.quota_cores:g} of "
+            "them",
             "programs start a thread for each core they see, and all are halted when the time is used up",
             f"give the container more (docker run --cpus, a Kubernetes limit of cpu), or set OMP_NUM_THREADS and "
             f"loader workers so that {cpu.effective_cores:g} cores suffice",
@@ -462,14 +465,14 @@ def _of_network(hardware: NodeHardware, num_nodes: int) -> Iterator[Finding]:
     host, addresses = network.host, network.host_addresses
     if addresses is None:
         yield warning(
-            f"nobody has answered in time which address the host name {host} has",
-            "processes ask for it when they meet, and each waits as long",
+            f"the lookup of the host name {host} was not answered in time",
+            "processes look up the name as they form a process group, and each waits as long",
             f"look at /etc/resolv.conf, or write {host} into /etc/hosts",
         )
     elif not addresses:
         yield warning(
             f"the host name {host} stands for no address",
-            "gloo and torchrun ask for it when processes meet, and fail",
+            "gloo and torchrun look up the name when processes meet, and fail",
             f"write {host} with this machine's address into /etc/hosts, or set GLOO_SOCKET_IFNAME and --local-addr",
         )
     elif num_nodes > 1 and all(_is_loopback(address) for address in addresses):
@@ -497,7 +500,7 @@ def _of_network(hardware: NodeHardware, num_nodes: int) -> Iterator[Finding]:
         yield note(
             f"the fastest network interface has {max(speeds)} Mbit/s",
             "gradients of all parameters go through it at every step",
-            "run with pairs of nodes to see what it does; look whether a faster one is down",
+            "measure it with elastic-ext doctor --rdzv-endpoint on all nodes; look whether a faster one is down",
         )
 
 
@@ -512,13 +515,13 @@ def _of_storage(storage: StorageOfPath, num_nodes: int) -> Iterator[Finding]:
     if not storage.answers:
         yield error(
             f"the file system of {name} does not answer",
-            "whoever touches it hangs, and cannot be killed meanwhile",
-            "look at its server and the network; umount -l takes it away, mounting it with soft,timeo=100 has it fail",
+            "a process that opens a file there hangs, and cannot be killed meanwhile",
+            "look at its server and the network; umount -l detaches it, and a mount with soft,timeo=100 fails instead",
         )
         return
     if not storage.is_there and storage.use == "asked for":
         yield note(
-            f"{name} is not there; what is said of it is said of the folder above",
+            f"{name} is not there; the findings on it are of the nearest folder above that exists",
             "a checkpoint folder is made when it is first saved to, in a folder where this user may write",
         )
     if storage.is_writable is False:
@@ -601,7 +604,7 @@ def _of_system(hardware: NodeHardware) -> Iterator[Finding]:
     if clock in _SLOW_CLOCKS:
         yield note(
             f"the kernel's clock is {clock}",
-            "asking for the time takes microseconds, as often as torch and Python do",
+            "each reading of the time takes microseconds, and torch and Python read it often",
             "look in dmesg for why tsc was given up; in a virtual machine choose its own clock",
         )
     if hardware.versions.torch is None:
@@ -615,6 +618,6 @@ def _of_system(hardware: NodeHardware) -> Iterator[Finding]:
         if (why := why_torch_is_untested(hardware.versions.torch)) is not None:
             yield note(
                 why,
-                "what is private to torch may lie elsewhere there; what is missing is declined by its name",
-                "where something is declined, install a version that was tested",
+                "elastic_ext uses private parts of torch; a feature whose part is missing is declined by its name",
+                "where a feature is declined, install a version of torch that was tested",
             )

@@ -205,8 +205,8 @@ class Meeting:
         if index in self.silent or self._falls_silent(index):
             return True
         if self.hear(self.index, "silent") is not None:
-            silence = f"{self._silence_seconds:g} s"
-            raise MeetingFailed(f"the others have gone on without this node, which had said nothing for {silence}")
+            silence = f"no heartbeat for {self._silence_seconds:g} s"
+            raise MeetingFailed(f"the other nodes have gone on without this node, of which they had seen {silence}")
         return False
 
     def _falls_silent(self, index: int) -> bool:
@@ -228,7 +228,7 @@ class Meeting:
             try:
                 own.post("beat", number)
             except BoardGone as error:  # which whoever asks the store hears too
-                _logger.info("no more beats to %s: %s", self._where, error)
+                _logger.info("this node writes no more heartbeats to the store at %s: %s", self._where, error)
                 return
             number += 1
             self._beats.stopping.wait(min(_BEAT_SECONDS, self._silence_seconds / 8))
@@ -245,12 +245,12 @@ def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
         info = handler.next_rendezvous()
     except RendezvousClosedError:
         raise MeetingFailed(
-            f"the nodes of --rdzv-id {rendezvous.run_id} have met at {where}; choose another id"
+            f"the nodes of --rdzv-id {rendezvous.run_id} have met at {where} already; choose another --rdzv-id"
         ) from None
     except RendezvousTimeoutError:
         raise MeetingFailed(
-            f"fewer than {rendezvous.min_nodes} nodes came to {where} in time, or they have gone on; start them at the "
-            "same time, or wait longer: --rdzv-conf join_timeout=SECONDS"
+            f"fewer than {rendezvous.min_nodes} nodes came to {where} in time, or they went on without this one; start "
+            "them at the same time, or wait longer: --rdzv-conf join_timeout=SECONDS"
         ) from None
     except RendezvousConnectionError as error:
         raise MeetingFailed(f"{where}, where the nodes are to meet, cannot be reached: {_cause(error)}") from None

@@ -49,8 +49,8 @@ def matching(num_nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The rounds in which pairs of nodes are checked, as pairs (lower, higher): no node twice in a round.
 
     No pair comes twice. Up to 32 nodes have all pairs, in N - 1 rounds, or N where N is odd. More nodes have a sample
-    of these rounds, the same on every node. Seats are shuffled and rounds not equally far apart for that, or nodes
-    would fall into parts that never meet, as would those that stand beside each other.
+    of these rounds, the same on every node. For the sample nodes are seated in a shuffled order, and the rounds lie at
+    unequal distances: else nodes would fall into groups that no pair links, and neighbours would never be paired.
     """
     if num_nodes < 2:
         return ()
@@ -215,7 +215,7 @@ def check_pairs(
     """
     with meet(rendezvous, silence_seconds=silence_seconds) as meeting:
         notes = Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
-        say(f"node {meeting.index} of {meeting.num_nodes}")
+        say(f"this is node {meeting.index} of {meeting.num_nodes}, counted from 0")
         trouble = None
         try:
             notes.introduce()
@@ -238,7 +238,7 @@ def _run_rounds(meeting: Meeting, notes: Notes, say: Callable[[str], None], pati
             if meeting.index not in (first, second):
                 continue
             other = second if meeting.index == first else first
-            say(f"round {number + 1} of {len(rounds)}: with {notes.label(other)}")
+            say(f"round {number + 1} of {len(rounds)}: this node and {notes.label(other)} exchange data")
             meeting.tell(f"ready/{number}", 1)
             if meeting.wait_for(other, f"ready/{number}") is None:
                 say(f"{notes.label(other)} has stopped answering")
@@ -311,7 +311,7 @@ class Notes:
                     self.holders.add(index)
                 self._hardware[index] = NodeHardware.from_json(hello.hardware)
             except ValueError as error:  # of a node with another version of this library
-                _logger.warning("node %d: what its machine has cannot be read: %s", index, error)
+                _logger.warning("node %d: its hardware record cannot be read: %s", index, error)
 
     def measure(self) -> None:
         """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""

@@ -48,7 +48,7 @@ class NodeComparison:
 
     state: Literal["normal", "straggler", "undecided"]
     times_slower: float | None
-    """How many times as slow as the median of all, or of two, as the faster one; None with nothing to compare with."""
+    """Its time over the median of all, or, of two, over that of the faster one; None with nothing to compare with."""
     reason: str
 
 
@@ -109,7 +109,7 @@ def _standing(own: Sequence[float], windows: Sequence[_Window], least_share: flo
     if is_slow < _HALF:
         return NodeComparison(state="normal", times_slower=times, reason="as fast as the others")
     if num == 2:
-        reason = f"{times:.2f} times as slow as the other; a third would tell which of them is as it should be"
+        reason = f"{times:.2f} times as slow as the other; a third one, to compare with, would tell which is normal"
     else:
         reason = f"{times:.2f} times as slow as the median of {num}, which differ by as much among themselves"
     return NodeComparison(state="undecided", times_slower=times, reason=reason)
@@ -185,8 +185,8 @@ def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
         found.append(
             error(
                 report.trouble,
-                "what is said here of pairs of nodes holds for what had been measured until then",
-                "look whether that machine and the process on it are there, and check again",
+                "the findings on pairs of nodes are of what had been measured until then",
+                "look whether the machine and the process on it still run, and run elastic-ext doctor again",
             )
         )
     if len(report.nodes) < report.num_wanted:
@@ -203,7 +203,7 @@ def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
         error(
             f"{label} has stopped answering",
             "a job would hang or fail there",
-            "look whether that machine and the process on it are there, and check again",
+            "look whether the machine and the process on it still run, and run elastic-ext doctor again",
         )
         for label in silent
     ]
@@ -235,7 +235,7 @@ def unlike(hardware: Mapping[str, NodeHardware]) -> Iterator[Finding]:
             if is_bad:
                 yield warning(
                     f"nodes have unlike {what}: {parts}",
-                    "processes that do not speak alike fail, or hang, when they meet",
+                    "processes of unlike versions fail, or hang, when they form a process group",
                     "install the same on all nodes",
                 )
             else:
@@ -334,7 +334,9 @@ def _of_measure(measure: str, values: Mapping[str, tuple[float, ...]], *, is_rat
             )
         elif standing.state == "undecided" and standing.times_slower is not None:
             yield note(
-                f"{label} {does} more slowly: {standing.reason}", "it may be a straggler, or noise", "check again"
+                f"{label} {does} more slowly: {standing.reason}",
+                "it may be a straggler, or noise",
+                "run elastic-ext doctor again",
             )
     if values and all(standing.state == "normal" for standing in standings.values()):
         yield ok(f"no straggler by {measure}: {_middle(measure, standings, values)}")
@@ -348,4 +350,4 @@ def _middle(measure: str, standings: Mapping[str, NodeComparison], values: Mappi
         "latency": f"{middle * 1e6:.0f} us",
         "bandwidth": f"{size_in_words(int(middle))}/s",
     }[measure]
-    return f"{amount} in the middle, the slowest {worst:.2f} times as slow"
+    return f"the median is {amount}, the slowest is {worst:.2f} times as slow"

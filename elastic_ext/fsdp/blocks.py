@@ -32,9 +32,9 @@ Units: TypeAlias = type[nn.Module] | Sequence[str] | None
 """How to find a model's blocks: by a class of modules, by their names, or None for repeated blocks that are found."""
 
 _NOT_ALIKE = (
-    "activation_checkpoint is given, and a block, {kind}, does not come to the same when it is computed again: {how}. "
-    "Something that it is given, or keeps, grows with each pass, as a key-value cache does: call the model with "
-    "use_cache=False (model.config.use_cache = False), or leave activation_checkpoint at 0"
+    "activation_checkpoint is given, and a block, {kind}, computes something else when it is computed again: {how}. "
+    "An input of the block, or something that the block keeps, grows with each pass, as a key-value cache does: call "
+    "the model with use_cache=False (model.config.use_cache = False), or leave activation_checkpoint at 0"
 )
 _Saved: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"
 

@@ -434,7 +434,7 @@ class Layout:
                 return f"no holder has {box_in(self.shape, *where)}"
             if len(who) > 1 and not replicas:
                 others = f" and {len(who) - 2} more" if len(who) > 2 else ""
-                return f"holders {who[0]} and {who[1]}{others} have {box_in(self.shape, *where)}; one may"
+                return f"holders {who[0]} and {who[1]}{others} have {box_in(self.shape, *where)}; only one may"
         return None
 
     def shares(self, *, least: int, salt: str = "") -> Layout:
@@ -511,7 +511,8 @@ def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
             return [box for box in cut if box is not None]
     odd = boxes[cut.index(None)]
     raise ValueError(
-        f"{odd} overlaps others so that what is left of it is no box; give holders equal boxes or ones that lie apart"
+        f"the part {odd} overlaps parts on other ranks, and what is left of it is neither a range nor a block; give "
+        "ranks equal parts, or parts that do not overlap"
     )
 
 

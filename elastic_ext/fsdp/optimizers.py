@@ -121,14 +121,14 @@ def _saved_groups(groups: Sequence[Plain]) -> Iterator[tuple[frozenset[str], dic
                 names, values = _part(group, "params", list), _part(group, "values", dict)
                 yield frozenset(str(name) for name in names), {key: unpack(value) for key, value in values.items()}
     except (KeyError, TypeError) as error:
-        raise ValueError(f"these are no groups of optimizers that were saved: {str(groups)[:80]}") from error
+        raise ValueError(f"the saved groups of the optimizers cannot be read: {str(groups)[:80]}") from error
 
 
 def _classes(groups: Sequence[Plain]) -> list[str]:
     try:
         return [str(_part(optimizer, "class", str)) for optimizer in groups]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"these are no groups of optimizers that were saved: {str(groups)[:80]}") from error
+        raise ValueError(f"the saved groups of the optimizers cannot be read: {str(groups)[:80]}") from error
 
 
 def _part(holder: Any, key: str, kind: type) -> Any:

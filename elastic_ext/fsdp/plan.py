@@ -30,7 +30,8 @@ MOST_MIB = 1 << 20
 """The largest size of a bucket in MiB: a tebibyte."""
 
 UNEVEN = (
-    "{} is cut along dimension {}, whose {} cannot be shared out evenly over {} ranks, as fully_shard needs it there"
+    "{} is cut along dimension {}, whose size {} cannot be shared out evenly over {} ranks, as fully_shard needs it "
+    "there; choose a shard degree that divides it"
 )
 
 

@@ -77,7 +77,7 @@ class OptimizedParameter:
     box: Box
     """The part of the parameter that lies on this rank."""
     is_range: bool
-    """Whether FSDP1 cuts the parameter: ``tensor`` is one dimension of whatever range of it lies here."""
+    """Whether FSDP1 cuts the parameter: ``tensor`` is then flat, and holds the range of elements that lies here."""
 
     @property
     def is_elsewhere(self) -> bool:

@@ -118,7 +118,9 @@ def _pack_one(value: object, where: str) -> Plain:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise TypeError(f"{where} holds half a character, {value!r}; allowed: whole Unicode characters") from None
+            raise TypeError(
+                f"{where} holds half a character, {value!r} (a lone surrogate); allowed: whole Unicode characters"
+            ) from None
         return str(value)
     assert value is None or isinstance(value, int)
     return value if value is None or isinstance(value, bool) else int(value)

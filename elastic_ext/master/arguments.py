@@ -22,7 +22,7 @@ _MOST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MasterOptions:
-    """The options that a master is started with; ValueError for those that cannot be together."""
+    """The options that a master is started with; ValueError for those that exclude each other."""
 
     bind: str
     port: int
@@ -56,7 +56,7 @@ class MasterOptions:
         if self.lease_seconds < 2 * self.beat_seconds:
             raise ValueError(
                 f"--lease-seconds {self.lease_seconds:g} is less than two of --beat-seconds {self.beat_seconds:g}: "
-                "one beat that is lost would make a node count as lost"
+                f"one lost beat would make a node count as lost; give at least {2 * self.beat_seconds:g}"
             )
 
     @property
@@ -76,7 +76,7 @@ class MasterOptions:
 
 
 def parse(arguments: Sequence[str]) -> MasterOptions:
-    """The options on a master's command line; argparse ends the process, with a sentence, for those that cannot be."""
+    """The options on a master's command line; argparse ends the process, with a sentence, for invalid ones."""
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port-file", type=_path, help="the file to write the port into, once the master listens at it"
     )
-    parser.add_argument("--state-dir", type=_path, required=True, help="a folder of its own, on a local disk")
+    parser.add_argument("--state-dir", type=_path, required=True, help="a folder for its state alone, on a local disk")
     parser.add_argument("--token-file", type=_path, help="the file with the token that everybody has to give")
     parser.add_argument(
         "--bind", default="127.0.0.1", type=_address, help="the address to listen at (default: this machine alone)"

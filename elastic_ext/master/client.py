@@ -212,18 +212,18 @@ def _error_of(
     if code == codes.UNIMPLEMENTED:
         return MasterAbsent(f"what answers at {address} is no master, or one of another version: {said}")
     if code in (codes.RESOURCE_EXHAUSTED, codes.DEADLINE_EXCEEDED):  # of a stream: the master has ended it
-        return MasterBusy(f"the master at {address} takes no more for now: {said}")
+        return MasterBusy(f"the master at {address} takes no more calls for now: {said}")
     if code == codes.NOT_FOUND:
         return NodeUnknown(f"the master at {address} does not know this node: {said}")
     if code == codes.ABORTED:
         return NodeFenced(f"the master at {address} has fenced this node: {said}", about="place")
     if code == codes.UNAUTHENTICATED:
-        return MasterRefused(f"the master at {address} refuses: {said}", about="token")
+        return MasterRefused(f"the master at {address} refuses this call: {said}", about="token")
     if code == codes.FAILED_PRECONDITION:
-        return MasterRefused(f"the master at {address} refuses: {said}", about="place")
+        return MasterRefused(f"the master at {address} refuses this call: {said}", about="place")
     if code == codes.INVALID_ARGUMENT:
         return MasterRefused(said, about="words")
-    return MasterError(f"the master at {address} could not do it ({code.name}): {said}")
+    return MasterError(f"the master at {address} failed to answer ({code.name}): {said}")
 
 
 def _cause_in(said: str) -> str:
@@ -235,9 +235,9 @@ def _cause_in(said: str) -> str:
 
 def _hint(said: str, is_encrypted: bool) -> str:
     if is_encrypted and ("handshake" in said.lower() or "certificate" in said.lower() or "tsi" in said.lower()):
-        return "; its certificate, and the file that it is checked by, do not go together, or it has none"
+        return "; the master's certificate and the CA file given for it do not go together, or it has none"
     if not is_encrypted and ("Socket closed" in said or "reset" in said):
-        return "; if it wants TLS, give the file that its certificate is checked by"
+        return "; if it wants TLS, give the file with its CA certificate (--tls-ca, or elastic-run --master-ca)"
     return ""
 
 

@@ -76,7 +76,7 @@ class Topology:
     slow_links: tuple[LinkMeasurement, ...] = ()
     """Links that are far slower than others in the same place: within the same group, or between groups."""
     between: Group | None = None
-    """The median link from one group to another; None where there is one group, or none."""
+    """The medians of the links from one group to another, without machines; None where there is one group, or none."""
 
 
 def guess_topology(num_machines: int, links: Sequence[LinkMeasurement], *, apart: Iterable[int] = ()) -> Topology:
@@ -202,7 +202,7 @@ def _all_alike(machines: Sequence[int], links: Sequence[LinkMeasurement]) -> Top
         text = "which nodes are near each other is not known: fast and slow links cannot be told apart"
         return Topology(groups=(), text=text, slow_links=tuple(slow))
     group = _group(machines, usual)
-    return Topology(groups=(group,), text=f"all are about as near: {_words_of(group)}", slow_links=tuple(slow))
+    return Topology(groups=(group,), text=f"all nodes are about as near: {_words_of(group)}", slow_links=tuple(slow))
 
 
 def _group(machines: Sequence[int], links: Iterable[LinkMeasurement]) -> Group:
@@ -463,7 +463,7 @@ def _of_unlike(unlike: Sequence[tuple[str, str, bool]], *, is_bad: bool) -> Iter
     """What to do about differences from ``unlike_nodes``: those that may end a job (``is_bad``), or the others."""
     for text, what, may_end in unlike:
         if may_end and is_bad:
-            yield f"install the same {what} on all nodes, as processes that do not speak alike fail or hang: {text}"
+            yield f"install the same {what} on all nodes, as processes of unlike versions fail or hang: {text}"
         elif not may_end and not is_bad:
             yield f"expect all nodes to wait for the slowest one at every step, or use nodes that are alike: {text}"
 

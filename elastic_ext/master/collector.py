@@ -279,7 +279,7 @@ class Collector:
         return self._num_ranks
 
     def workers(self, node_id: str) -> list[master_pb2.Worker]:
-        """The newest report of each worker of a node, without values that cannot be; empty for an unknown node."""
+        """The newest report of each worker of a node, without impossible values; empty for an unknown node."""
         report = self._reports.get(node_id)
         return [] if report is None else report.workers
 

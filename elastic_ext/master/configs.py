@@ -95,10 +95,10 @@ class ConfigBook:
     ) -> AuthoredVersion:
         """The next version, made from the newest by ``changes`` and ``remove``; it is not entered yet.
 
-        ConfigError for a config that cannot be; StaleVersion where it was ``made_from`` another version.
+        ConfigError for an invalid config; StaleVersion where it was ``made_from`` another version.
         """
         if made_from is not None and made_from != self.version:
-            raise StaleVersion(f"this was made from version {made_from}, and version {self.version} is the newest now")
+            raise StaleVersion(f"a change was made from version {made_from}, and version {self.version} is the newest")
         current = self.newest.config if self.newest else None
         version = self.version + 1
         config = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
@@ -108,7 +108,7 @@ class ConfigBook:
     def propose_undo(self, *, now: float) -> AuthoredVersion:
         """The next version, with the content from before the newest one; it is not entered yet.
 
-        Raises ConfigError where that cannot be.
+        Raises ConfigError where no earlier content is known.
         """
         entries = [each.entry for each in self._versions]
         target = undo_target(entries)
@@ -118,7 +118,7 @@ class ConfigBook:
     def propose_from_file(self, text: str, *, node_id: str, now: float) -> AuthoredVersion | None:
         """The config in a node's file as the next version, not entered yet; None where it is not newer.
 
-        Raises ConfigError where that cannot be.
+        Raises ConfigError for an invalid config.
         """
         config = ElasticConfig.parse(text.encode(errors="surrogatepass"))
         if config.version <= self.version:

@@ -130,7 +130,7 @@ class EventLog:
     def tell_of_dropped(self, now: float) -> None:
         """Add an event for each node that has sent too many events since the last call."""
         for node_id, number in self._num_dropped.items():
-            words = f"{counted(number, 'event')} of node {node_id} are left out, as it tells of too many"
+            words = f"{counted(number, 'event')} of node {node_id} are left out, as the node sends too many"
             self.tell(now, "events-dropped", words, node_id=node_id)
         self._num_dropped.clear()
 

@@ -28,7 +28,7 @@ _MOST_BLOCKS = 1 << 14
 
 
 def checked_facts(text: str) -> JobFacts:
-    """The facts of a job in ``text``, JSON that an agent has sent; ValueError says what in them cannot be."""
+    """The facts of a job in ``text``, JSON that an agent has sent; ValueError says which of them is impossible."""
     if len(text) > MOST_FACTS:
         raise ValueError(f"they have {len(text)} characters; allowed: {MOST_FACTS}")
     facts = JobFacts.from_json(text)

@@ -238,7 +238,7 @@ class Job:
     def propose_change(self, now: Now, request: wire.SetConfigRequest) -> AuthoredVersion:
         """The next config version as a person asks for it, to be stored and entered.
 
-        Raises ConfigError where that cannot be.
+        Raises ConfigError for an invalid config, RequestRefused for another job.
         """
         check_job(request.job, self.name)
         changes: dict[str, object] = {}
@@ -255,7 +255,7 @@ class Job:
     def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
         """The next config version, with the content from before the newest, to be stored and entered.
 
-        Raises ConfigError where that cannot be.
+        Raises ConfigError where no earlier content is known, RequestRefused for another job.
         """
         check_job(request.job, self.name)
         return self.book.propose_undo(now=now.time)
@@ -298,7 +298,7 @@ class Job:
     # ---- the tuner ----
 
     def control_tuning(self, now: Now, request: wire.ControlTuningRequest) -> None:
-        """Pass a person's request (pause, resume or undo) to the tuner; raises RequestRefused if that cannot be."""
+        """Pass a person's request (pause, resume, undo) to the tuner; RequestRefused where it is off or has failed."""
         check_job(request.job, self.name)
         self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 
@@ -358,7 +358,7 @@ class Job:
             if self.log.hear(now.clock, heard) and (refusal := refusal_in(heard)) is not None:
                 self.tuning.refuse_version(now.time, *refusal)
         if num_dropped > 0:
-            words = f"node {node_id} could not keep {num_dropped} events until it was heard"
+            words = f"node {node_id} dropped {num_dropped} events while it could not send them to the master"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)
 
     def _look_at_held(self, now: Now, node: Node, held: wire.ConfigHeld) -> tuple[AuthoredVersion | None, bool]:
@@ -379,7 +379,7 @@ class Job:
             return self.book.propose_from_file(held.text, node_id=node.node_id, now=now.time), False
         except ConfigError as error:
             node.refused = held.version, node.held_digest
-            node.refusal = f"its config is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"
+            node.refusal = f"the master refuses the config in its file: {on_one_line(str(error))[:_MOST_TROUBLE]}"
             self.log.tell(now.time, "config-refused", f"node {node.node_id}: {node.refusal}", node_id=node.node_id)
             return None, False
 

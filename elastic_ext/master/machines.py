@@ -66,7 +66,7 @@ def facts_of(node_id: str, host: str, text: str, *, num_nodes: int = 1) -> NodeF
     try:
         hardware = _hardware_in(text)
     except ValueError as error:
-        trouble = shortened(f"what it tells of its hardware cannot be read: {error}")
+        trouble = shortened(f"its hardware record cannot be read: {error}")
         return NodeFacts(node_id=node_id, host=host, troubles=(trouble,))
     refused, warnings = check_node(hardware, num_nodes=num_nodes)
     troubles = [] if refused is None else [refused]

@@ -427,7 +427,7 @@ class MetricsServer:
             is_healthy = self._is_healthy()
             return _Answer(status=200 if is_healthy else 503, text="ok\n" if is_healthy else "the master ends\n")
         if self._credentials is not None and not self._has_token(request):
-            text = "the master's token is wanted, as a bearer token\n"
+            text = "give the master's token, as a bearer token\n"
             return _Answer(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
         return _Answer(status=200, text=self._newest(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -352,6 +352,7 @@ def check_join(
         )
     if request.epoch > epoch:
         words = f"the agent has met a later master (epoch {request.epoch}); this one is of epoch {epoch}"
+        words += " and was replaced: end it"
         raise RequestRefused("other", words)
 
 

@@ -83,7 +83,7 @@ class MeasurementRounds:
                     self._take(now, worker.rank, said)
 
     def take_measurement(self, now: float) -> StepReport | None:
-        """The measurement of a round that is complete, or that cannot be because a rank is silent or broken; else None.
+        """The measurement of a round that is over: every rank has reported, or a rank is silent or broken; else None.
 
         Each round is given once.
         """
@@ -141,7 +141,7 @@ def measured_steps(
     """The measurement that ``windows``, by rank and of one config, give of steps that all ``expected`` ranks took.
 
     The time of a step is the mean over all of them, without changes, checkpoints and rollbacks between two: what comes
-    in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks whose windows cannot be.
+    in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks with impossible values.
     """
     steps: dict[int, float] = {}
     breakdowns: list[RankBreakdown] = []
@@ -198,7 +198,7 @@ def _trouble(steps: Mapping[int, float], missing: Sequence[int], broken: Collect
     if broken:
         return f"{_named(sorted(broken))} reported impossible values of steps, such as times that are not finite"
     if told_nothing:
-        return f"{_named(told_nothing)} told nothing of their steps for a while, and others did"
+        return f"{_named(told_nothing)} reported no steps for a while, and other ranks did"
     slowest, quickest = max(steps, key=lambda each: steps[each]), min(steps, key=lambda each: steps[each])
     if steps[quickest] < _LEAST_STEP_SECONDS:
         return f"rank {quickest} told of steps that took no time"

@@ -75,7 +75,7 @@ class TunerThread:
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """Wait up to ``seconds`` for work that is under way; if it takes longer, it is left behind."""
         if not self._thread.close(seconds):
-            _logger.warning("the tuner has planned for more than %g s, and the master ends without it", seconds)
+            _logger.warning("the tuner has not finished planning within %g s, and the master ends without it", seconds)
 
     def _work(self) -> None:
         while (work := self._works.get()) is not None and not self._thread.stopping.is_set():

@@ -340,7 +340,7 @@ def host_of(peer: str) -> str:
 
 
 _TOO_MANY = "too many calls: wait a while"
-_NO_TOKEN = "this master wants its token, and this is not it: look at --token-file"
+_NO_TOKEN = "this master asks for its token, and this call has none or another one: look at --token-file"
 _TOO_MANY_NEW = "too many new connections come from this host: wait a while, and make all calls by one connection"
 
 

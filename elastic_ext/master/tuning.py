@@ -72,7 +72,7 @@ def event_text(decision: Decision) -> str:
 def changes_in_words(changes: Mapping[str, Any]) -> str:
     """The changes of a decision in words, as KEY=VALUE."""
     return ", ".join(
-        f"{path} as at the start" if value is None else f"{path}={_value(value)}" for path, value in changes.items()
+        f"{path} as at start-up" if value is None else f"{path}={_value(value)}" for path, value in changes.items()
     )
 
 
@@ -313,7 +313,7 @@ _LEAST_SECONDS = 20.0
 """For how long all nodes must have held a version that no rank trains under before it counts as refused;"""
 _LEAST_WINDOWS = 4
 """... and how many windows each rank must have reported meanwhile."""
-_SILENT = "nothing is known of what can be changed in this job: its rank 0 has told nothing of that yet"
+_SILENT = "the tuner does not know yet what it may change in this job: rank 0 reports that after its first steps"
 _OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
 
 
@@ -409,11 +409,11 @@ class Tuning:
     # ---- what it is told ----
 
     def take_facts(self, now: float, text: str) -> None:
-        """Take the job's facts from rank 0, as JSON that has come over the wire; facts that cannot be are an event."""
+        """Take the job's facts from rank 0, as JSON that has come over the wire; invalid facts are an event."""
         try:
             facts = checked_facts(text)
         except ValueError as error:
-            words = f"what rank 0 tells of the job cannot be: {error}"[:400]
+            words = f"the facts that rank 0 reports of the job are invalid: {error}"[:400]
             if words != self._refused_facts:
                 self._refused_facts = words
                 self._tell(now, "tuning-facts-refused", words)
@@ -483,7 +483,7 @@ class Tuning:
         self._ask(now, lambda tuner: tuner.tick(now), kind="tick")
 
     def control(self, now: float, action: str, reason: str) -> None:
-        """Do what a person asks of the tuner: pause, resume or undo. RequestRefused where that cannot be."""
+        """Do what a person asks of the tuner: pause, resume or undo. RequestRefused where it is off or has failed."""
         if action not in get_args(Action):
             raise RequestRefused("invalid", f"action is {action[:60]!r}; allowed: {', '.join(get_args(Action))}")
         if self._mode == "off":
@@ -608,7 +608,7 @@ def check_decision(decision: Decision, newest: AuthoredVersion | None, *, step: 
     if newest is not None and is_to_come(newest, step=step):
         config = newest.config
         raise StaleVersion(
-            f"version {config.version} comes into force at step {config.apply_at_step}, and nothing comes before it"
+            f"version {config.version} comes into force at step {config.apply_at_step}, and the tuner waits for that"
         )
 
 

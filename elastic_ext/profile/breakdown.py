@@ -172,7 +172,7 @@ def replicas_of(window: StepWindow, num_replicas: int | None) -> int:
 def why_no_verdict(views: Sequence[RankView], *, is_partial: bool) -> str | None:
     """Why no verdict can be made from these ranks' windows together; None where one can."""
     if not views:
-        return "no rank has told where its time goes yet"
+        return "no rank has written a profile of its time yet"
     for view in views:
         if not all(_is_amount(each) for each in _numbers(view.window)):
             return f"the profile of rank {view.rank} holds a value that is no length of time or no number of steps"
@@ -186,7 +186,7 @@ def why_no_verdict(views: Sequence[RankView], *, is_partial: bool) -> str | None
         return "the ranks tell of different versions of the config; wait until all tell of the same"
     num_missing = windows[0].world_size - len(windows)
     if num_missing > 0 and not is_partial:
-        return f"{num_missing} of {windows[0].world_size} ranks have told nothing yet"
+        return f"{num_missing} of {windows[0].world_size} ranks have written no profile yet"
     fewest = min(windows, key=lambda each: (each.num_steps, each.rank))
     if fewest.num_steps < _LEAST_STEPS:
         return f"too few steps have ended: {fewest.num_steps} on rank {fewest.rank}; {_LEAST_STEPS} are needed"

@@ -112,7 +112,7 @@ class DeviceTimeline(Timeline):
                 found.append((before, after := [*self._device, *before[NUM_PHASES:]]))
                 before = after
             if len(self._steps) > _MOST_BEHIND:
-                raise RuntimeError(f"it is {len(self._steps)} steps behind")
+                raise RuntimeError(f"the device is {len(self._steps)} steps behind the host")
         except RuntimeError as error:
             self._lose_device(error)
         return found
@@ -146,7 +146,7 @@ class DeviceTimeline(Timeline):
         self._marks, self._last = [], None
         self._steps.clear()
         self._free.clear()
-        _logger.warning("the profile goes on by the host's clock, since the device's cannot be read: %s", error)
+        _logger.warning("the profile goes on by the host's clock, since the device's clock cannot be read: %s", error)
 
 
 def _is_within(number: int, begun: int | None, phase: int) -> bool:

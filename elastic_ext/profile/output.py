@@ -56,7 +56,7 @@ class Sinks:
     def add(self, sink: Sink) -> None:
         """Write profiles to ``sink`` too from now on. ElasticError once training has ended."""
         if self._is_closed:
-            raise ElasticError("training has ended, and a sink was added; add it before")
+            raise ElasticError("training has ended, and no sink can be added any more; add sinks before training ends")
         self._sinks.append(sink)
 
     def write(self, profile: StepProfile) -> None:
@@ -80,7 +80,11 @@ class Sinks:
             try:
                 sink.close()
             except Exception:
-                _logger.warning("%s could not be closed", type(sink).__name__, exc_info=True)
+                _logger.warning(
+                    "%s could not be closed, and may have lost the last profiles that it was given",
+                    type(sink).__name__,
+                    exc_info=True,
+                )
 
 
 class TensorBoardSink:

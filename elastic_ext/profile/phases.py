@@ -152,7 +152,10 @@ class Timeline:
         self._spent[phase] += nanoseconds
 
     def begin_step(self) -> None:
-        """Count ``Phase.OTHER`` as part of the step from now on; called just after ``enter``."""
+        """Note that a step begins: if ``lose`` rolls it back, ``Phase.OTHER`` from now on is lost with the step.
+
+        Called just after ``enter``.
+        """
         self._others = self._spent[Phase.OTHER], self._spent[NUM_PHASES + Phase.OTHER]
 
     def lose(self) -> None:

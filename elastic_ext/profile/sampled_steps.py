@@ -1,5 +1,7 @@
-"""Surveyor: has single steps measured more closely than the others: a census once, a trace now and then, and samples
-of memory where it is not known what a step takes.
+"""Surveyor: has single steps measured more closely than the others.
+
+A *census* counts the operations, bytes and flops of one step, once. A *trace* is one step as torch's profiler sees it,
+taken now and then. A *memory sample* measures what one micro-step takes, where that is not known.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class StepMeasurementListeners:
 
 
 class Surveyor:
-    """Takes a census, traces and memory samples of single steps of one rank; the recorder tells it of steps."""
+    """Takes the census, the traces and the memory samples of one rank; the recorder tells it of each micro-step."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Surveyor:
         try:
             found(calibrate(self._device, host=self._name.host))
         except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
-            _logger.debug("what this machine does at best is not measured: %s", error)
+            _logger.debug("the peak speed of this machine is not measured: %s", error)
 
     def _begin(self) -> None:
         """Begin a step and choose what is measured of it; a step that is taken again is measured again."""

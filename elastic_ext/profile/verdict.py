@@ -335,9 +335,9 @@ def _contention(cause: Cause, job: RanksCompared) -> str:
     whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
     had = "part" if job.processor_share is None else f"{job.processor_share:.0%}"
     return (
-        f"contention: {cause.share:.0%} of the step the training thread should compute and has no processor{whom}; it "
-        f"has {had} of one{_could(cause, job)}: run fewer threads and processes on these machines, or see what sleeps "
-        "within the passes"
+        f"contention: for {cause.share:.0%} of the step the training thread should compute and has no processor{whom}; "
+        f"the thread has {had} of one{_could(cause, job)}: run fewer threads and processes on these machines, or look "
+        "for what sleeps within the passes"
     )
 
 
@@ -399,7 +399,9 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
         "loop-bound", "is neither loading nor training, but what the loop does besides", "log and measure less often"
     ),
     "checkpoint": _pause("checkpoint-bound", "waits for checkpoints", "save less often, or in the background"),
-    "change": _pause("change-bound", "goes to configs that come into force", "change several values at once, or less"),
+    "change": _pause(
+        "change-bound", "goes to configs that come into force", "change several values at once, or less often"
+    ),
     "rolled-back": _pause(
         "rolled back",
         "goes to steps that were taken back",

@@ -144,7 +144,7 @@ class Board:
     def take(self, name: str, *, seconds: float) -> Any:
         """Wait for the value under ``name``; BoardGone if it does not come within ``seconds``."""
         if not self.wait([name], seconds=seconds):
-            raise BoardGone(f"nothing was said of {name} within {seconds:.0f} seconds")
+            raise BoardGone(f"no peer has posted {name} in {self._what} within {seconds:.0f} seconds")
         return self.read(name)
 
     def decide(self, name: str, value: object) -> Any:

@@ -89,8 +89,10 @@ class Ranks:
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         except RuntimeError as error:
-            text = f"rank {rank} found not all ranks while making a group for agreements: {error}"
-            raise PeerLostError(f"{text}; every rank must call this") from error
+            raise PeerLostError(
+                f"rank {rank} could not make a process group for agreements with all ranks: {error}; make the same "
+                "calls of elastic_ext on every rank"
+            ) from error
         assert isinstance(group, dist.ProcessGroup)
         unnamed = [PeerName(rank=peer, host="?", pid=0) for peer in range(dist.get_world_size())]
         ranks = cls(rank=rank, names=unnamed, group=group, board=None)
@@ -98,7 +100,7 @@ class Ranks:
         board = None if store is None else Board(store, _PREFIX, place=rank, num_peers=ranks.world_size)
         number = board.count("groups") if rank == 0 and board is not None else 0
         hello = json.dumps({"name": asdict(_my_name(rank)), "number": number}).encode()
-        greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining")]
+        greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining the other ranks")]
         ranks.names = tuple(PeerName(**greeting["name"]) for greeting in greetings)
         if board is not None:  # on a connection of its own: the user's threads may be waiting in theirs
             ranks.board = board.below(str(greetings[0]["number"]), connects=True)
@@ -111,8 +113,12 @@ class Ranks:
         return self.names[self.rank].host
 
     def speaks_for(self, thing: str) -> bool:
-        """Whether this rank is the first of those on its machine that bring the same ``thing``, such as a path."""
-        everything = self.gather(json.dumps([self.host, thing]).encode(), "starting")
+        """Whether this rank is the one to log what all ranks of its machine that have the same ``thing`` would log.
+
+        It is the first of them; ``thing`` is what a warning would be about, such as the path of a config file. All
+        ranks call this together.
+        """
+        everything = self.gather(json.dumps([self.host, thing]).encode(), "starting to follow a config")
         return everything.index(everything[self.rank]) == self.rank
 
     def start_sum(self, values: Sequence[int], doing: str) -> PendingSum:
@@ -233,7 +239,8 @@ class Ranks:
         progress, me = self.progress(), self.names[self.rank]
         if self._doubt and error is None and self._are_well():
             self.notices.post(Trouble(kind="failed", progress=progress, text=f"it {self._doubt}"))
-            others = self.notices.account({}, silent="did not, and waits for it there, unless it has died or hangs")
+            silent = f"did not, and waits for rank {self.rank} in that step, unless it has died or hangs"
+            others = self.notices.account({}, silent=silent)
             return RanksDisagreeError(f"{me} {self._doubt}, after {progress}: {others}; do the same on all ranks")
         self.notices.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
         troubles = self.notices.gather(_GRACE_SECONDS)

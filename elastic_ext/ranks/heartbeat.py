@@ -374,7 +374,9 @@ def begin_heartbeat(folder: Path | None, *, rank: int, restart: int, run_dir: Pa
     try:
         return FileHeartbeat(path, rank=rank, restart=restart, stacks=stacks_file(run_dir, rank))
     except OSError as error:
-        _logger.warning("the agent does not see how far rank %d has come: %s", rank, error)
+        _logger.warning(
+            "rank %d cannot write its heartbeat, so that its agent does not notice if the rank hangs: %s", rank, error
+        )
         return Heartbeat()
 
 
@@ -451,7 +453,7 @@ def _offer_stacks(path: Path) -> tuple[int, int]:
         if os.fstat(descriptor).st_size > _MOST_STACKS_BYTES:
             os.ftruncate(descriptor, 0)
     except OSError as error:
-        _logger.warning("this rank cannot write its stacks where it is asked for them: %s", error)
+        _logger.warning("this rank cannot open the file for its stack traces, and writes none if it hangs: %s", error)
         return 0, -1
     faulthandler.register(number, descriptor, all_threads=True, chain=False)
     return number, descriptor

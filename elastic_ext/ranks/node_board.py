@@ -1,12 +1,12 @@
 """RoundBoard: messages that the agents of one round exchange, in the store of that round.
 
     failed/<node>     how workers of that node failed
-    meeting/<node>    that node meets the others again, in the next round
+    meeting/<node>    that node has left this round for the rendezvous of the next one
     leaving/<node>    that node leaves the job
-    met-again         the other nodes have met without the one that leaves
-    begun             the other nodes have settled what follows
+    met-again         the rendezvous of the next round is over, without the node that leaves
+    begun             the nodes of the next round have begun it; until then a node that leaves waits
     any-failed        some node has said under `failed` that workers of it did
-    over              why the job is over, from the node that found it
+    over              why the job has failed and ends on all nodes, from the node that found it
     finished/<node>   all workers of that node have ended well
     config...         the newest config of any node
     local-times/<node>  what workers of that node are busy with by themselves
@@ -64,12 +64,15 @@ class RoundBoard(Board):
         self.tell(name, row)
         names = self.of_peers(name)
         if not self.wait(names, seconds=timeout_seconds, stop=self._is_lost):
-            why = ": one was lost" if self._is_lost() else f" within {timeout_seconds:.0f} seconds"
-            raise BoardGone(f"no {name} of every node{why}")
+            why = ": a node was lost" if self._is_lost() else f" within {timeout_seconds:.0f} seconds"
+            raise BoardGone(f"not every node has posted its {name}{why}")
         return [self.read(each) for each in names]
 
     def part(self, *, timeout_seconds: float) -> None:
-        """Wait until all nodes have come to their end here, since the store may go with this node."""
+        """Wait until all nodes call this, as the last thing they do in the round: this node may host the store.
+
+        Nothing is raised if a node does not come in time.
+        """
         with contextlib.suppress(BoardGone):
             self.exchange("parted", True, timeout_seconds=timeout_seconds)
 

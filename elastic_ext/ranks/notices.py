@@ -79,20 +79,22 @@ class Notices:
             self._board.tell(_TROUBLE, {**asdict(trouble), "text": trouble.text[-_MOST_TEXT:]})
             self._board.post(_TROUBLE, 1)  # of many ranks all look at this one key
         except BoardGone as error:
-            _logger.debug("peers could not be told of trouble: %s", error)
+            _logger.debug("the other ranks could not be told why this rank stops: %s", error)
 
     def tell_of(self, error: BaseException, *, progress: str) -> None:
         """Post that ``error`` ends this rank, and log what is known of the others; ``progress`` is how far it came."""
         self.post(Trouble(kind="failed", progress=progress, text=f"{type(error).__name__}: {error}"))
         if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
             troubles = self.gather(_GRACE_SECONDS)
-            _logger.error("of the other ranks: %s", self.account(troubles, silent="has given no sign so far"))
+            account = self.account(troubles, silent="has reported no error so far")
+            _logger.error("the state of the other ranks: %s", account)
             self.explain(error, troubles)
 
     def explain(self, error: Exception, troubles: Mapping[int, Trouble] | None) -> None:
-        """Note on an error of a lost peer which peers an agent has found ended, if any: the error follows from that.
+        """Set ``error.follows_from`` to a sentence that names the peers whose end has caused ``error``.
 
-        What ends a worker's script then shows that in place of a traceback (``at_start/sitecustomize.py``).
+        That is where the error tells of a lost connection, and an agent has found processes of peers ended. A worker
+        that ends by the error then prints that sentence in place of a traceback (``at_start/sitecustomize.py``).
         """
         ended = [peer for peer in self._others if (found := (troubles or {}).get(peer.rank)) and found.kind == "ended"]
         if ended and is_of_lost_peer(f"{type(error).__name__}: {error}"):

@@ -52,7 +52,7 @@ def this_process() -> ProcessIdentity:
     """The identity of the calling process."""
     found = process_of(os.getpid())
     if found is None:
-        words = "this process is not to be seen there, where a file system of processes has to be mounted"
+        words = "there is no entry of this process; mount the proc file system there"
         raise OSError(errno.ENOENT, words, str(_PROC))
     return found
 
@@ -151,6 +151,10 @@ def _act() -> None:
             try:
                 action(owner)
             except OSError as error:  # a script that becomes a daemon has closed its files: the others' turn comes yet
-                _logger.warning("a forked process may keep what is its parent's: %s: %s", type(owner).__name__, error)
+                _logger.warning(
+                    "a forked process could not give up the %s of its parent, and may go on using it: %s",
+                    type(owner).__name__,
+                    error,
+                )
     finally:
         _unblock_signals()

@@ -50,7 +50,10 @@ WorkerState = Literal["running", "succeeded", "failed", "left"]
 
 
 class Since:
-    """A moment to compare records' times of day with, which holds also after the machine's clock was put back."""
+    """The time since which records count: a reader leaves out those of an earlier round or agent, by comparing times.
+
+    If the machine's clock is put back meanwhile, ``seconds`` goes back as far, so that new records still count.
+    """
 
     def __init__(
         self, began: float, *, time_of_day: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic

@@ -137,8 +137,8 @@ class NewFiles:
     """Files that nothing has the names of yet: written one after another, then synced, then put in place.
 
     The disk works on the first of them while the last is written, so that syncing them together takes less than each
-    by itself. What was not put in place is removed when the ``with`` ends. If another folder gets the name of a file's
-    own meanwhile, the file is not in that one and cannot be put in place there.
+    by itself. What was not put in place is removed when the ``with`` ends. If the folder of a file is moved meanwhile
+    and another one gets its name, ``put_in_place`` fails: the written contents went with the moved folder.
     """
 
     def __init__(self) -> None:

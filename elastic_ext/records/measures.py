@@ -104,7 +104,7 @@ class Measures:
             _rate("steps/s", 1e9),
             over_ranks="middle",
             prometheus="steps_per_second",
-            help="Steps of all ranks together, of late.",
+            help="Steps per second of all ranks together, in the last seconds.",
             in_status=True,
         )
     )
@@ -114,15 +114,15 @@ class Measures:
             _rate("samples/s", 1e12),
             over_ranks="middle",
             prometheus="samples_per_second",
-            help="Samples of all ranks together, of late.",
+            help="Samples per second of all ranks together, in the last seconds.",
         )
     )
     memory_bytes: int | None = _row(
-        Metric("What its process holds of the machine's memory.", _BYTES, prometheus="memory_bytes", in_status=True)
+        Metric("The machine's memory that the rank's process holds.", _BYTES, prometheus="memory_bytes", in_status=True)
     )
     accelerator_bytes: int | None = _row(
         Metric(
-            "What its tensors hold on its accelerator.",
+            "The accelerator's memory that the rank's tensors hold.",
             _BYTES,
             prometheus="accelerator_memory_bytes",
             words="on its accelerator",
@@ -131,7 +131,7 @@ class Measures:
     )
     accelerator_peak_bytes: int | None = _row(
         Metric(
-            "The most that its tensors held there at once, since torch's peak counters began anew.",
+            "The most accelerator memory that the rank's tensors held, since torch's peak counters were reset.",
             _BYTES,
             is_told=False,
         )
@@ -142,16 +142,16 @@ class Measures:
     )
     step_seconds: float | None = _row(
         Metric(
-            "What half of the last steps took no longer than.",
+            "The median duration of the last steps.",
             _SECONDS,
             prometheus="step_duration_seconds",
             labels={"quantile": "0.5"},
-            help="What the last steps took, half of them and nine tenths no longer.",
+            help="The duration of the last steps: the median and the 90th percentile.",
         )
     )
     slow_step_seconds: float | None = _row(
         Metric(
-            "What nine tenths of the last steps took no longer than.",
+            "The 90th percentile of the durations of the last steps.",
             _SECONDS,
             prometheus="step_duration_seconds",
             labels={"quantile": "0.9"},
@@ -163,11 +163,11 @@ class Measures:
             _rate("tokens/s", 1e15),
             over_ranks="middle",
             prometheus="tokens_per_second",
-            help="Tokens of all ranks together, of late.",
+            help="Tokens per second of all ranks together, in the last seconds.",
         )
     )
     num_workers: int | None = _row(
-        Metric("Workers of the rank's loader; 0 where it loads itself.", _NUMBER, is_told=False)
+        Metric("Workers of the rank's dataloader; 0 where the rank loads samples itself.", _NUMBER, is_told=False)
     )
     num_micro_steps: int | None = _row(Metric("Micro-steps of a step.", _NUMBER, is_told=False))
     num_replicas: int | None = _row(
@@ -218,7 +218,7 @@ class Measures:
             over_steps="total",
             over_ranks="most",
             prometheus="steps_skipped",
-            help="Those of them that were left out.",
+            help="Steps that were left out since their gradients or loss were not finite.",
             words="left out",
             on_page=True,
             part_of="num_not_finite",

@@ -57,9 +57,9 @@ class RankMetrics(JsonRecord):
 
     def check_read(self) -> None:
         if not all(type(each) in (int, float) and 0 <= each <= 1.001 for each in self.measures.shares.values()):
-            raise ValueError("measures.shares holds what is no share")
+            raise ValueError("measures.shares holds a value that is no share of time; allowed: numbers from 0 to 1")
         if not all(type(each) is float for each in self.measures.logged.values()):
-            raise ValueError("measures.logged holds what is no number")
+            raise ValueError("measures.logged holds a value that is no floating point number")
 
 
 def _added_up(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
@@ -90,7 +90,7 @@ class StepWindow(JsonRecord):
     processor_seconds: Mapping[str, float] = _added_up("by phase", default_factory=dict)
     """Processor time of the training thread in seconds, by phase."""
     typical: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step in the middle, by phase; empty where steps were not looked at one by one."""
+    """The median seconds that a step spent, by phase; empty where steps were not looked at one by one."""
     step_seconds: tuple[float, ...] = ()
     """How long steps took, as quantiles: a tenth took no longer than the first, then half, nine tenths, and all."""
     waiting_seconds: float | None = None
@@ -127,11 +127,11 @@ class StepWindow(JsonRecord):
         lengths.extend(each for each in (self.waiting_seconds, self.computing_seconds) if each is not None)
         if not all(type(each) in (int, float) and 0 <= each < math.inf for each in lengths):
             raise ValueError(
-                "seconds, processor_seconds, typical, step_seconds, waiting_seconds or computing_seconds hold what is "
-                "no length of time"
+                "seconds, processor_seconds, typical, step_seconds, waiting_seconds or computing_seconds holds a value "
+                "that is no length of time; allowed: finite numbers of at least 0"
             )
         if not all(type(each) is float for each in self.logged.values()):
-            raise ValueError("logged holds what is no number")
+            raise ValueError("logged holds a value that is no floating point number")
 
 
 ADDED_UP: Mapping[str, str] = {
@@ -340,7 +340,7 @@ class LearningFacts:
     def check(self) -> None:
         """ValueError where the first batch or the noise scale is no possible number."""
         if self.first_batch < 1 or not (self.noise_scale is None or 0 <= self.noise_scale < math.inf):
-            raise ValueError("learning.first_batch or learning.noise_scale is no such number")
+            raise ValueError("learning.first_batch is below 1, or learning.noise_scale is below 0 or not finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -396,7 +396,7 @@ class JobFacts(JsonRecord):
                 "world_size, num_local, num_processors, global_batch, share or num_replicas is no number above 0"
             )
         if not all(isinstance(each, (list, tuple)) for each in self.choices.values()):
-            raise ValueError("choices holds what is no list")
+            raise ValueError("choices holds a value that is no list")
         if self.memory is not None and not 0 < self.memory.scale < math.inf:
             raise ValueError("memory.scale is no number above 0")
         if self.learning is not None:

@@ -222,7 +222,7 @@ def _switched(name: str, environ: Mapping[str, str]) -> bool:
         return False
     if word.strip().lower() in _ON:
         return True
-    what = "the library" if name == "ELASTIC_EXT" else "this part"
+    what = "the library" if name == "ELASTIC_EXT" else "the profiler"
     raise ValueError(f"{name} is {word!r}; allowed: on or off; unset it to switch {what} on")
 
 

@@ -235,12 +235,12 @@ def busy_map(columns: TimeColumns, ranks: Sequence[int], scale: TimeScale) -> st
             if column.begin in row:
                 compared[rank][column.begin] = row[column.begin] / base
     words = [_ratio_in_words(each) for each in (None, *_RATIOS)]
-    against = "the rank in the middle at that time" if len(ranks) > 1 else "its own in the middle of all"
+    against = "that of the median rank at that time" if len(ranks) > 1 else "its median over time"
     return _map(
         "busy-map",
         "Local busy time of each rank, over time",
-        f"A row for each rank, time from left to right; orange where its own work for a step takes longer than "
-        f"{against}, blue where it takes less.",
+        f"A row for each rank, time from left to right; orange where a rank's own work for a step takes longer than "
+        f"{against}, blue where it takes less time.",
         "apart",
         (columns, compared, list(_RATIOS)),
         scale,
@@ -368,7 +368,7 @@ def speed_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> st
     return svg(
         "speed",
         "Samples per second in steps, over time",
-        "A line of the speed; behind it, for each config, the middle half of its windows and the one in the middle. "
+        "A line of the speed; behind the line, for each config, the middle half of its windows and their median. "
         "Dashed lines are where another config came into force.",
         amount_axis(amounts, amount, left=LEFT, right=RIGHT),
         time_axis(scale, _LINE_BOTTOM, top=_LINE_TOP),
@@ -443,8 +443,8 @@ def memory_chart(columns: TimeColumns, scale: TimeScale, *, of_accelerator: bool
     return svg(
         f"memory-{kind}",
         f"Memory of the {kind}, over time",
-        f"Two lines: what the rank with the most holds, at most {size_in_words(int(max(values)))}, and the one in the "
-        "middle.",
+        f"Two lines: what the rank with the most holds, at most {size_in_words(int(max(values)))}, and what the median "
+        "rank holds.",
         amount_axis(amounts, lambda each: f"{amount(each)} GiB", left=LEFT, right=RIGHT),
         time_axis(scale, _LINE_BOTTOM, top=_LINE_TOP),
         *lines,

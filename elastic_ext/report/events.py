@@ -206,7 +206,7 @@ def _happening(event: JobEvent) -> Happening:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """What a rank's tokens per second and MFU are computed with; None for what nobody has written."""
+    """Computes tokens per second and MFU of a rank's windows; each field is None where nobody has written it."""
 
     num_replicas: int | None = None
     census: StepCensus | None = None

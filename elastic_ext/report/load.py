@@ -51,7 +51,7 @@ __all__ = [
     "events_in",
     "find_places",
     "gather",
-    "known_of",
+    "rank_view_of",
     "shown_metrics_of",
     "speeds_of",
     "windows_in",
@@ -197,7 +197,10 @@ def find_places(path: Path) -> RunPlaces:
         raise ValueError(f"{path} is not a folder; give the run directory of a job")
     folders = [each for each in _candidates(path) if _has_files(each)]
     if not folders:
-        raise ValueError(f"{path} holds nothing of a job; give its run directory, or the folder that holds its nodes'")
+        raise ValueError(
+            f"{path} holds nothing of a job; give the job's run directory, or the folder that holds the "
+            "run directories of its nodes"
+        )
     profiles: dict[int, list[Path]] = {}
     events: list[Path] = []
     for folder in folders:
@@ -250,7 +253,7 @@ def _has_files(folder: Path) -> bool:
 _MOST_METRICS_BYTES = 1 << 16
 
 
-def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
+def rank_view_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
     """The windows of a rank with its metrics, census, calibration and trace; None where its metrics cannot be read."""
     metrics = _metrics_of(folder, rank)
     if metrics is None:
@@ -266,7 +269,7 @@ def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | N
 
 
 def speeds_of(folder: Path, rank: int) -> Speeds | None:
-    """What a rank's tokens per second and MFU are computed with; None where the rank's metrics cannot be read.
+    """What computes a rank's tokens per second and MFU; None where the rank's metrics cannot be read.
 
     A calibration counts only if it is of the rank's own machine.
     """
@@ -493,7 +496,7 @@ class _Gathering:
 
     def _view(self, rank: int, windows: list[StepWindow]) -> RankView:
         for path in reversed(self.places.profiles[rank]):
-            if (found := known_of(path.parent, rank, windows)) is not None:
+            if (found := rank_view_of(path.parent, rank, windows)) is not None:
                 return found
         return RankView(host="?", window=merged(windows))
 
@@ -537,12 +540,16 @@ class _Gathering:
         return ""
 
     def _broken_words(self) -> str:
-        return f"{self.broken.num_lines} broken" + "".join(f"; {each}" for each in self.broken.files[:3])
+        return f"broken lines: {self.broken.num_lines}" + "".join(f"; {each}" for each in self.broken.files[:3])
 
     def _notes(self) -> list[str]:
-        notes = [f"{each}: left out" for each in self.broken.files]
+        notes = [f"a file could not be read, and is left out: {each}" for each in self.broken.files]
         if self.broken.num_lines:
-            notes.append(f"{self.broken.num_lines} lines of its files are broken, or another version's: left out")
+            lines = f"{self.broken.num_lines} lines of the run's files"
+            notes.append(f"{lines} are broken, or of another version of elastic_ext, and are left out")
         if self._num_shifted:
-            notes.append(f"a clock was put back before {self._num_shifted} starts of processes: they are shown later")
+            notes.append(
+                f"a machine's clock was put back before {self._num_shifted} starts of processes: these processes are "
+                "shown later than their records say"
+            )
         return notes

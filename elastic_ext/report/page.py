@@ -90,7 +90,7 @@ def _of_metrics(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     for name, row in _shown_metrics(record):
         assert row.unit is not None
         small = [f"{metrics[part]:,} {METRICS[part].words}" for part in ON_PAGE[name]]
-        small.append("since the last start" if row.over_steps == "total" else "when it was told last")
+        small.append("since the last start" if row.over_steps == "total" else "as last reported")
         yield row.words.capitalize(), row.unit.in_words(metrics[name]), ", ".join(small)
 
 
@@ -109,7 +109,7 @@ def summary(record: RunRecord) -> str:
     """Where the wall time of a training went, in a sentence or two."""
     ledger = record.ledger
     if ledger.wall_seconds <= 0:
-        return "No time is known of."
+        return "The files of the run tell of no time."
     lost = sorted((each for each in ORDER if each not in USEFUL), key=lambda each: -ledger.seconds[each])
     named = [
         f"{LABELS[each]} ({percent(ledger.seconds[each] / ledger.wall_seconds)})"
@@ -119,9 +119,9 @@ def summary(record: RunRecord) -> str:
     exposed = ledger.seconds[TimeUse.COMMUNICATION] / ledger.wall_seconds
     text_of = f"Of {seconds_in_words(ledger.wall_seconds)}, {percent(ledger.goodput)} went into useful steps"
     if exposed >= _LEAST_SHARE:
-        text_of += f", {percent(exposed)} of it all being exposed communication in them"
+        text_of += f", {percent(exposed)} of the wall time being exposed communication in these steps"
     return f"{text_of}. " + (
-        f"The most went elsewhere for {_listed(named)}." if named else "Hardly any went elsewhere."
+        f"Of the rest, most went into {_listed(named)}." if named else "Hardly any time went elsewhere."
     )
 
 
@@ -179,7 +179,7 @@ def config_table(record: RunRecord) -> str:
         *("config", "from", "steps", "samples/s in steps", "step time"),
         *(("tokens/s",) if has_tokens else ()),
         *(("MFU",) if has_mfu else ()),
-        *("against the one before", "what changed"),
+        *("against the config before", "what changed"),
     )
     return _table("Configs in force", head, _shortened(rows, len(head)), class_="wide")
 
@@ -223,7 +223,10 @@ def rank_table(record: RunRecord) -> str:
     )
     if len(ordered) > _MOST_RANKS:
         rows.append(
-            _whole_row(f"and {len(ordered) - _MOST_RANKS} ranks that are less busy: all are in --json", len(head))
+            _whole_row(
+                f"and {len(ordered) - _MOST_RANKS} ranks that are less busy: elastic-ext report --json has all ranks",
+                len(head),
+            )
         )
     return _table("Ranks", head, rows, class_="wide")
 
@@ -296,7 +299,7 @@ def _shortened(rows: list[str], num_columns: int) -> list[str]:
     if len(rows) <= _MOST_ROWS:
         return rows
     half = _MOST_ROWS // 2
-    between = _whole_row(f"{len(rows) - 2 * half} more, which are in --json", num_columns)
+    between = _whole_row(f"{len(rows) - 2 * half} more, which elastic-ext report --json has", num_columns)
     return [*rows[:half], between, *rows[-half:]]
 
 
@@ -363,9 +366,9 @@ _BUSY_WORDS = """What a rank does by itself for a step: data, forward, backward,
 Step times are alike on ranks that wait for one another; this is where a slow one stands out."""
 _RATE_WORDS = "Of all ranks, over the time of training: checkpoints and changes count."
 _MFU_WORDS = """The model's matrix products, convolutions and attention, as a part of what its device could have done in
-that time at best: in the rank in the middle, over the time of training."""
-_CONFIG_WORDS = """Speed is counted in steps, without startup, checkpoints and changes: the window in the middle, and in
-brackets those at a quarter and three quarters. An effect is told where these do not overlap with those of the config
+that time at best: on the median rank, over the time of training."""
+_CONFIG_WORDS = """Speed is counted in steps, without startup, checkpoints and changes: the median of a config's
+windows, and in brackets their quartiles. An effect is told where the quartiles do not overlap with those of the config
 before. Tokens and MFU are of all the time of training."""
 
 
@@ -393,7 +396,7 @@ def _remarks(record: RunRecord) -> str:
     for each in record.remarks[:_MOST_REMARKS]:
         when = f"{elapsed_in_words(each.begin - record.begin)} to {elapsed_in_words(each.end - record.begin)}"
         items.append(tag("li", tag("span", text(each.kind), class_="kind"), text(f" ({when}): {each.text}")))
-    return _section("What holds it up", "", tag("ul", *items, class_="plain"))
+    return _section("What holds training up", "", tag("ul", *items, class_="plain"))
 
 
 def _over_time(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
@@ -414,13 +417,14 @@ def _over_time(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str
         _drawing("Memory of the host", "", memory_chart(columns, scale, of_accelerator=False), _memory_key(record)),
         _drawing(
             "Memory of the accelerator",
-            "What tensors hold of it.",
+            "What tensors hold of the accelerator's memory.",
             memory_chart(columns, scale, of_accelerator=True),
             _memory_key(record),
         ),
     ]
     words = (
-        f"Time since the first process was started, {moment(record.begin)} UTC; a moment is at the same place in each."
+        f"Time since the first process was started, {moment(record.begin)} UTC; a moment is at the same place in each "
+        "drawing."
     )
     return _section("Over time", words, "".join(parts))
 
@@ -444,7 +448,7 @@ def _ranks(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str:
 def _memory_key(record: RunRecord) -> str:
     if len(record.ranks) == 1:
         return ""
-    names = (("b", "the rank with the most"), ("a", "the rank in the middle"))
+    names = (("b", "the rank with the most"), ("a", "the median rank"))
     items = [tag("li", tag("span", "", class_=f"stroke {name}"), tag("span", text(words))) for name, words in names]
     return tag("ul", *items, class_="legend")
 

@@ -141,5 +141,9 @@ def _named(name: str, options: Any) -> Callable[..., Any] | None:
     module = torch.numa.binding
     found = getattr(module, name, None) or getattr(module, name.removeprefix("_"), None)
     if found is None:
-        _logger.warning("this version of torch binds workers to processors in another way: they are not bound")
+        _logger.warning(
+            "torch %s has no %s in torch.numa.binding: workers start without the NUMA binding that was asked for",
+            torch.__version__,
+            name,
+        )
     return found

@@ -124,8 +124,8 @@ def _engine_answers() -> bool:
     if answers == [True, False]:
         return True
     _logger.warning(
-        "torch %s does not tell whether a backward pass adds to gradients (torch._C._will_engine_execute_node): what "
-        "torch.autograd.grad computes within a step is weighed too",
+        "torch %s does not tell whether a backward pass adds to gradients (torch._C._will_engine_execute_node): "
+        "gradients that torch.autograd.grad computes within a step are multiplied by the weight of the micro-batch too",
         torch.__version__,
     )
     return False

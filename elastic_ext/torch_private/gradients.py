@@ -87,11 +87,11 @@ def shares_otherwise(replica: DistributedDataParallel) -> str | None:
     if _found(replica, "_comm_hooks"):
         return "it has a communication hook"
     if getattr(replica, "buffer_hook", None) is not None:
-        return "it has a hook for buffers"
+        return "it has a communication hook for buffers"
     if _found(replica, "mixed_precision") is not None:
         return "it has mixed precision of its own"
     if getattr(replica, "_delay_all_reduce_params", None):
-        return "it averages some of them at a time of its own"
+        return "it averages some gradients later than the others (delay_all_reduce_named_params)"
     return None
 
 
@@ -185,9 +185,10 @@ def leaves_unused(root: FSDPModule) -> bool:
 
 
 def versions_of_unshared(root: FSDPModule) -> list[tuple[torch.Tensor, int]]:
-    """By each trained parameter's unshared gradient, a tensor whose version counts its changes, and the version now.
+    """For each gradient that a trained parameter has unshared: a counter of the gradient's changes, and its count now.
 
-    The counter has no memory of the gradient's, and counts on once the gradient is shared.
+    The counter is a tensor with the gradient's version, which rises with each change in place, and with none of its
+    memory. It still counts once the gradient is shared.
     """
     found = []
     for parameter in _sharded_parameters(root):
@@ -293,5 +294,5 @@ def _found(holder: Any, name: str) -> Any:
 def _unknown(name: str) -> ElasticError:
     return ElasticError(
         f"torch {torch.__version__} keeps {name} of DDP or sharded modules in another place than the versions that "
-        f"this library knows ({TESTED_TORCH_IN_WORDS}); train without the trainer, or with one of those"
+        f"this library knows ({TESTED_TORCH_IN_WORDS}); install one of these, or train without the trainer"
     )

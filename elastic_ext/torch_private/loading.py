@@ -58,7 +58,7 @@ class PrivateParts:
 
     def run_loop(
         self,
-        line: object,
+        queues: object,
         *,
         dataset: object,
         auto_collation: bool,
@@ -68,13 +68,16 @@ class PrivateParts:
         worker_id: int,
         num_workers: int,
     ) -> None:
-        """Run torch's loop in this process, with ``line`` for its index queue, its result queue and its done event."""
+        """Run torch's loop of a worker in this process, until it is given None.
+
+        ``queues`` is one object with what the loop calls of its index queue, its result queue and its done event.
+        """
         self.worker_loop(
             dataset_kind=self.map_kind,
             dataset=dataset,
-            index_queue=line,
-            data_queue=line,
-            done_event=line,
+            index_queue=queues,
+            data_queue=queues,
+            done_event=queues,
             auto_collation=auto_collation,
             collate_fn=collate_fn,
             drop_last=False,
@@ -96,10 +99,11 @@ class PrivateParts:
 
 
 def thread_state() -> object:
-    """The dict that Python keeps for this thread; while it is held, processes that other threads fork keep it too.
+    """The dict that Python keeps for the calling thread. Who holds it keeps it alive in processes that are forked, too.
 
-    There Python drops what it keeps for all threads but the one that forked, and with it what torch has put there. A
-    process group that is only held by a cache of DTensor's would wait in its end for threads that are not there.
+    A forked process drops the dicts of all threads but the one that forked, and with them what torch has cached there.
+    If a cache of DTensor's is the last to refer to a process group, that would be destroyed in the forked process, and
+    wait for its own threads, which a fork does not copy.
     """
     address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))()  # not ours yet
     return ctypes.cast(address, ctypes.py_object).value
@@ -137,7 +141,7 @@ def private_parts() -> PrivateParts:
     parameters = tuple(inspect.signature(worker_loop).parameters)
     if parameters != _PARAMETERS:
         others = sorted(set(parameters) ^ set(_PARAMETERS)) or ["their order"]
-        raise _unknown(f"_worker_loop with the parameters it had (another: {', '.join(others)})")
+        raise _unknown(f"_worker_loop with the known parameters (these differ: {', '.join(others)})")
     wrapper = _found("torch._utils", "ExceptionWrapper")
     _found("torch._utils", "ExceptionWrapper", "reraise")
     try:

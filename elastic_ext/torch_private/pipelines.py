@@ -11,8 +11,8 @@ __all__ = ["REFUSED", "are_in_use", "has_stage_of", "is_running_a_stage"]
 _NAME = "torch.distributed.pipelining"
 
 REFUSED = (
-    f"{{}} ({_NAME}): its schedule cuts batches and passes gradients from stage to stage by itself, where they "
-    "would be weighed at every stage again; leave the loop to the schedule, "
+    f"{{}} ({_NAME}): its schedule cuts batches and passes gradients from stage to stage by itself, and the trainer "
+    "would multiply gradients by the weight of their micro-batch at every stage again; leave the loop to the schedule, "
     "and have ElasticOptimizer(optimizer, config_file=...) or follow_config() follow the config"
 )
 

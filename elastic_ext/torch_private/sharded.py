@@ -105,7 +105,7 @@ def reshard_flat(module: FullyShardedDataParallel) -> None:
         if state != "IDLE":
             raise ElasticError(
                 f"FSDP1 is in the middle of a pass ({state}), where its parameters cannot be saved or loaded; "
-                "do it after backward()"
+                "save and load after backward()"
             )
         reshard, after, _ = _found(handle, "reshard"), _found(handle, "post_reshard"), _found(handle, "_prefetched")
         reshard(True)

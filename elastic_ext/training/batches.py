@@ -39,13 +39,13 @@ __all__ = ["LOADER_SETTINGS", "Batches", "Positions", "RankStep", "own_position"
 # What a loader must offer for that is in data/sources.py.
 
 _CANNOT_GO_BACK = (
-    "this dataloader cannot go back to where the checkpoint was saved: a loop over it that is under way goes on with "
-    "its next batches, and one that comes begins anew; an ElasticDataLoader can go back"
+    "this dataloader cannot go back to where the checkpoint was saved: a running loop over the dataloader goes on with "
+    "its next batches, and the next loop begins an epoch from its first batch; an ElasticDataLoader can go back"
 )
 _GOES_BACK_LATER = (
-    "the samples since the checkpoint come again in the loop over the dataloader that comes: leave a loop that is "
-    "under way, and begin another, as trainer.batches() does by itself; an ElasticDataLoader hands them out again in "
-    "the same loop"
+    "the samples since the checkpoint come again in the next loop over the dataloader: leave the running loop, and "
+    "begin another, as trainer.batches() does by itself; an ElasticDataLoader hands these samples out again in the "
+    "same loop"
 )
 
 _OWN = {"of": "each rank"}
@@ -130,10 +130,11 @@ class Positions:
 def _either(held: Any, own: Any) -> Any:
     """The position that all ranks share, or this rank's own; a string gives the reason where there is none."""
     if _is_missing(held):
-        return f"where the dataloader stood is not known: {held[_WHY_NOT]}"
+        return f"the position of the dataloader is not known: {held[_WHY_NOT]}"
     if held != _OWN:
         return held
-    return "each rank stood elsewhere in the dataset, and there were more or fewer ranks" if own is None else own
+    why_not = "each rank had its own position in the dataset, and the number of ranks is another now"
+    return why_not if own is None else own
 
 
 def _is_missing(held: Any) -> bool:
@@ -144,9 +145,9 @@ def _is_missing(held: Any) -> bool:
 # The cutting itself is in data/batch_plan.py; what a loader must offer, in data/sources.py.
 
 _BY_HAND = (
-    "the loop gathers gradients of several micro-batches by itself, and calls optimizer.step() in some of them; steps "
-    "of {num} micro-batches would be gathered twice. Start the job with global_batch_size=, and call optimizer.step() "
-    "in every micro-step"
+    "the loop accumulates gradients over several micro-batches by itself, and calls optimizer.step() in some of them; "
+    "in steps of {num} micro-batches they would be accumulated twice. Start the job with global_batch_size=, and call "
+    "optimizer.step() in every micro-step"
 )
 _NO_LOADER = "no dataloader was given to the trainer; give it an ElasticDataLoader"
 LOADER_SETTINGS = tuple(each.name for each in fields(DataloaderSection) if each.name != "batch_size")
@@ -502,12 +503,13 @@ class Batches:
         fixed = self._fixed
         if micro_batch is not None and (fixed is None or micro_batch != fixed.micro_batch):
             if self.loader is None:
-                return f"the batch size is the loop's own: {_NO_LOADER}, whose batch size changes"
-            has = "it has no fixed one" if fixed is None else f"this one has {fixed.micro_batch}"
-            return f"the batch size of a DataLoader is its own ({has}); that of an ElasticDataLoader changes"
+                return f"the loop itself sets the batch size: {_NO_LOADER}, whose batch size can change"
+            has = "and this one has none" if fixed is None else f"this one has {fixed.micro_batch}"
+            return f"the batch size of a DataLoader cannot change ({has}); use an ElasticDataLoader, whose can"
         if batch is not None and batch != self._global_batch:
             if (self._global_batch is None and not self.is_resuming) or fixed is None:
-                return "every micro-step commits in this run; start it with global_batch_size to change that size"
+                why_not = "this run has no global batch: each micro-step is a step"
+                return f"{why_not}; start it with global_batch_size= to change that size"
             try:
                 fixed.num_micro_steps(batch, self._num_ranks)
             except ValueError as error:

@@ -37,7 +37,7 @@ def start_line(training: Training) -> str:
         begins = f"training goes on after step {step}" + ("" if path is None else f" of {path}")
     return (
         f"job {settings.job}, {counted(training.ranks.world_size, 'rank')}: {begins}; config file "
-        f"{settings.config_file}; to look at it: {_status_command(training)}"
+        f"{settings.config_file}; to look at the job: {_status_command(training)}"
     )
 
 

@@ -45,8 +45,8 @@ _STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 _WITH_DEGREE = tuple(name for name in _STRATEGIES if STRATEGIES[name].has_degree)
 _UNITS = (1, 2, 4)
 _MOST_WORKERS, _FEW_WORKERS = 64, 8
-_LEARNED = "what is learned depends on it, so that only people change it"
-_UNTOLD = "this dataloader has {} of its own; ElasticDataLoader can be told another while it is in use"
+_LEARNED = "what the model learns depends on this value, so that the tuner leaves it to people"
+_UNTOLD = "the {} of this dataloader cannot change while training runs; that of an ElasticDataLoader can"
 _NORMALISED = "the model normalises over micro-batches (BatchNorm), so that another size would change what is learned"
 _ALONE = "one rank trains this model: there is nobody to share it with"
 _NO_PLAN = "the ranks do not share this model's gradients"
@@ -231,7 +231,7 @@ class FactsOfJob:
             free["parallelism.activation_checkpoint"] = ()
         else:
             fixed["parallelism.activation_checkpoint"] = why_not_recompute
-        other = _ALONE if self._spread.num_ranks == 1 else "no change of it would be accepted"
+        other = _ALONE if self._spread.num_ranks == 1 else "the model can be given no other value of this key"
         fixed |= {key: other for key in keys if key not in free and key not in fixed}
         return _Choices(free, fixed)
 

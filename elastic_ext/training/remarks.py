@@ -55,7 +55,7 @@ class Remarks:
             return
         self._said.add(kind)
         if self.are_logged:
-            _logger.warning("%s (this is said once)", text)
+            _logger.warning("%s (this warning is logged once)", text)
             if self.on_said is not None:
                 self.on_said(text)
 

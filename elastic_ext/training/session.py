@@ -182,10 +182,10 @@ class SameLoading:
 
 def _in_words(description: Sequence[int | None]) -> str:
     if len(description) == 1:
-        return "sizes as it is told"
+        return "batches of the sizes that the trainer sets"
     micro_batch, num_batches, last_batch = description
-    length = "an unknown number" if num_batches is None else str(num_batches)
-    return f"{length} of {micro_batch} samples" + (f", the last of {last_batch}" if last_batch else "")
+    length = "an unknown number of" if num_batches is None else str(num_batches)
+    return f"{length} batches of {micro_batch} samples" + (f", the last of {last_batch}" if last_batch else "")
 
 
 # --- how fast training goes, and what it takes, for the metrics ------------------------------------------------------
@@ -317,7 +317,7 @@ class Session:
         saving = self._kept()
         self._refuse_within_step()
         if self._counts.num_boundaries > 0:
-            raise StepError("a checkpoint is loaded before the first step; to go back to one call trainer.rewind()")
+            raise StepError("a checkpoint is loaded only before the first step; trainer.rewind() goes back later")
         is_there = saving.checkpoints.load(self.resume)
         saving.plan()
         return is_there
@@ -333,8 +333,8 @@ class Session:
             self._refuse_within_step()
         if self._is_exception_told and self.follower.ranks.world_size > 1:
             raise ElasticError(
-                "an exception has left `with trainer.epoch():`, and the other ranks were told that this has failed; "
-                "catch it inside of that to go back to a checkpoint, or start the job again"
+                "an exception has left `with trainer.epoch():`, and the other ranks were told that this rank failed: "
+                "catch it within `with trainer.epoch():` to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
         self.follower.meet_to_go_back(
@@ -476,7 +476,7 @@ class Session:
         self._training.growing.forget()
         self._training.guarding.expect_more()
         if self.follower.ranks.rank == 0:
-            _logger.info("%s", report)
+            _logger.info("the model was resharded: %s", report)
         step = self._counts.global_step
         self.follower.reports.write_event("resharded", step=step, text=str(report), details=report.details())
 
@@ -513,7 +513,7 @@ class Session:
         """Begin ``epoch``, by default the one after the last, for ``with trainer.epoch():``; gives its number."""
         self.endless.make_way("trainer.epoch() was entered")
         if self.is_in_epoch:
-            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
+            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`; leave that one first")
         number = self._counts.epoch if epoch is None else epoch
         self.begin_epoch(number)
         return number
@@ -656,7 +656,7 @@ class Session:
                 self._saving.checkpoints.job.saver.wait_for_held()
             return
         self.has_ended = True
-        _logger.info("a trainer was dropped and not closed; it follows nothing any more")
+        _logger.info("a trainer was dropped without trainer.close(); the trainer no longer follows the config file")
         self._let_go("the trainer was dropped")
 
     def _let_go(self, by: str) -> None:

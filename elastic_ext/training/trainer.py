@@ -415,7 +415,7 @@ class ElasticTrainer:
         gradient is the mean over the items of all its micro-batches on all ranks.
         """
         if not self._training.state.phase.is_inside:
-            raise StepError("trainer.backward() was called outside of `with trainer.step():`")
+            raise StepError("trainer.backward() was called outside of `with trainer.step():`; call it inside")
         if self._training.accelerated is not None:
             loss = self._training.accelerated.scaled(loss)
         self._gradients.backward(loss, num_items, **options)

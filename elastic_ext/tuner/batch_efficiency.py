@@ -69,7 +69,7 @@ class AllowedBatchSizes:
     quantum: int
     """Sizes are multiples of this."""
     learning_rate: float | None
-    """The user's learning rate, for the first batch; None where the job tells of none."""
+    """The user's learning rate, for the reference batch size; None where the job tells of none."""
     learning_rate_bounds: tuple[float, float] | None
     """The bounds of the learning rate that the rule gives; None where the user gives none."""
 
@@ -79,11 +79,11 @@ class AllowedBatchSizes:
         return self.learning.first_batch
 
     def efficiency(self, size: int, noise: float) -> float:
-        """The statistical efficiency of ``size``: how much a sample teaches, relative to steps of the first batch."""
+        """The statistical efficiency of ``size``: how much a sample teaches, 1 at the reference batch size."""
         return (noise + self.reference_batch_size) / (noise + size)
 
     def progress(self, size: int, noise: float) -> float:
-        """How much a step of ``size`` teaches, in samples of steps of the first batch."""
+        """How much a step of ``size`` teaches: how many samples teach as much at the reference batch size."""
         return size * self.efficiency(size, noise)
 
     def learning_rate_factor(self, size: int, noise: float) -> float:
@@ -100,7 +100,7 @@ class AllowedBatchSizes:
         return self.may_stay(size, noise) and self.may_stay(size, _MORE_NOISE * noise)
 
     def may_stay(self, size: int, noise: float) -> bool:
-        """Whether ``size`` keeps to all bounds now; the first batch does, since the user has trained with it."""
+        """Whether ``size`` keeps to all bounds now; the reference size does, since the user has trained with it."""
         if size == self.reference_batch_size:
             return True
         if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):
@@ -154,13 +154,16 @@ def why_global_batch_fixed(facts: JobFacts, tuning: TuningSection) -> str:
     learning = facts.learning
     if learning is None or learning.rule not in _RULES:
         return (
-            "learning rates would not follow, so that a sample would teach less in larger steps; give the trainer "
-            "learning_rate_rule"
+            "learning rates would not follow the global batch size, so that a sample would teach less in larger steps; "
+            "give the trainer learning_rate_rule"
         )
     if GLOBAL_BATCH_KEY not in facts.choices:
-        return facts.fixed.get(GLOBAL_BATCH_KEY) or "this job cannot change it while it trains"
+        return facts.fixed.get(GLOBAL_BATCH_KEY) or f"this job cannot change {GLOBAL_BATCH_KEY} while it trains"
     if LEARNING_RATE_KEY in (tuning.knobs or {}) and _number(facts.values.get(LEARNING_RATE_KEY)) is None:
-        return f"{LEARNING_RATE_KEY} in tuning.knobs bounds the learning rate, and the job tells of no learning rate"
+        return (
+            f"{LEARNING_RATE_KEY} in tuning.knobs bounds the learning rate, and the job tells of no learning rate; "
+            "leave that key out of tuning.knobs"
+        )
     return ""
 
 
@@ -352,13 +355,13 @@ class BatchSizeChoice:
         sizes = allowed_sizes(facts, tuning)
         noise = _noise(sizes)
         if sizes is None or noise is None:
-            ratio, known = proposal.even_seconds / before, "as was expected of noise"
+            ratio, known = proposal.even_seconds / before, "at the noise scale that was expected"
         else:
             ratio = _progress_ratio(sizes, proposal.size_now, proposal.size, noise)
-            known = f"by {_noise_in_words(noise)}"
+            known = f"at {_noise_in_words(noise)}"
         times = ratio * before / measured.seconds
         as_before = f"as with {proposal.size_now:,} samples a step"
-        reason = f"measured, training learns {times:.3g} times as fast {as_before}, {known}"
+        reason = f"by the measured step times, training learns {times:.3g} times as fast {as_before}, {known}"
         return SizeVerdict(proposal.is_needed or times >= 1 + _LEAST_KEPT, reason)
 
     def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
@@ -465,7 +468,7 @@ def _why(proposal: BatchSizeProposal, asked: _ProposalInputs) -> str:
         words = f"{words}, {change_in_words(proposal.point, best.point)}"
     words = f"{words}: {rate_in_words(proposal.size / proposal.seconds)} expected, "
     words = f"{words}{number_in_words(proposal.size_now / best.seconds)} now; "
-    words = f"{words}by {_noise_in_words(noise)} a sample teaches "
+    words = f"{words}at {_noise_in_words(noise)} a sample teaches "
     efficiency = sizes.efficiency(proposal.size, noise) / sizes.efficiency(proposal.size_now, noise)
     words = f"{words}{efficiency:.3g} times as much then, so that training learns {proposal.gain:.3g} times as fast; "
     factor = sizes.learning_rate_factor(proposal.size, noise) / sizes.learning_rate_factor(proposal.size_now, noise)

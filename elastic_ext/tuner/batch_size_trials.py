@@ -61,7 +61,7 @@ class GlobalBatchTrial:
 
     @property
     def probe_steps(self) -> int:
-        """Steps that are measured of the size."""
+        """How many steps of the tried size are measured before it is kept or taken back."""
         return _TIMES_AS_MANY * (self._tuning.probe_steps or PROBE_STEPS)
 
     @property
@@ -166,7 +166,7 @@ class GlobalBatchTrial:
         if report.version != self._version or self._trial is None:
             self._num_waited += 1
             is_over = self._num_waited == _PATIENCE and self.is_written
-            return self.leave(now, "the job has not told of steps of that size") if is_over else []
+            return self.leave(now, "the job has reported no steps of that size") if is_over else []
         self._trial.add(report)
         return self._look(now, self._trial)
 
@@ -176,7 +176,7 @@ class GlobalBatchTrial:
             return []
         self._choice.refuse(self.size)
         self.stage = "over"
-        return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
+        return _some(self._book.close(number, "refused", reason=f"the config was refused: {why}"))
 
     def leave(self, now: float, why: str) -> list[Decision]:
         """Give up the size that is being tried, and go back to the one before where it was written."""

@@ -24,6 +24,7 @@ __all__ = ["Author", "Controller", "Mode", "reasons_not_tuned"]
 
 # --- what people ask a tuner for that it leaves as it is in this job, and why, as sentences --------------------------
 
+_RESUME = "`elastic-ext tuning resume` lets the tuner go on"
 _LEARNED = (LEARNING_RATE_KEY, GLOBAL_BATCH_KEY)
 _MOST_REASONS = 3
 
@@ -33,7 +34,7 @@ def reasons_not_tuned(facts: JobFacts, tuning: TuningSection) -> list[str]:
     found = [_why_learned_stays(facts, tuning)]
     if not space_of(facts, tuning).is_open:
         reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
-        found.append("; ".join(["there is nothing to choose", *reasons[:_MOST_REASONS]]))
+        found.append("; ".join(["there is nothing to choose, since each key has one value", *reasons[:_MOST_REASONS]]))
     return [each for each in found if each]
 
 
@@ -193,7 +194,7 @@ class Controller:
         if self._is_silent or silent <= max(_SILENT_SECONDS, _SILENT_TIMES * self._heard[1]):
             return []
         self._is_silent = True
-        why = f"nothing was heard of the job's steps for {silent:.0f} s"
+        why = f"the job has reported no steps for {silent:.0f} s"
         held = self._hold(now, why)
         return [*held, *(self._leave(now, f"what was tried cannot be measured: {why}") if self._writes else [])]
 
@@ -207,7 +208,7 @@ class Controller:
     def refused(self, now: float, number: int, why: str) -> list[Decision]:
         """Note that the config of decision ``number`` is not put in force, and why."""
         if self._course is None or self._must_begin:
-            return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
+            return _some(self._book.close(number, "refused", reason=f"the config was refused: {why}"))
         if self._sizes.is_trying:
             is_back = self._sizes.is_going_back
             told = self._sizes.refused(number, why)
@@ -237,7 +238,7 @@ class Controller:
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             left = self._leave(now, why := "a person takes back what is being tried")
-            paused = self._pause(now, f"{why}; `elastic-ext tuning resume` lets it go on") if left else []
+            paused = self._pause(now, f"{why}; {_RESUME}") if left else []
             return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
         version, values = self._version_and_values(facts)
         here = point_of(values)
@@ -252,7 +253,7 @@ class Controller:
         taken = self._sizes.undo(now, last, back, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
-        paused = [] if self._is_paused else self._pause(now, f"{why}; `elastic-ext tuning resume` lets it go on")
+        paused = [] if self._is_paused else self._pause(now, f"{why}; {_RESUME}")
         return [*abandoned, *closed, *taken, *paused]
 
     @property
@@ -292,7 +293,7 @@ class Controller:
         if self._is_paused:
             return "paused", "the tuner is paused"
         if self._course is None or self._must_begin:
-            return "waiting", "the tuner waits for facts of the job"
+            return "waiting", "the tuner waits until the job has reported its settings"
         if not self._writes:
             return "watching", "the tuner looks on and advises"
         if self._sizes.is_trying:
@@ -302,7 +303,7 @@ class Controller:
             more = "; the global batch may grow once it is known how noisy gradients are" if waits else ""
             return "settled", f"the tuner has settled, and watches the pace{more}"
         if self._course.stage == "waiting-for-budget":
-            return "probing", "the tuner trains at the best config until that has paid for what it tries next"
+            return "probing", "the job trains under the best config until its steps have saved time for the next trial"
         return "probing", "the tuner tries what may be faster"
 
     def _begin(self, now: float, reason: str = "", *, is_back: bool = False) -> list[Decision]:

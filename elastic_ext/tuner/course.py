@@ -180,7 +180,7 @@ class Course:
         if self._asked is None:
             self._base = self._before
         self._asked = self._trial = None
-        closed = self._book.close(number, "refused", reason=f"it was refused: {why}")
+        closed = self._book.close(number, "refused", reason=f"the config was refused: {why}")
         return [*_some(closed), *(self.go_on(now, writes=writes) if writes else [])]
 
     def leave(self, now: float, why: str) -> list[Decision]:
@@ -208,7 +208,7 @@ class Course:
             self._rest()
             return self._advise(now, best)
         if self._is_enough(best):
-            return self._settle(now, best, "as fast as is asked for")
+            return self._settle(now, best, "as fast as tuning.goal asks for")
         proposal = self.search.propose(self.here, self._budget, self._probe_steps)
         if proposal is None:
             return self._settle(now, best, "nothing else is expected to be faster")
@@ -319,7 +319,7 @@ class Course:
         """Train at the best point until its steps have paid for the proposed probe."""
         self._wanted = proposal.cost
         if best.point != self.here:
-            return self._back(now, best, "steps at the best point so far have to pay for what is to be tried next")
+            return self._back(now, best, "steps under the best config so far have to save time for the next trial")
         self._rest("waiting-for-budget")
         return []
 

@@ -236,9 +236,9 @@ def why_untrusted(report: StepReport, facts: JobFacts) -> str:
         return report.trouble
     num_asked = report.world_size if report.num_asked is None else report.num_asked
     if report.num_ranks < num_asked:
-        return f"only {report.num_ranks} of {num_asked} ranks told of their steps"
+        return f"only {report.num_ranks} of {num_asked} ranks have reported their steps"
     if report.world_size != facts.world_size:
-        ranks = f"a job of {report.world_size} ranks, and the facts of the job are of {facts.world_size}"
+        ranks = f"a job of {report.world_size} ranks, and rank 0 has last described a job of {facts.world_size}"
         return f"steps are reported for {ranks}"
     if not (math.isfinite(report.step_seconds) and _LEAST <= report.step_seconds <= _MOST) or report.num_steps < 1:
         return f"a step is said to take {report.step_seconds:g} s over {report.num_steps} steps, which cannot be"
@@ -354,14 +354,14 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
     if now.restart != before.restart:
         return "the job's processes were started again"
     if now.num_local != before.num_local or now.device != before.device:
-        ranks = f"{now.num_local} ranks with {now.device} to a machine"
+        ranks = f"{now.num_local} ranks with {now.device} per machine"
         return f"the job has {ranks}, before {before.num_local} with {before.device}"
     if now.global_batch != before.global_batch:
         return f"a step has {now.global_batch:,} samples instead of {before.global_batch:,}"
     if now.share != before.share or now.num_replicas != before.num_replicas:
         return f"a rank has {now.share:,} samples of a step instead of {before.share:,}"
     if _plain(now.choices) != _plain(before.choices) or dict(now.fixed) != dict(before.fixed):
-        return "what the job can change while it trains is not what it was"
+        return "the keys that the job can change while it trains, or their values, are not those of before"
     return ""
 
 

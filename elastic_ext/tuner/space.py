@@ -249,9 +249,9 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
 
 
 def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
-    """Leave out every other choice of the knob that has most for its worth; its ends and the present value stay.
+    """Halve the choices of the knob that has most of them, relative to what ``_RELATIVE_NUM_CHOICES`` grants that knob.
 
-    Where these are all that it has, the present value alone stays.
+    The knob's first, last and present values stay; where it has no others, the present value alone stays.
     """
     several = [each for each in choices if len(choices[each]) > 1]
     name = max(several, key=lambda each: len(choices[each]) / _RELATIVE_NUM_CHOICES.get(each, 1))

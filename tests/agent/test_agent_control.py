@@ -281,7 +281,7 @@ def test_the_socket_is_its_owners_alone(control: Control) -> None:
 
 def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
     with Control(tmp_path / "socket", HANDLERS, uid=os.getuid() + 1) as control:
-        with pytest.raises(AgentRefused, match=f"hears processes of user {os.getuid() + 1} alone"):
+        with pytest.raises(AgentRefused, match=f"answers processes of user {os.getuid() + 1} alone"):
             ask(control.path, {"do": "echo"})
         assert control.is_alive
 

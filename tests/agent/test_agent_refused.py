@@ -107,7 +107,11 @@ def test_what_torchrun_may_be_able_to_start_is_not_refused(options: list[str], e
         ([], {"PET_STANDALONE": "yes"}, "PET_STANDALONE is 'yes'; allowed: 0 or 1"),
         (["--log-dir=script.py"], {}, "the folder for logs cannot be made"),
         ([], {"ELASTIC_EXT_RUN_DIR": "script.py"}, "the run directory cannot be made: File exists"),
-        (["--rdzv-backend=x", "--rdzv-endpoint=localhost:1"], {}, "nodes cannot meet so: The rendezvous backend 'x'"),
+        (
+            ["--rdzv-backend=x", "--rdzv-endpoint=localhost:1"],
+            {},
+            "torch refuses these rendezvous settings: The rendezvous backend 'x'",
+        ),
         (["--rdzv-conf=read_timeout=soon"], {}, "read_timeout in --rdzv-conf is 'soon'; allowed: an integer"),
     ],
 )
@@ -176,4 +180,5 @@ def test_where_processes_cannot_be_told_apart_nothing_is_started(tmp_path: Path)
     done = start("--standalone", str(script), cwd=tmp_path, within=WITHOUT_PROC)
     assert done.returncode == 2 and "started" not in done.stdout
     (line,) = done.stderr.splitlines()
-    assert line.startswith("elastic-run: refused: processes cannot be told apart here: ") and line.endswith("(/proc)")
+    assert line.startswith("elastic-run: refused: processes cannot be identified without /proc: ")
+    assert line.endswith("(/proc)")

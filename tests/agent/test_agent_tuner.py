@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.agent.config_writer import ConfigTuner, ForeignWrite, config_requests
+from elastic_ext.agent.config_writer import ConfigWriter, ForeignWrite, config_requests
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive, stamp_of
@@ -35,7 +35,7 @@ class Node:
     def __init__(self, folder: Path, *, settle_seconds: float = 0.0, patience_seconds: float = 10.0) -> None:
         self.path = folder / "config.json"
         self.told: list[ForeignWrite] = []
-        self.tuner = ConfigTuner(
+        self.tuner = ConfigWriter(
             self.path,
             on_foreign=self.told.append,
             settle_seconds=settle_seconds,
@@ -185,7 +185,7 @@ def test_a_file_that_stays_is_not_read_again_once_its_stamp_is_old(node: Node) -
     ("version", "x", "words"),
     [
         (3, 9, "not above version 4: ranks refuse it while they train; give it version 5"),
-        (4, 9, "which had other contents before; where it is in force, give these version 5"),
+        (4, 9, "which had other contents before; give the new ones version 5, since ranks may run under the old ones"),
         (4, 4, "anew, with the contents that it had"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_file_that_is_refused_is_told_of_once_and_left_as_it_is(node: Node, da
     for _ in range(3):
         node.tuner.look()
     (told,) = node.told
-    assert (told.version, told.digest, told.valid) == (None, "", False) and "it is refused: " in told.words
+    assert (told.version, told.digest, told.valid) == (None, "", False) and "its content is refused: " in told.words
     assert node.path.read_bytes() == data and node.tuner.newest() == newest
     with pytest.raises(ConfigError):
         node.set(2)
@@ -254,7 +254,7 @@ def test_a_file_that_is_removed_is_told_of_and_written_again_at_the_next_change(
     for _ in range(3):
         node.tuner.look()
     assert [(each.valid, each.words) for each in node.told] == [
-        (False, f"somebody else has changed {node.path}: it is gone; what is in force stays so")
+        (False, f"somebody else has changed {node.path}: the file is gone; the config in force stays in force")
     ]
     assert node.set(2).version == 2
     node.tuner.look()
@@ -326,7 +326,7 @@ def test_a_version_that_comes_between_the_last_look_and_a_write_is_kept_and_told
 
 def test_the_one_who_is_told_may_ask_the_tuner(tmp_path: Path) -> None:
     asked: list[object] = []
-    tuner = ConfigTuner(
+    tuner = ConfigWriter(
         tmp_path / "config.json", on_foreign=lambda write: asked.append((tuner.newest(), tuner.undo().version))
     )
     tuner.set({"user.x": 1}, reason="")
@@ -390,11 +390,11 @@ FULL = """
 import logging, sys
 from pathlib import Path
 import resource
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 path, other = Path(sys.argv[1]), sys.argv[2]
 told = []
-tuner = ConfigTuner(path, on_foreign=told.append)
+tuner = ConfigWriter(path, on_foreign=told.append)
 tuner.set({"user.x": 1}, reason="r" * 300)
 before = path.read_bytes()
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

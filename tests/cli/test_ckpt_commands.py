@@ -291,7 +291,7 @@ def test_verify_sees_metadata_and_files_that_do_not_go_together(run: Shell, tmp_
     path = tmp_path / "step_1"
     write_checkpoint(path, {"a": 4000, "b": 40}, told={"a": 4000, "b": 80, "c": 40})
     assert run("verify", path) == 1
-    assert "the metadata alone says that 'c' is in it" in run.out
+    assert "the metadata says that the file has 'c', and the file has not" in run.out
     assert "'b' is U8 (40,) in it; the metadata says U8, elements 0:80 of (80,)" in run.out
 
 
@@ -525,7 +525,7 @@ def test_a_newer_format_is_refused_and_nothing_of_it_is_touched(run: Shell, stor
     if command == "ls":
         assert [record["state"] for record in run.records("ls", job)] == ["committed", "newer", "newer"]
     if command == "prune":
-        assert "  step_3 stays, and is not counted: " in run.out
+        assert "  step_3 stays, and does not count among those kept: " in run.out
     if command in ("ls", "verify"):
         assert "step_3" in run.out and "has format 7, and this elastic_ext reads formats up to 1" in run.out
     assert disk(job) == before

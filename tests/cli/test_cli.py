@@ -384,7 +384,7 @@ def test_a_disk_with_room_for_the_config_but_not_for_its_history_says_so_and_the
     out, err = full.communicate(timeout=END_SECONDS)
     assert full.returncode == 0
     assert out == "version 5 written\nuser.x: 3 -> 5\n"
-    assert "version 5 is written, but not its history" in err
+    assert "version 5 was written to the config file, but not to its history" in err
     assert run.read().version == 5
     run("set", "user.x=6")
     assert [entry.config.version for entry in ConfigHistory(run.path).entries()] == [1, 2, 3, 4, 5, 6]

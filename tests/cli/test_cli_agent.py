@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.agent.config_writer import ConfigTuner, ForeignWrite, config_requests
+from elastic_ext.agent.config_writer import ConfigWriter, ForeignWrite, config_requests
 from elastic_ext.agent.control import Control, ask
 from elastic_ext.agent.folder import NodeFolders
 from elastic_ext.cli import main
@@ -38,7 +38,7 @@ class Agent:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.told: list[ForeignWrite] = []
         self.asked: list[str] = []
-        self.tuner = ConfigTuner(self.path, on_foreign=self.told.append, settle_seconds=0.0)
+        self.tuner = ConfigWriter(self.path, on_foreign=self.told.append, settle_seconds=0.0)
         self.control = Control(run_dir / "socket", {name: self._noting(name) for name in config_requests(self.tuner)})
         me = this_process()
         self.record = AgentRecord(
@@ -222,9 +222,9 @@ from pathlib import Path
 from elastic_ext.agent.control import Control
 from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import AGENT_FILE, AgentRecord
-from elastic_ext.agent.config_writer import ConfigTuner, config_requests
+from elastic_ext.agent.config_writer import ConfigWriter, config_requests
 run_dir = Path(sys.argv[1])
-tuner = ConfigTuner(run_dir / "config.json", on_foreign=lambda write: print("foreign", write.version, flush=True))
+tuner = ConfigWriter(run_dir / "config.json", on_foreign=lambda write: print("foreign", write.version, flush=True))
 me = this_process()
 with Control(run_dir / "socket", config_requests(tuner)) as control:
     record = AgentRecord(

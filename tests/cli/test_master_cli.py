@@ -232,7 +232,7 @@ def test_a_status_says_which_ranks_a_node_has_and_who_of_the_membership_was_neve
         [*["h-two", "live", "pid", "0", "on", "h", "ranks", "1", "to", "4", "no", "config", "seen", "0", "s", "ago"]],
         [*["h-old", "live", "pid", "0", "on", "h", "no", "config", "seen", "0", "s", "ago"]],
     ]
-    assert any("never heard of here: three (ranks 5 to 6)" in line for line in lines)
+    assert any("the master never heard of: three (ranks 5 to 6)" in line for line in lines)
     for node in status.nodes:
         node.node.agent_id = ""  # of an earlier version, which does not say so
     assert "never heard of" not in status_words(status, "here:1")

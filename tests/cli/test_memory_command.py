@@ -110,7 +110,7 @@ def test_it_says_what_the_model_takes_and_the_peak_of_every_size_by_every_strate
     assert run() == 0
     lines = run.out.splitlines()
     assert lines[0].startswith(
-        "memory: worked out on tensors without memory, times 1.04 by what measured steps have ta"
+        "memory: worked out on tensors without memory, corrected by a factor of 1.04 from measured steps"
     )
     assert [line.split(maxsplit=1)[1] for line in lines[1:3]] == ["12.0 MiB", "12.0 MiB"]
     assert "  optimizer state 24.0 MiB" in lines and "  buffers         1.00 MiB" in lines
@@ -290,7 +290,7 @@ def test_what_was_measured_says_why_it_was_not_worked_out(run: Shell) -> None:
     run.write(facts_of(memory))
     assert run() == 0
     lines = run.out.splitlines()
-    assert lines[0].startswith("memory: measured, with straight lines through what steps have taken")
+    assert lines[0].startswith("memory: measured, by straight lines fitted to what steps have taken")
     assert lines[1] == "  since no model_factory was given"
     assert "  FLOPs           not known" in lines and "  activations     not known by block" in lines
     found = run.record()

@@ -144,7 +144,7 @@ def test_people_have_it_pause_with_a_reason_and_go_on(
     found = json.loads(capsys.readouterr().out)
     assert found["decisions"] == [] and found["status"]["mode"] == "auto"
     assert ran(master, "undo") == 0
-    assert "nothing follows from that" in capsys.readouterr().out and strategy.names()[-1] == "undo"
+    assert "the tuner has decided nothing on this request" in capsys.readouterr().out and strategy.names()[-1] == "undo"
 
 
 def test_without_a_master_it_is_said_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_an_own_master_advises_unless_something_else_is_asked_for(monkeypatch: p
         (["--standalone", "--tuning=on"], "--tuning is 'on'; allowed: off, advise, auto"),
         (["--tuning=auto"], "there is no master that could tune; --standalone starts one, --master names one"),
         (["--standalone", "--master=off", "--tuning=advise"], "there is no master"),
-        (["--master=head:7788", "--tuning=auto"], "the master at head:7788 has been told by itself"),
+        (["--master=head:7788", "--tuning=auto"], "the master at head:7788 has a --tuning of its own"),
     ],
 )
 def test_what_cannot_be_asked_of_it_is_refused(arguments: list[str], words: str) -> None:

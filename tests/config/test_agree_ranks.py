@@ -141,7 +141,7 @@ def test_a_config_refused_by_one_rank_changes_none_and_is_not_asked_about_again(
         assert applier.applied == [("version 0", "version 3")]
     warnings = [line for seen, _ in results for line in seen.log if "was refused" in line]
     assert warnings == [
-        "WARNING version 2 was refused, version 0 stays in force: rank 1: optimizer: not with this card"
+        "WARNING config version 2 was refused, version 0 stays in force: rank 1: optimizer: not with this card"
     ]
 
 
@@ -152,7 +152,7 @@ def test_one_version_with_different_contents_is_refused_until_the_contents_are_t
     assert [one.applied for one in seen] == [seen[0].applied] * 3
     conflicts = [line for line in seen[0].log if "different contents" in line]
     assert 1 <= len(conflicts) <= 3  # one more each time that a rank's contents become others
-    assert "ranks 0 unlike ranks 1, 2" in conflicts[0]  # later ones are of ranks that are halfway
+    assert "on ranks 0 and on ranks 1, 2" in conflicts[0]  # later ones are of ranks that are halfway
     assert not any("different contents" in line for one in seen[1:] for line in one.log)
 
 
@@ -229,7 +229,7 @@ def test_what_all_ranks_decline_as_it_is_applied_is_refused_and_training_goes_on
     seen = ranks.run(2, decline, tmp_path)
     refusals = [line for line in seen[0].log if "refused" in line]
     assert len(refusals) == 1
-    assert refusals[0].startswith("WARNING version 2 was refused, version 0 stays in force: ")
+    assert refusals[0].startswith("WARNING config version 2 was refused, version 0 stays in force: ")
     for rank in range(2):
         assert f"rank {rank}: optimizer: rank {rank} has no memory for version 2" in refusals[0]
         assert [version for _, version in seen[rank].applied] == ["version 3"]
@@ -252,7 +252,7 @@ def decline_too_late(rank: int, folder: Path) -> str:
 
 
 def test_who_declines_after_something_was_applied_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
-    assert same(ranks.run(2, decline_too_late, tmp_path)).startswith("2 of 2 ranks failed while applying version 2")
+    assert same(ranks.run(2, decline_too_late, tmp_path)).startswith("2 of 2 ranks failed while applying config version 2")
 
 
 # --- stop, save, revisions, schedules -------------------------------------------------------------------------------
@@ -357,10 +357,10 @@ def test_a_scheduled_version_takes_effect_at_exactly_its_step(ranks: RankPool, t
     assert same([seen.in_force[59:61] for seen in results]) == ["version 0", "version 1"]
     log = results[0].log
     assert any(
-        line.startswith("WARNING version 2 was refused, version 1 stays in force: apply_at_step 40 has passed")
+        line.startswith("WARNING config version 2 was refused, version 1 stays in force: apply_at_step 40 has passed")
         for line in log
     ), log
-    assert "INFO version 3 is agreed and comes into force at step 10000" in log
+    assert "INFO config version 3 is agreed and comes into force at step 10000" in log
 
 
 # --- ranks that lack what others hold -------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_rank_whose_file_does_not_arrive_delays_the_change_and_is_named_once(r
     assert same([seen.applied for seen, _ in results])[-1][1] == "version 3"
     warnings = [line for seen, _ in results for line in seen.log if "waits for" in line]
     assert len(warnings) == 1
-    assert warnings[0].startswith("WARNING version 3 waits for rank 1 (")
+    assert warnings[0].startswith("WARNING config version 3 waits for rank 1 (")
     assert "optimizer.lr is not a known key" in warnings[0]
 
 

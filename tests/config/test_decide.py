@@ -62,7 +62,7 @@ def test_a_conflict_names_the_ranks_of_each_content_and_what_to_do() -> None:
     other = report(version=1, digest="b")
     conflict = choose([FILE_1, other, FILE_1, FILE_2]).conflict
     assert conflict == (
-        "version 1 has different contents: ranks 0, 2 unlike ranks 1; put one content under a higher version"
+        "version 1 has different contents on ranks 0, 2 and on ranks 1; put one content under a higher version"
     )
 
 

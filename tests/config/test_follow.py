@@ -117,7 +117,7 @@ def test_a_value_that_the_start_up_values_forbid_is_refused_with_the_reason(fold
     with seen_by() as seen, follower_in(folder, startup={"parallelism.strategy": "no_shard"}) as follower:
         put(folder, 0, {"version": 1, "parallelism": {"shard_degree": 4}})
         step_until(follower, seen, lambda: any("version 1 was refused" in line for line in seen.log))
-        assert any("with the start-up values" in line and "shard_degree" in line for line in seen.log)
+        assert any("with the script's start-up values" in line and "shard_degree" in line for line in seen.log)
         assert follower.config.version == 0
 
 
@@ -256,7 +256,7 @@ def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metric
     with seen_by() as seen, follower_in(folder, startup={"user.a": 1}) as follower:
         start = [line for line in seen.log if "config file" in line]
         assert len(start) == 1
-        assert start[0].endswith('version 2 in force: {"version": 2, "user": {"a": 1, "b": 2}}')
+        assert start[0].endswith('config version 2 is in force: {"version": 2, "user": {"a": 1, "b": 2}}')
         follower.propose({"user.a": 5}, "from inside")
         step_until(follower, seen, lambda: follower.config.revision == 1)
         metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
@@ -323,7 +323,7 @@ def test_a_version_that_comes_after_the_last_step_is_said_to_be_too_late(folder:
         put(folder, 0, rate(4, 0.5), seen_by=follower)
     why = "it came after the last step boundary, of step 1; the next run begins with it"
     assert [line for line in seen.log if "refused" in line] == [
-        f"WARNING version 4 was refused, version 3 stays in force: {why}"
+        f"WARNING config version 4 was refused, version 3 stays in force: {why}"
     ]
     assert refusals_in(folder) == [f"version 4 was refused: {why}"]
 
@@ -383,7 +383,7 @@ def test_what_comes_after_the_end_says_what_the_user_did(
     follower = closed(folder)
     for _ in range(2):
         with pytest.raises(
-            ElasticError, match=f"^{words}.* make this call before it, or make a new one on every rank$"
+            ElasticError, match=f"^{words}.* make this call earlier, or make a new follower or trainer on every rank$"
         ):
             follower.boundary()
         follower.close()  # changes nothing of what it was
@@ -465,7 +465,10 @@ def test_a_file_found_at_the_start_is_judged_after_the_first_step_has_read_its_k
             follower.knob("read", 0)
             take_step(follower, seen)
     unread = [line for line in seen.log if "nothing in this job has asked for" in line]
-    assert unread == ["WARNING version 1 sets user.raed, which nothing in this job has asked for so far"]
+    assert unread == [
+        "WARNING config version 1 sets user.raed, which nothing in this job has asked for so far; correct the name if "
+        "it is misspelt"
+    ]
 
 
 def test_a_stale_file_is_warned_of_once_per_content(folder: Path) -> None:

@@ -367,7 +367,7 @@ def test_contents_that_stay_half_written_are_warned_of(tmp_path: Path, by: str, 
         path.write_bytes(text_of(2)[:20])
         assert warnings.wait_for("not JSON")
     (message,) = warnings.messages
-    assert "what is in force stays" in message
+    assert "the config in force stays" in message
 
 
 def test_what_is_refused_at_the_very_end_is_warned_of_before_it_is_over(

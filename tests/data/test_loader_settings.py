@@ -289,7 +289,7 @@ def test_a_file_that_asks_for_what_cannot_be_changes_nothing_and_is_told(tmp_pat
 
 def test_a_loader_that_follows_a_file_is_no_trainers() -> None:
     loader = ElasticDataLoader(range(8), 2, config_file="config.json")
-    with pytest.raises(ValueError, match="a trainer, which follows a file itself"):
+    with pytest.raises(ValueError, match="and this loader's trainer follows the config file itself"):
         loader.plan(BatchPlan(global_batch=2, num_ranks=1, micro_batch=2), 0)
 
 

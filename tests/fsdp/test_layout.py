@@ -200,7 +200,8 @@ def test_a_holder_that_has_an_element_too_many_is_found(data: st.DataObject, sha
     holder, box, across = data.draw(st.sampled_from(places))
     more = _with(layout, holder, Box(shape, _moved(box.start, across, -1), box.end))
     fault = more.fault()
-    assert fault is not None and re.search(rf"^holders (\d+ and {holder}|{holder} and \d+) have .*; one may$", fault)
+    holders = rf"^holders (\d+ and {holder}|{holder} and \d+)"
+    assert fault is not None and re.search(rf"{holders} have .*; only one may$", fault)
     assert more.covers()
 
 
@@ -236,9 +237,9 @@ def _with(layout: Layout, holder: int, box: Box) -> Layout:
     [
         ((4, 4), [], "no holder has elements 0:16 of (4, 4)"),
         ((), [], "no holder has elements 0:1 of ()"),
-        ((), [Box.whole(())] * 3, "holders 0 and 1 and 1 more have elements 0:1 of (); one may"),
+        ((), [Box.whole(())] * 3, "holders 0 and 1 and 1 more have elements 0:1 of (); only one may"),
         ((9,), [Box.flat((9,), 0, 4), Box.flat((9,), 6, 9)], "no holder has elements 4:6 of (9,)"),
-        ((9,), [Box.flat((9,), 5, 9), Box.flat((9,), 0, 7)], "holders 0 and 1 have elements 5:7 of (9,); one may"),
+        ((9,), [Box.flat((9,), 5, 9), Box.flat((9,), 0, 7)], "holders 0 and 1 have elements 5:7 of (9,); only one may"),
         ((4, 4), [Box.block((4, 4), (0, 0), (4, 3))], "no holder has [0:4, 3:4] of (4, 4)"),
         (
             (4, 4),
@@ -358,7 +359,7 @@ def test_ranges_among_blocks_are_cut_down_to_ranges() -> None:
 
 def test_a_cross_is_refused_because_what_is_left_of_it_is_no_box() -> None:
     cross = (Box.block((3, 3), (1, 0), (2, 3)), Box.block((3, 3), (0, 1), (3, 2)))
-    with pytest.raises(ValueError, match=re.escape("elements 3:6 of (3, 3) overlaps others")):
+    with pytest.raises(ValueError, match=re.escape("elements 3:6 of (3, 3) overlaps parts on other")):
         Layout((3, 3), cross).shares(least=0)
 
 

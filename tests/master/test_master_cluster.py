@@ -105,7 +105,7 @@ def test_nodes_in_one_place_are_never_parted(num_nodes: int, noise: float) -> No
         assert found.slow == () or noise > 0
         if found.groups:
             assert _groups(found) == [list(range(num_nodes))]
-            assert "all are about as near" in found.topology_text
+            assert "all nodes are about as near" in found.topology_text
         else:
             assert "not known" in found.topology_text
 
@@ -253,7 +253,7 @@ def test_facts_take_a_line_and_what_cannot_be_read_is_said() -> None:
     assert facts_of("a", "b", "") == NodeFacts(node_id="a", host="b")
     for text in ("{", "[]", '{"time": 1}', "[" * 100_000, "x" * (1 << 19)):
         (trouble,) = facts_of("a", "b", text).troubles
-        assert trouble.startswith("what it tells of its hardware cannot be read: ") and len(trouble) <= 240
+        assert trouble.startswith("its hardware record cannot be read: ") and len(trouble) <= 240
 
 
 # --- what holds for all of them -------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def test_of_who_has_no_token_nothing_is_waited_for() -> None:
                 silent = channel.stream_unary(f"/a.Service/{method}")()
                 assert await outcome(silent) == (
                     grpc.StatusCode.UNAUTHENTICATED,
-                    "this master wants its token, and this is not it: look at --token-file",
+                    "this master asks for its token, and this call has none or another one: look at --token-file",
                 )
 
     asyncio.run(come())

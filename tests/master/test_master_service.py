@@ -234,7 +234,7 @@ def test_a_nodes_file_that_is_refused_here_is_told_of_and_not_asked_for_again(ca
     assert caller.beat(held=bad).wants_config
     caller.beat(held=wire.ConfigHeld(version=4, digest="x", text='{"version": 4, "nonsense": 1}'))
     assert not caller.beat(held=bad).wants_config
-    assert any("is refused here" in each for each in caller.status().troubles)
+    assert any("the master refuses the config in its file" in each for each in caller.status().troubles)
     assert caller.status().config.version == 0
     assert caller.beat(held=wire.ConfigHeld(version=5, digest="y")).wants_config
     assert not caller.status().troubles

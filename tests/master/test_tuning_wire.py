@@ -76,7 +76,7 @@ def test_what_a_newer_version_has_added_is_left_out_of_facts() -> None:
         ({"values": {"dataloader.num_workers": 10**9}}, "dataloader.num_workers"),
         ({"choices": {"dataloader.num_workers": ["many"]}}, "dataloader.num_workers"),
         ({"choices": {"dataloader.num_workers": list(range(300))}}, "300 values"),
-        ({"choices": {"dataloader.num_workers": 3}}, "choices holds what is no list"),
+        ({"choices": {"dataloader.num_workers": 3}}, "choices holds a value that is no list"),
         ({"memory": {**asdict(MEMORY), "scale": 0}}, "memory.scale"),
         ({"memory": {**asdict(MEMORY), "parameter_bytes": -1}}, "memory.parameter_bytes"),
         (
@@ -208,7 +208,7 @@ def test_a_rank_that_is_silent_is_named_once() -> None:
         seen = seeing.take_measurement(NOW + second)
         assert (seen is not None) == (second == 40), "after more than thirty seconds, and not again"
         if seen is not None:
-            assert seen.trouble == "rank 1 told nothing of their steps for a while, and others did"
+            assert seen.trouble == "rank 1 reported no steps for a while, and other ranks did"
     seeing.take(NOW + 200, [reported(1), reported(0, number=99)])
     seen = seeing.take_measurement(NOW + 200)
     assert seen is not None and not seen.trouble
@@ -245,7 +245,7 @@ def test_of_a_very_large_job_some_ranks_are_looked_at() -> None:
     assert seen is not None and seen.num_ranks == seeing.num_ranks and seen.world_size == 100_000
     facts = made_facts(world_size=100_000)
     assert why_untrusted(seen, facts) == ""
-    assert "ranks told of their steps" in why_untrusted(replace(seen, num_ranks=7), facts)
+    assert "ranks have reported their steps" in why_untrusted(replace(seen, num_ranks=7), facts)
 
 
 @settings(max_examples=200, deadline=None)

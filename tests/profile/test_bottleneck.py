@@ -337,11 +337,11 @@ def test_nothing_is_judged_of_ranks_that_do_not_fit_together(change: dict[str, A
 
 def test_a_job_is_not_judged_by_some_of_its_ranks_unless_that_is_wanted() -> None:
     some = _ranks([_step(data=50, forward=50)] * 4)[1:]
-    assert verdict(some).text == "unknown: 1 of 4 ranks have told nothing yet"
+    assert verdict(some).text == "unknown: 1 of 4 ranks have written no profile yet"
     found = verdict(some, is_partial=True)
     assert found.kind == "data"
     assert "(1 rank more not looked at)" in found.text
-    assert verdict([]).text == "unknown: no rank has told where its time goes yet"
+    assert verdict([]).text == "unknown: no rank has written a profile of its time yet"
 
 
 # ---- words ----

@@ -146,7 +146,7 @@ def test_nobody_waits_beyond_a_deadline_or_once_told_to_stop(store: Any, waits_i
     assert 0.2 <= time.monotonic() - began < SECONDS
     asked = iter([False, False, True])
     assert not board.wait(["a"], seconds=math.inf, stop=lambda: next(asked))
-    with pytest.raises(BoardGone, match=r"^nothing was said of a within 0 seconds$"):
+    with pytest.raises(BoardGone, match=r"^no peer has posted a in the store within 0 seconds$"):
         board.take("a", seconds=0.1)
     board.post("a", None)
     assert board.wait(["a"], seconds=0.0, stop=lambda: True)  # what is there is not waited for
@@ -277,7 +277,7 @@ def test_each_connection_waits_for_itself_alone(held: tuple[Any, Script]) -> Non
 def test_an_exchange_ends_when_a_node_is_lost() -> None:
     for each in (PlainStore(), HashStore()):
         board = RoundBoard(each, place=0, num_nodes=2, is_lost=lambda: True)
-        with pytest.raises(BoardGone, match=r"^no things of every node: one was lost$"):
+        with pytest.raises(BoardGone, match=r"^not every node has posted its things: a node was lost$"):
             board.exchange("things", 1, timeout_seconds=SECONDS)
 
 

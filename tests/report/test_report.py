@@ -161,7 +161,7 @@ def test_page_of_thousands_of_configs_and_events_stays_small(tmp_path: Path) -> 
     assert len(record.periods) > 1000 and len(record.happenings) == 12_000
     source = shown(record)
     assert len(source) < 2_000_000
-    assert "more, which are in --json" in check_page(source).words
+    assert "more, which elastic-ext report --json has" in check_page(source).words
 
 
 def test_slow_rank_stands_out_in_local_busy_time(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def replaced(record: RunRecord, *remarks: Remark) -> RunRecord:
 def test_verdicts_have_their_place_in_words_and_over_time(tmp_path: Path) -> None:
     write_job(tmp_path, 2, 600.0)
     record = gathered(tmp_path)
-    assert "What holds it up" not in shown(replace(record, remarks=()))
+    assert "What holds training up" not in shown(replace(record, remarks=()))
     source = shown(replaced(record, Remark(START + 60.0, START + 300.0, "data", "41% of the step waits for samples")))
     assert "data (1 min to 5 min): 41% of the step waits for samples" in check_page(source).words
 
@@ -353,7 +353,7 @@ def test_broken_half_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) 
     assert read.num_lines == len(broken) - 1 + 1  # an empty line is none, and the last has no end
     assert list(events_in(tmp_path / "events-0.jsonl", read)) == []
     record = gathered(tmp_path)
-    assert f"{read.num_lines} lines of its files are broken" in record.notes[0]
+    assert f"{read.num_lines} lines of the run's files are broken" in record.notes[0]
     check_page(shown(record))
 
 
@@ -519,7 +519,7 @@ def test_json_has_the_ledger_and_writes_no_page(
         ({"notes.txt": b"x"}, "holds nothing of a job"),
         ({"events-0.jsonl": b""}, "has no profile"),
         ({"profile-0.jsonl": b""}, "no line of a profile that can be read"),
-        ({"profile-0.jsonl": b"\x00\xff\n"}, "1 broken"),
+        ({"profile-0.jsonl": b"\x00\xff\n"}, "broken lines: 1"),
     ],
 )
 def test_folder_without_a_profile_is_refused(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.master.identity import NodeSelf
 from elastic_ext.agent.master.link import GivenMaster, MasterFinder, MasterLink
@@ -33,7 +33,7 @@ class LinkedNode:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "hardware.json").touch()  # what the machine has is looked for
         self.run_dir = run_dir
-        self.tuner = ConfigTuner(run_dir / "config.json", on_foreign=lambda write: None)
+        self.tuner = ConfigWriter(run_dir / "config.json", on_foreign=lambda write: None)
         self.journal = Journal(run_dir)
         node = NodeSelf(
             node_id=node_id, incarnation=incarnation, host="here", pid=7, library="1", started_at=0.0, job="job"

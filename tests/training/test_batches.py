@@ -392,7 +392,7 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
         (
             loader_of(64),
             {"global_batch_size": 16, "dataloader__batch_size": 8},
-            "the batch size of a DataLoader is its own (this one has 4); that of an ElasticDataLoader changes",
+            "the batch size of a DataLoader cannot change (this one has 4); use an ElasticDataLoader, whose",
         ),
         (
             None,
@@ -402,7 +402,7 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
         (
             None,
             {"global_batch_size": 16, "dataloader__batch_size": 8},
-            "the batch size is the loop's own: no dataloader was given to the trainer; give it an ElasticDataLoader",
+            "the loop itself sets the batch size: no dataloader was given to the trainer; give it an ElasticDataLoader",
         ),
         (
             loader_of(64),
@@ -425,7 +425,9 @@ def test_a_run_whose_micro_steps_all_commit_cannot_be_given_a_global_batch(
 ) -> None:
     batches = begun(loader, **arguments)
     told = batches.check(config_of(global_batch_size=8))
-    assert told == "every micro-step commits in this run; start it with global_batch_size to change that size"
+    assert told == (
+        "this run has no global batch: each micro-step is a step; start it with global_batch_size= to change that size"
+    )
     assert batches.check(config_of()) is None
     assert batches.check(config_of(optimizer__learning_rate=0.1)) is None
 

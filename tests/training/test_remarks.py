@@ -37,7 +37,10 @@ def test_a_remark_is_said_once_of_its_kind_and_by_the_rank_that_is_to(caplog: py
         for kind, text in (("a", "one"), ("a", "two"), ("b", "three")):
             remarks.say(kind, text)
             silent.say(kind, text)
-    assert [record.message for record in caplog.records] == ["one (this is said once)", "three (this is said once)"]
+    assert [record.message for record in caplog.records] == [
+        "one (this warning is logged once)",
+        "three (this warning is logged once)",
+    ]
 
 
 # ---- schedules ----

@@ -306,7 +306,7 @@ def test_a_bar_is_shown_on_the_first_ranks_terminal_alone(ranks: RankPool, tmp_p
     run_dir = tmp_path / "0"
     assert first.startswith(
         f"elastic_ext: job test, 2 ranks: training begins; config file {run_dir}/config.json; "
-        f"to look at it: elastic-ext status {run_dir}\r\n"
+        f"to look at the job: elastic-ext status {run_dir}\r\n"
     )
     assert second == "that was all"
 
@@ -327,7 +327,7 @@ def test_a_log_has_the_line_of_the_start_with_the_step_that_training_goes_on_fro
         given: dict[str, Any] = {"global_batch_size": 8, "shared_storage_path": tmp_path / "storage"}
         with trainer_of(tmp_path, model, source, **given) as trainer:
             optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
-            (line,) = [each for each in caplog.messages if "to look at it" in each]
+            (line,) = [each for each in caplog.messages if "to look at the job" in each]
             for batch in source if step == 0 else ():
                 train_on(trainer, optimizer, batch)
             path = trainer.save_checkpoint()  # the one that is there, the second time
@@ -429,7 +429,7 @@ def test_the_global_batch_itself_changes_live_and_rates_follow_by_the_rule(tmp_p
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"dataloader.batch_size": 8}, "the batch size of a DataLoader is its own"),
+        ({"dataloader.batch_size": 8}, "the batch size of a DataLoader cannot change"),
         ({"dataloader.num_workers": 8}, "num_workers of this dataloader cannot change while it is in use"),
         ({"global_batch_size": 10}, "use 8 or 12"),
     ],
@@ -823,7 +823,7 @@ def test_what_one_rank_cannot_prepare_every_rank_is_told(ranks: RankPool, tmp_pa
 def test_loaders_of_unlike_lengths_are_named(ranks: RankPool, tmp_path: Path) -> None:
     for told in ranks.run(2, refused_rank, tmp_path, "length on one"):
         assert told.startswith(f"{RanksDisagreeError.__name__}: the ranks' dataloaders differ")
-        assert "rank 0: 6 of 4 samples; rank 1: 7 of 4 samples" in told
+        assert "rank 0: 6 batches of 4 samples; rank 1: 7 batches of 4 samples" in told
 
 
 # ---- what a notebook does ----

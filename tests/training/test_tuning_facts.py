@@ -96,7 +96,7 @@ def test_of_a_loader_that_can_be_told_its_settings_and_sizes_can_be_chosen(tmp_p
     assert (found.global_batch, found.share, found.num_replicas, found.world_size) == (16, 16, 1, 1)
     assert found.values["dataloader.batch_size"] == 2 and found.values["dataloader.num_workers"] == 0
     assert found.values["global_batch_size"] == 16 and found.values["optimizer.learning_rate"] == 0.1
-    assert "what is learned depends on it" in found.fixed["optimizer.learning_rate"]
+    assert "what the model learns depends on this value" in found.fixed["optimizer.learning_rate"]
     assert (found.num_blocks, found.bound, found.memory) == (3, None, None)
     assert found.num_parameters == sum(each.numel() for each in blocks().parameters())
     assert 1 <= found.num_processors <= (os.cpu_count() or 1)
@@ -106,7 +106,7 @@ def test_of_a_loader_that_can_be_told_its_settings_and_sizes_can_be_chosen(tmp_p
 def test_of_another_loader_nothing_can(tmp_path: Path) -> None:
     found = in_alone(tmp_path, blocks(), DataLoader(data(), batch_size=4, num_workers=0), global_batch_size=16)
     assert not {key for key in found.choices if key.startswith("dataloader")}
-    assert found.fixed["dataloader.num_workers"].endswith("ElasticDataLoader can be told another while it is in use")
+    assert found.fixed["dataloader.num_workers"].endswith("; that of an ElasticDataLoader can")
     assert (found.values["dataloader.batch_size"], found.share) == (4, 16)
     assert not space_of(found, TuningSection()).choices["num_workers"][1:]
 

@@ -61,11 +61,11 @@ def test_whoever_was_slow_long_ago_is_not_named() -> None:
     [
         ({"world_size": 3}, "3 ranks train instead of 4"),
         ({"restart": 1}, "started again"),
-        ({"num_local": 2}, "the job has 2 ranks with cpu to a machine, before 4 with cpu"),
+        ({"num_local": 2}, "the job has 2 ranks with cpu per machine, before 4 with cpu"),
         ({"global_batch": 512}, "a step has 512 samples instead of 256"),
         ({"share": 32}, "a rank has 32 samples of a step instead of 64"),
-        ({"choices": {}}, "what the job can change"),
-        ({"fixed": {"dataloader.num_workers": "why"}}, "what the job can change"),
+        ({"choices": {}}, "the keys that the job can change"),
+        ({"fixed": {"dataloader.num_workers": "why"}}, "the keys that the job can change"),
         ({"time": 2000.0, "config_version": 7, "values": {"dataloader.batch_size": 4}, "bound": 16}, ""),
     ],
 )

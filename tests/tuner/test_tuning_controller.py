@@ -223,7 +223,7 @@ def test_nothing_more_is_tried_where_the_goal_is_reached() -> None:
     own = TunedJob().rate()
     modest = _settled(config={"tuning.goal": 2 * own})
     assert modest.rate() >= 2 * own and modest.kinds().count("probe") < job.kinds().count("probe")
-    assert "as fast as is asked for" in modest.last("settle").reason
+    assert "as fast as tuning.goal asks for" in modest.last("settle").reason
     content = TunedJob(config={"tuning.goal": own / 2})
     content.run(ENOUGH)
     assert "probe" not in content.kinds() and content.rate() == own
@@ -309,7 +309,7 @@ def test_undo_takes_back_the_last_change_that_was_kept() -> None:
         ({"step_seconds": 0.0}, "a step is said to take 0"),
         ({"phases": {"data": math.nan}}, "data is said to take nan"),
         ({"phases": {"data": 10.0, "forward": 5.0}}, "the parts of a step add up to 1.5e+04 ms"),
-        ({"num_ranks": 3}, "only 3 of 4 ranks told of their steps"),
+        ({"num_ranks": 3}, "only 3 of 4 ranks have reported their steps"),
         ({"trouble": "rank 2 is silent"}, "rank 2 is silent"),
         ({"world_size": 5, "num_ranks": 5}, "reported for a job of 5 ranks"),
     ],
@@ -341,7 +341,7 @@ def test_silence_is_told_once_and_nothing_is_decided() -> None:
     job = _settled()
     assert job.controller.tick(job.now + 5) == []
     (told,) = job.controller.tick(job.now + 600)
-    assert told.kind == "hold" and "nothing was heard of the job's steps for 600 s" in told.reason
+    assert told.kind == "hold" and "the job has reported no steps for 600 s" in told.reason
     assert job.controller.tick(job.now + 700) == []
 
 

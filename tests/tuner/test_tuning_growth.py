@@ -304,7 +304,7 @@ def test_a_size_of_which_the_job_never_tells_is_taken_back() -> None:
     job.controller.written(job.now, asked.number, 2)
     back = [each for _ in range(60) for each in job.controller.see(job.now, job.seen(version=2))]
     assert [(each.kind, each.outcome) for each in back] == [("probe", "undone"), ("undo", "")]
-    assert "has not told of steps of that size" in back[-1].reason and back[-1].changes["global_batch_size"] == FIRST
+    assert "has reported no steps of that size" in back[-1].reason and back[-1].changes["global_batch_size"] == FIRST
 
 
 def test_a_size_that_cannot_be_measured_is_taken_back() -> None:
@@ -590,7 +590,7 @@ def test_where_noise_is_no_longer_known_a_try_is_judged_by_what_was_known_as_it_
     while (now := job.controller.standing).stand == "probing" and "another global batch size" in now.sentence:
         job.run(1)
     ended = [each for each in job.told if each.outcome and "global_batch_size" in each.changes][-1]
-    assert ended.outcome == "kept" and "as was expected of noise" in ended.reason
+    assert ended.outcome == "kept" and "at the noise scale that was expected" in ended.reason
     size = job.size
     job.run(ENOUGH)
     assert job.size == size > FIRST, "nothing further is tried by it"

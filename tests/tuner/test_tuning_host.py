@@ -144,10 +144,8 @@ def test_facts_that_cannot_be_are_told_of_once_and_change_nothing() -> None:
         told.beat(raw='{"world_size": -1}')
     assert strategy.told == []
     (words,) = told.texts("tuning-facts-refused")
-    assert words.startswith("what rank 0 tells of the job cannot be") and told.job.tuning.standing()[:2] == (
-        "waiting",
-        words,
-    )
+    assert words.startswith("the facts that rank 0 reports of the job are invalid")
+    assert told.job.tuning.standing()[:2] == ("waiting", words)
     told.beat(facts=FACTS)
     assert told.job.tuning.standing()[0] == "probing"
 
@@ -193,7 +191,7 @@ def test_a_decision_becomes_the_next_version_and_is_told_of() -> None:
     assert told.job.tuning.due is None and told.job.tuning.decisions[0].version == 1
     (words,) = told.texts("tuning")
     assert words == (
-        "decision 1 (probe): dataloader.num_workers=2, dataloader.prefetch_factor as at the start: samples are waited "
+        "decision 1 (probe): dataloader.num_workers=2, dataloader.prefetch_factor as at start-up: samples are waited "
         "for: 100 samples/s before, 180 samples/s predicted"
     )
 
@@ -265,9 +263,9 @@ def test_the_size_of_steps_is_changed_where_a_person_lets_it_and_always_taken_ba
 @pytest.mark.parametrize(
     ("learning", "words"),
     [
-        ({"noise_scale": -1.0}, "no such number"),
+        ({"noise_scale": -1.0}, "learning.noise_scale is below 0"),
         ({"noise_scale": math.inf}, "noise_scale is Infinity"),
-        ({"first_batch": 0}, "no such number"),
+        ({"first_batch": 0}, "learning.first_batch is below 1"),
         ({"first_batch": 10**400}, "first_batch is no amount"),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 from elastic_ext.agent.journal import Journal
 from elastic_ext.errors import in_words
 from elastic_ext.master.address import Address, MasterPlace
@@ -131,7 +131,7 @@ class OwnMaster:
                 undo.pop_all()
             self._lifeline, self._started_at = writer, self._clock()
         except (OSError, ValueError) as error:
-            self._try_again(f"a master cannot be started: {in_words(error)}")
+            self._try_again(f"this agent cannot start a master: {in_words(error)}")
 
     def _arguments(self, lifeline: int) -> list[str]:
         run_dir = self._run_dir
@@ -173,14 +173,15 @@ class OwnMaster:
 
     def _give_up(self, why: str) -> None:
         self._has_given_up = True
-        words = f"{why}; it is not started again, and training goes on without a master"
+        words = f"{why}; this agent does not start it again, and training goes on without a master"
         self._journal.tell("master-given-up", words, is_bad=True)
 
     def _try_again(self, why: str) -> None:
         if self._backoff.num_tries >= _MOST_STARTS:
-            return self._give_up(f"{why}; that was the start number {_MOST_STARTS + 1} that came to nothing")
+            return self._give_up(f"{why}; that was start number {_MOST_STARTS + 1} in a row that did not last")
         self._start_at = self._clock() + self._backoff.next_seconds()
-        self._journal.tell("master-ended", f"{why}; training goes on, and it is started again", is_bad=True)
+        words = f"{why}; training goes on, and this agent starts the master again"
+        self._journal.tell("master-ended", words, is_bad=True)
 
     def _last_words(self) -> str:
         try:
@@ -202,7 +203,7 @@ def _ensure_token(path: Path) -> None:
         read_token(path)
     except ValueError as error:
         if os.path.lexists(path):
-            _logger.debug("%s; it is made anew", error)
+            _logger.debug("%s; a new token is made", error)
             path.unlink()
         make_token(path)
 
@@ -226,7 +227,7 @@ def master_choice(options: argparse.Namespace) -> MasterChoice:
     try:
         address = Address.parse(options.master)
     except ValueError as error:
-        raise ValueError(f"--master: {error}; and off, for none") from None
+        raise ValueError(f"--master: {error}; or off, for no master") from None
     token_file = None if options.token_file is None else expanded(options.token_file).absolute()
     ca_file = None if options.master_ca is None else expanded(options.master_ca).absolute()
     if token_file is not None:
@@ -247,7 +248,7 @@ def _check_alone(options: argparse.Namespace) -> None:
         verb = "is" if len(names) == 1 else "are"
         other = "; the master of --standalone has a token of its own" if options.standalone else ""
         raise ValueError(
-            f"{' and '.join(names)} {verb} given, and no --master that would be spoken to with it{other}; give "
+            f"{' and '.join(names)} {verb} given, and there is no --master to use it with{other}; give "
             "--master HOST:PORT as well, or --master off where there is to be none"
         )
 
@@ -266,8 +267,8 @@ def tuning_mode(options: argparse.Namespace, choice: MasterChoice) -> Mode:
         )
     if isinstance(choice, MasterPlace):
         raise ValueError(
-            f"--tuning is {found}, and the master at {choice.address} has been told by itself; leave it out, and give "
-            "--tuning to that one, or set tuning.mode in the config"
+            f"--tuning is {found}, and the master at {choice.address} has a --tuning of its own; leave it out, and "
+            "give --tuning to that one, or set tuning.mode in the config"
         )
     return found
 
@@ -275,7 +276,7 @@ def tuning_mode(options: argparse.Namespace, choice: MasterChoice) -> Mode:
 def link_with(
     choice: MasterChoice,
     run_dir: Path,
-    tuner: ConfigTuner,
+    config_writer: ConfigWriter,
     journal: Journal,
     *,
     job: str,
@@ -303,5 +304,5 @@ def link_with(
         chance = random.Random(f"{node.node_id}/{node.incarnation}/own")
         backoff = Backoff(chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
         own = OwnMaster(run_dir, job, journal, backoff, tuning=tuning)
-        return MasterLink(run_dir, node, own, tuner, journal)
-    return MasterLink(run_dir, node, GivenMaster(choice), tuner, journal)
+        return MasterLink(run_dir, node, own, config_writer, journal)
+    return MasterLink(run_dir, node, GivenMaster(choice), config_writer, journal)

@@ -50,9 +50,10 @@ class KnownMaster:
     def check(self, epoch: int, job_id: str = "") -> None:
         """Check the epoch and job id in an answer, and remember them; MasterAbsent for another or an older master."""
         if job_id and self.job_id and job_id != self.job_id:
-            raise MasterAbsent(f"the master of another job answers there (id {job_id[:80]}, not {self.job_id[:80]})")
+            raise MasterAbsent(f"the master that answers is of another job (id {job_id[:80]}, not {self.job_id[:80]})")
         if epoch < self.epoch:
-            raise MasterAbsent(f"a master answers there that was replaced (epoch {epoch}, and {self.epoch} was met)")
+            words = f"the master that answers was replaced by a later one (epoch {self.epoch}; its own is {epoch})"
+            raise MasterAbsent(words)
         self.job_id, self.epoch = job_id or self.job_id, epoch
 
 
@@ -77,7 +78,7 @@ def next_incarnation(run_dir: Path, *, now_ns: int) -> int:
     try:
         write_whole(path, f"{found}\n".encode())
     except OSError as error:
-        _logger.debug("which start of this agent it is cannot be kept: %s", in_words(error))
+        _logger.debug("the incarnation of this agent cannot be written: %s", in_words(error))
     return found
 
 
@@ -92,12 +93,12 @@ def _chance_in(run_dir: Path) -> str:
     except FileNotFoundError:
         pass
     except OSError as error:
-        _logger.debug("which place this is cannot be read: %s", in_words(error))
+        _logger.debug("the random part of this node's id cannot be read: %s", in_words(error))
     chance = secrets.token_hex(_CHANCE_BYTES)
     try:
         write_whole(path, f"{chance} {run_dir.stat().st_ino}\n".encode())
     except OSError as error:
-        _logger.debug("which place this is cannot be kept: %s", in_words(error))
+        _logger.debug("the random part of this node's id cannot be written: %s", in_words(error))
     return chance
 
 

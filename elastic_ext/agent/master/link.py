@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.journal import Journal
 from elastic_ext.errors import MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
@@ -86,12 +86,13 @@ class LinkStory:
                 return None
             return LinkNews(kind="master-refused", text=f"{words}; {_GOES_ON} without it", is_bad=True)
         if state == "fenced":
-            text = f"{words}; this agent speaks with it no more, and {_GOES_ON}"
+            text = f"{words}; this agent speaks with the master no more, and {_GOES_ON}"
             return LinkNews(kind="master-fenced", text=text, is_bad=True)
         if self._state == "joined":
-            return LinkNews(kind="master-lost", text=f"the master is lost: {words}; {_GOES_ON}, and it is looked for")
+            text = f"the master is lost: {words}; {_GOES_ON}, and this agent looks for it"
+            return LinkNews(kind="master-lost", text=text)
         if self._state is None:
-            return LinkNews(kind="master-absent", text=f"{words}; {_GOES_ON} without it, and it is looked for")
+            return LinkNews(kind="master-absent", text=f"{words}; {_GOES_ON} without it, and this agent looks for it")
         return None  # it was refused or away before, and is told of when it is back
 
 
@@ -155,7 +156,7 @@ class MasterLink:
     """
 
     def __init__(
-        self, run_dir: Path, node: NodeSelf, finder: MasterFinder, tuner: ConfigTuner, journal: Journal
+        self, run_dir: Path, node: NodeSelf, finder: MasterFinder, config_writer: ConfigWriter, journal: Journal
     ) -> None:
         self._run_dir = run_dir
         self._node = node
@@ -165,7 +166,7 @@ class MasterLink:
         self._answered = threading.Event()
         self._thread = OwnedThread(self._run, name="elastic_ext master", wake=self._wake.set)
         self._stopping = self._thread.stopping
-        self._config = HeldConfig(tuner, self._stopping)
+        self._config = HeldConfig(config_writer, self._stopping)
         self._outbox = EventOutbox(most=_MOST_EVENTS)
         self._rank_events = EventFiles(run_dir, most_bytes=_MOST_EVENT_BYTES, of_agent=False)
         self._chance = random.Random(f"{node.node_id}/{node.incarnation}")
@@ -227,7 +228,7 @@ class MasterLink:
         except NodeFenced:
             raise
         except Exception:  # the agent goes on, and what this machine lacks now it may have later
-            _logger.exception("what an agent has to do with its master has failed, and is tried again")
+            _logger.exception("this agent's exchange with its master has failed, and is tried again")
             return self._backoff.next_seconds()
 
     def _try(self, report: NodeReporter) -> float:
@@ -245,7 +246,7 @@ class MasterLink:
         except NodeFenced:
             raise
         except NodeUnknown as error:
-            _logger.debug("joining again: %s", error)
+            _logger.debug("this node joins the master again: %s", error)
         except ValueError as error:  # the token, or what the certificate is checked by
             self._tell("refused", str(error))
             return self._slow.next_seconds()
@@ -354,4 +355,4 @@ class MasterLink:
         try:
             write_whole(self._run_dir / MASTER_FILE, f"{record.to_json()}\n".encode(), durable=False)
         except OSError as error:
-            _logger.debug("where the master is cannot be written: %s", in_words(error))
+            _logger.debug("the master's address cannot be written: %s", in_words(error))

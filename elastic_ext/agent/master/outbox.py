@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_ext.agent.config_writer import ConfigTuner
+from elastic_ext.agent.config_writer import ConfigWriter
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.metrics import JobEvent
@@ -97,8 +97,8 @@ class NewestConfig:
 class HeldConfig:
     """A node's config as the threads see it that speak with a master; they never hold up the agent's loop."""
 
-    def __init__(self, tuner: ConfigTuner, stop: threading.Event) -> None:
-        self._tuner = tuner
+    def __init__(self, writer: ConfigWriter, stop: threading.Event) -> None:
+        self._writer = writer
         self._stop = stop
         self._is_in_use = False
         self._last = NewestConfig()
@@ -113,7 +113,7 @@ class HeldConfig:
 
     def now(self) -> NewestConfig:
         """The config that the node's file holds now; version 0 where there is none, or ``begin`` was not called yet."""
-        newest = self._tuner.newest() if self._is_in_use else None
+        newest = self._writer.newest() if self._is_in_use else None
         if newest is None:
             return NewestConfig()
         last = self._last
@@ -124,17 +124,17 @@ class HeldConfig:
     @property
     def trouble(self) -> str:
         """Why the node does not have the config that it should have, in a sentence; empty where it has."""
-        return self._tuner.trouble or ""
+        return self._writer.trouble or ""
 
     def take(self, version: int, text: str) -> bool:
         """Write the master's config into the node's file, with some patience for other writers; whether it is there."""
         if not self._is_in_use:
             return False
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._tuner.take(text, whose=_MASTER, waits=True):
+        while not self._writer.take(text, whose=_MASTER, waits=True):
             if self.now().version >= version:
                 return True
-            if self._tuner.trouble is not None or time.monotonic() >= deadline or self._stop.wait(_RETRY_SECONDS):
+            if self._writer.trouble is not None or time.monotonic() >= deadline or self._stop.wait(_RETRY_SECONDS):
                 return False
         return True
 
@@ -142,5 +142,5 @@ class HeldConfig:
 def _digest_of(text: str) -> str:
     try:
         return ElasticConfig.parse(text.encode(errors="surrogatepass")).digest
-    except ConfigError:  # the tuner holds none that is refused
+    except ConfigError:  # the config file's writer keeps none that is refused
         return ""

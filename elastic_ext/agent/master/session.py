@@ -102,7 +102,7 @@ class ConfigWatch:
                 try:
                     self._read(client)
                 except (MasterAbsent, MasterBusy) as error:
-                    _logger.debug("configs do not come for now: %s", error)
+                    _logger.debug("the master's stream of configs is interrupted: %s", error)
                 if self._stop.is_set():
                     return
                 if time.monotonic() - began >= _STEADY_SECONDS:
@@ -113,7 +113,7 @@ class ConfigWatch:
             self.error = error
             self._link.hurry()
         except Exception:  # the top of a thread: configs come with the answers to messages as well
-            _logger.exception("configs are not pushed to this agent any more")
+            _logger.exception("this agent reads no stream of configs any more; configs come with answers to its beats")
 
     def _read(self, client: MasterClient) -> None:
         """Read one stream to its end, and take each config that comes."""
@@ -239,7 +239,7 @@ class MasterSession:
         self._is_asked = True
 
     def acknowledge_after(self, seconds: float) -> None:
-        """Acknowledge a config that comes now ``seconds`` later, two at most; from any thread."""
+        """Acknowledge the next config in ``seconds`` from now, or in 2 if that is less; from any thread."""
         delay = min(seconds, _MOST_DELAY_SECONDS) if seconds > 0 else 0.0
         self._acknowledge_at = time.monotonic() + delay
 

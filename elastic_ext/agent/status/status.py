@@ -483,7 +483,7 @@ def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterat
         return
     lowest, highest = config.in_force[0], config.in_force[-1]
     if lowest < highest:
-        yield False, f"ranks have told of different versions: {', '.join(map(str, config.in_force))}"
+        yield False, f"ranks run under different versions of the config: {', '.join(map(str, config.in_force))}"
     if files.config is None:
         return
     version, at_step = files.config.version, files.config.apply_at_step

@@ -383,7 +383,7 @@ def _where(reading: HeartbeatReading) -> str:
 
 def _doing(standing: WorkerStanding) -> str:
     if standing.activity is None:
-        return f"rank {standing.rank} tells nothing"
+        return f"rank {standing.rank} writes no heartbeat"
     return f"rank {standing.rank} has been {standing.where} for {_seconds(standing.seconds)}"
 
 

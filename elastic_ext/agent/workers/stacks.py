@@ -125,7 +125,7 @@ def told_apart(found: Sequence[Where]) -> str:
     others = [each for each in found if each.is_together]
     told = "; ".join(str(each) for each in apart)
     verb = "is" if len(others) == 1 else "are"
-    return f"{told}, while {_ranks(others)} {verb} in what ranks do together"
+    return f"{told}, while {_ranks(others)} {verb} in code that all ranks run together"
 
 
 def _ranks(found: Sequence[Where]) -> str:
@@ -296,7 +296,7 @@ def _open_stacks(reading: HeartbeatReading) -> int:
     """The open file that a process writes its stacks to; OSError where its descriptor is of another file by now."""
     path = f"/proc/{reading.pid}/fd/{reading.stacks_descriptor}"
     if os.stat(path).st_ino != reading.stacks_inode:
-        raise FileNotFoundError(f"it has closed the file for them, and has another one as number {path}")
+        raise FileNotFoundError(f"it has closed its stacks file, and {path} is another file now")
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -373,7 +373,7 @@ def _threads(pid: int) -> list[str]:
             lines.append(f"  {thread}: {', '.join(told)}")
         if len(threads) > _MOST_THREADS:
             lines.append(f"  and {len(threads) - _MOST_THREADS} more")
-    return lines or ["  nothing: it has ended, or is another user's"]
+    return lines or ["  none: the process has ended, or is another user's"]
 
 
 def _state_of(pid: int, thread: int | None = None) -> str:

@@ -51,7 +51,7 @@ class SlowNews:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRound:
-    """The local times of one node's workers in one round of measurements."""
+    """The busy times of one node's workers in one round of measurements."""
 
     until: float
     """When the last profile window in it ends, in seconds since 1970."""
@@ -78,7 +78,7 @@ class NodeRound:
 
 
 class StragglerRounds:
-    """Judges which workers are slow, from rounds of local times of all nodes; pure."""
+    """Judges which workers are slow, from rounds of busy times of all nodes; pure."""
 
     def __init__(self) -> None:
         self.slow: tuple[SlowWorker, ...] = ()
@@ -157,7 +157,7 @@ class SlowWorkers:
         return self._news(self._rounds.slow)
 
     def _own_round(self, ranks: Sequence[int]) -> NodeRound | None:
-        """The local times of this node's workers since the round before; None until each has written enough windows."""
+        """The busy times of this node's workers since the round before; None until each has written enough windows."""
         tails = tails_of(self._run_dir, ranks, _NUM_WINDOWS)
         windows = present_windows(tails, seconds=math.inf, since=self._since)
         views = [self._view(rank, row) for rank, row in windows.items()]
@@ -183,7 +183,7 @@ class SlowWorkers:
             if (each.rank, each.host) not in known
         ]
         over = [each for each in before if (each.rank, each.host) not in present]
-        words = "is as fast again as the other workers"
+        words = "is as fast as the other workers again"
         return found + [
             SlowNews(rank=each.rank, host=each.host, is_slow=False, text=f"rank {each.rank} on {each.host} {words}")
             for each in over

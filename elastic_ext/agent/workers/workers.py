@@ -305,9 +305,9 @@ _AGAIN_SECONDS = 1.0
 
 
 class StopSignals:
-    """Handles the signals that end an agent: the first is kept in ``told``, and raised only between two calls.
+    """Handles the signals that end an agent: the first is kept in ``told``, and raised where the agent is ready for it.
 
-    ``let_through`` begins to raise it, ``hold`` ends that. ``names`` are separated by commas. Outside of the main
+    It is raised only after ``let_through`` and before ``hold``. ``names`` are separated by commas. Outside of the main
     thread no signal is handled.
     """
 

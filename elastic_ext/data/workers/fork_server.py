@@ -186,7 +186,7 @@ class SeparateStarter:
 def in_words(pid: int, code: int | None) -> str:
     """How a process ended, in words, by its exit code as multiprocessing has it."""
     if code is None:
-        return f"pid {pid} ended, nobody knows how"
+        return f"pid {pid} ended, and its exit code is not known"
     if code >= 0:
         return f"pid {pid} exited with code {code}"
     with contextlib.suppress(ValueError):  # a signal without a name
@@ -295,7 +295,9 @@ class _ForkServerProcess:
             ):
                 self._fork(Seat.from_json(message.decode()), line, indices, results)
         elif not descriptors:  # nobody can be told, but by the end of this process
-            raise OSError(EMFILE, "a worker is asked for, and no more files may be open")
+            raise OSError(
+                EMFILE, "the fork server cannot start a data worker: it may open no more files; raise `ulimit -n`"
+            )
         else:
             line = socket.socket(fileno=descriptors.pop(0))
             for descriptor in descriptors:
@@ -367,7 +369,7 @@ def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
         libc.sigaddset(wanted, number)
     descriptor = libc.signalfd(-1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)
     if descriptor < 0:
-        raise OSError(ctypes.get_errno(), "signalfd")
+        raise OSError(ctypes.get_errno(), "the fork server of data workers cannot read its signals: signalfd failed")
     return io.FileIO(descriptor)
 
 
@@ -522,12 +524,14 @@ class _ForkServerChild:
             report = WorkerOutcome.from_json(data.decode())
             error = OSError(report.error, os.strerror(report.error)) if report.error else None
             return Ending.of(report.pid, report.code, error)
-        which = "it" if self._pid is None else f"pid {self._pid}"
+        which = "the worker" if self._pid is None else f"pid {self._pid}"
         how = f"{which} died together with its fork server, and {self._fork_server.lost()}"
         return Ending(how, went_with=self._fork_server.pid)
 
     def _unknown(self) -> Ending:
-        return Ending("it ended, nobody knows how") if self._pid is None else Ending.of(self._pid, None)
+        if self._pid is None:
+            return Ending("the worker ended, and its exit code is not known")
+        return Ending.of(self._pid, None)
 
 
 def _sockets() -> tuple[socket.socket, socket.socket]:

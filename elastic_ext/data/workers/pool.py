@@ -149,16 +149,18 @@ class Crew:
     def check_some_will_come(self) -> None:
         """Raise, with the reason, where there is no worker and none will be ready."""
         if self._spawner.error is not None:
-            raise ElasticError("the thread that starts data workers died; its log has the traceback") from (
-                self._spawner.error
-            )
+            raise ElasticError(
+                "the thread that starts data workers died, so that this loop gets no more batches; the log of this "
+                "process has the thread's traceback"
+            ) from self._spawner.error
         if self.news or None in self._slots.values() or self._unstarted is None:
             return
         if self._unstarted.ending.error is not None:
             raise self._unstarted.ending.error
         raise WorkerDiedError(
             f"{self._num_unstarted} data workers died one after another before they were ready (the last: "
-            f"{self._unstarted.ending.how}); see what worker_init_fn and the dataset's own start do, and standard error"
+            f"{self._unstarted.ending.how}); look for the cause in worker_init_fn, in unpickling the dataset, and in "
+            "the workers' standard error"
         )
 
     def close(self) -> None:
@@ -185,7 +187,7 @@ class Crew:
         self._went_with = ending.went_with
         if ending.error is not None or self._num_unstarted >= _MOST_UNSTARTED:
             self._unstarted = news
-        reason = ending.how if ending.error is None else f"could not be started: {ending.error}"
+        reason = ending.how if ending.error is None else f"its process could not be started: {ending.error}"
         _logger.warning("data worker %d was never ready: %s", news.slot, reason)
 
     def _is_sent(self, worker: Worker) -> bool:
@@ -356,7 +358,8 @@ class Pool:
             if not self._wait(_left(until)):
                 raise RuntimeError(
                     f"DataLoader timed out after {self._timeout_seconds} seconds: {len(self._crew.ready)} of "
-                    f"{num_workers} workers were ready; see what worker_init_fn and the dataset's own start do"
+                    f"{num_workers} workers were ready; look for the cause in worker_init_fn and in unpickling the "
+                    "dataset"
                 )
 
     def submit(self, number: int, indices: Any, slot: int | None = None, batch_index: int | None = None) -> None:
@@ -538,7 +541,7 @@ class Pool:
 
     def _check_open(self) -> None:
         if self._crew.is_closed:
-            raise ValueError("the pool is closed; make another")
+            raise ValueError("the pool of data workers is closed; make another pool")
 
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_seconds if self._timeout_seconds > 0 else None
@@ -548,11 +551,13 @@ def _timed_out(after_seconds: float, worker: Worker | None) -> BatchNotReady:
     """The error to raise where nothing came in time from a worker."""
     message = f"DataLoader timed out after {after_seconds} seconds: "
     if worker is None:
-        return BatchNotReady(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
-    indices = [] if worker.doing is None else worker.doing.indices
+        return BatchNotReady(
+            f"{message}no worker was ready; look for the cause in worker_init_fn and in unpickling the dataset"
+        )
+    making = "has no batch to make" if worker.doing is None else f"is making {in_short(worker.doing.indices)}"
     stack = worker.stack()
-    where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
-    return BatchNotReady(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
+    where = f"its threads are here:\n{stack}" if stack else "where it hangs is not known, since it gives no stack"
+    return BatchNotReady(f"{message}worker {worker.slot} (pid {worker.pid}) {making}; {where}")
 
 
 def _left(until: float | None) -> float | None:

@@ -275,8 +275,8 @@ def _died_over(indices: Any, ending: Ending) -> WorkerDiedError:
     as_torch_says = f" ({ending.as_torch_says}.)" if ending.as_torch_says else ""  # which scripts may look for
     return WorkerDiedError(
         f"{_MOST_DEATHS} worker processes died one after another while they made {in_short(indices)} of the dataset "
-        f"(the last: {ending.how}); load it in a process of its own to see why, or, where the kernel's log says that "
-        f"memory ran out, use fewer workers or smaller batches{as_torch_says}",
+        f"(the last: {ending.how}); load these samples in a process of their own to see why, or, where the kernel's "
+        f"log says that memory ran out, use fewer workers or smaller batches{as_torch_says}",
         indices=indices if isinstance(indices, list) else [indices],
     )
 

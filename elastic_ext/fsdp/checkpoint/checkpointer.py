@@ -197,7 +197,8 @@ class ShardCheckpointer:
         loaded = self._job.restorer.restore(into, given[0] if given else None, falls_back=True)
         if loaded is None:
             raise CheckpointNotFound(
-                f"{self._job.root} has no checkpoint of job {self._job.name!r}; give path= to load another's, or job="
+                f"{self._job.root} has no checkpoint of job {self._job.name!r}; give path= to load a checkpoint "
+                "of another job, or job= to name that job"
             )
         return loaded
 

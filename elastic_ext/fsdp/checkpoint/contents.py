@@ -112,8 +112,8 @@ def _check_names(inventories: Sequence[Inventory]) -> None:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise CheckpointError(
                 f"rank {has} has {unknown[0]}{more} in its model, and rank {lacks} has not; allowed: the same model on "
-                "all ranks, however it is spread over them, so that each can load it. The stages of a pipeline, of "
-                "which each rank has made its own, are not that"
+                "all ranks, however it is spread over them, so that each can load it. A pipeline of which each rank "
+                "has made only its own stage cannot be saved"
             )
 
 

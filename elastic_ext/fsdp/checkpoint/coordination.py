@@ -95,7 +95,7 @@ def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]]) -> None:
     refused = {rank: each["refuses"] for rank, each in enumerate(answers) if "refuses" in each}
     if refused:
         raise ValueError(_told(refused, len(answers))) from None
-    asked = {rank: each.get("asks", "something that needs no agreement") for rank, each in enumerate(answers)}
+    asked = {rank: each.get("asks", "another operation") for rank, each in enumerate(answers)}
     if len(set(asked.values())) > 1:
         raise RanksDisagreeError(
             f"the ranks are asked for different things ({_told(asked, len(answers))}); call the same on all of them, "

@@ -50,16 +50,17 @@ class Storage:
             return call.within(max(self._deadline - time.monotonic(), 0.0))
         except NoAnswer:
             raise CheckpointError(
-                f"the storage took longer than {self.seconds:g} seconds while {doing}; look after it, or allow it "
-                "more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+                f"the storage took longer than {self.seconds:g} seconds while {doing}; look after the storage, or give "
+                "it more time: storage_timeout_seconds, or of a trainer timeout_seconds, half of which the storage may "
+                "take"
             ) from None
 
     def refuse_if(self, is_late: bool, doing: str) -> None:
         """CheckpointError where an earlier operation has not ended yet, or the caller knows of one that ``is_late``."""
         if is_late or (self._late is not None and self._late.is_alive()):
             raise CheckpointError(
-                f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
-                "begun"
+                f"the storage has not answered yet what an earlier operation asked for, and until it does {doing} is "
+                "not possible; look after the storage"
             )
 
     def restart_clock(self) -> None:

@@ -230,8 +230,8 @@ class _Carrying:
         for other, low, high in others:
             if low < end and start < high:
                 raise ValueError(
-                    f"{name} and {other} share memory, and would no longer when it moves; make one of them a clone(), "
-                    "or have both be one tensor"
+                    f"{name} and {other} share memory, and would not after the change of plan; make one of them a "
+                    "clone(), or have both be one tensor"
                 )
         if is_moved:
             others.append((name, start, end))
@@ -282,7 +282,7 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
             if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in tree_leaves(value)):
                 raise ValueError(
                     f"{key!r} of {type(optimizer).__name__} has tensors, and only those in its state would move with "
-                    "the parameters; keep them there, under the parameter that they belong to"
+                    "the parameters; keep such tensors in optimizer.state, under the parameter that they belong to"
                 )
 
 
@@ -291,7 +291,8 @@ def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
     if not isinstance(value, torch.Tensor):
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in tree_leaves(value)):
             raise ValueError(
-                f"{name} is a {type(value).__name__} with tensors, and no other sharding could take it over"
+                f"{name} is a {type(value).__name__} with tensors, which cannot be resharded; keep each tensor under a "
+                "key of its own in optimizer.state, or keep the plan"
             )
         return False
     if value.dim() == 0:
@@ -302,5 +303,5 @@ def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
         return False  # a count, the same on all ranks
     raise ValueError(
         f"{name} is of shape {tuple(value.shape)}, and the parameter of {tuple(parameter.shape)}: it belongs to what "
-        "lies on this rank now, and no other sharding could take it over"
+        "lies on this rank now, and cannot be resharded; restart from a checkpoint to change the sharding"
     )

@@ -178,9 +178,9 @@ class Change:
         dist.all_gather(found, own, group=group)
         if any(bool(each != own) for each in found):
             raise ElasticError(
-                f"ranks would not move the same: rank {dist.get_rank()} has {len(self.bucket_plan.items)} tensors, and "
-                "another one has others, or as many of other names or shapes; train the same parameters on all ranks, "
-                "and register the same state (trainer.register_state) under the same names"
+                f"ranks would move different tensors: rank {dist.get_rank()} has {len(self.bucket_plan.items)} tensors "
+                "and another rank has others, or as many of other names or shapes; train the same parameters on all "
+                "ranks, and register the same state (trainer.register_state) under the same names"
             )
 
     def _move(

@@ -60,11 +60,12 @@ class BucketExchange:
         self._memory = torch.empty(most_bytes + tails, dtype=torch.uint8, device=device)
 
     def carry(self, bucket: Bucket, tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None) -> bool:
-        """Fill the second of ``tensors`` from the ranks' first, one each per item; gives whether all ranks could.
+        """Fill this rank's new tensors from the old ones of all ranks; gives whether no rank has failed.
 
-        Where an item's part stays the same on this rank the two are one tensor, which is not touched. None is what a
-        rank gives that is not well: it has no memory for them, say. Where ranks exchange nothing, each speaks for
-        itself.
+        ``tensors`` are this rank's old and its new tensors, one of each for every item of the bucket; where an item's
+        part stays the same on this rank, both are one tensor, which is not touched. A rank that has failed, such as for
+        lack of memory, gives None. If no bytes go between ranks, nothing is exchanged, and the answer is about this
+        rank alone.
         """
         sent: list[_Letter] = [_Letter([]) for _ in range(self._num_ranks)]
         received: list[_Letter] = [_Letter([]) for _ in sent]

@@ -16,7 +16,6 @@ __all__ = [
     "HOOK_HANDLES",
     "OF_MEMORY",
     "before",
-    "books",
     "drop_groups",
     "found",
     "groups_of",
@@ -26,6 +25,7 @@ __all__ = [
     "make_sure_of_torch",
     "put_after",
     "registered_ahead",
+    "registries",
     "set_on",
     "settings_of",
     "unknown",
@@ -52,11 +52,14 @@ def make_sure_of_torch() -> None:
             f"torch {torch.__version__} is not known here; sharding is changed in place with torch {_IN_WORDS}, and "
             "otherwise by a restart from a checkpoint"
         )
-    books()
+    registries()
 
 
-def books() -> tuple[Any, Any, Any]:
-    """Where torch notes what is put on a module: the key of its states, that of their names, and of all modules."""
+def registries() -> tuple[Any, Any, Any]:
+    """The registries in which torch notes what was put on a module, such as fully_shard.
+
+    Two keys of a module's ``__dict__``, under which its states and their names stand, and the states of all modules.
+    """
     try:
         from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
         from torch.distributed._composable_state import _module_state_mapping

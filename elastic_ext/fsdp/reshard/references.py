@@ -1,7 +1,7 @@
 """Holders: the objects that refer to a model's parameters, when these become other objects.
 
 Optimizers' groups and state, and mappings that were registered, are rewritten in place. Whatever else refers to one
-would be left with a parameter that nothing trains: it is found by Python's own books, and named.
+would be left with a parameter that nothing trains: Python's garbage collector finds it, and it is named.
 """
 
 from __future__ import annotations

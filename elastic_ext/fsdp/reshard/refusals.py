@@ -48,8 +48,8 @@ def why_not_called(model: nn.Module) -> str | None:
     if getattr(type(model), "forward", None) is not nn.Module.forward or "forward" in vars(model):
         return None
     return (
-        f"the model is a {type(model).__name__} that only holds others and is not called, and its gradients are shared "
-        "where it is; give the trainer a module whose forward() calls them"
+        f"the model is a {type(model).__name__} that only holds others and is not called, and gradients are averaged "
+        "in hooks on the model's forward(); give the trainer a module whose forward() calls the others"
     )
 
 
@@ -132,8 +132,8 @@ def why_not_leave_ddp(options: Mapping[str, Any]) -> str | None:
         return None
     return (
         "the model is in DDP with find_unused_parameters=True: a sharded plan gathers parameters in the forward pass, "
-        "and where ranks do not use the same ones, in the same order, wrong values would come to them; wrap it without "
-        "where they do"
+        "and where ranks do not use the same ones, in the same order, wrong values would come to them; if all ranks "
+        "do, wrap the model without find_unused_parameters"
     )
 
 

@@ -23,7 +23,6 @@ from .fully_shard import (
     HOOK_HANDLES,
     OF_MEMORY,
     before,
-    books,
     drop_groups,
     found,
     groups_of,
@@ -33,6 +32,7 @@ from .fully_shard import (
     make_sure_of_torch,
     put_after,
     registered_ahead,
+    registries,
     set_on,
     settings_of,
     unknown,
@@ -58,7 +58,7 @@ __all__ = [
     "take_off",
 ]
 
-_NOT_SHARED = "gradients were gathered that no rank has shared; the change waits for the next step"
+_NOT_SHARED = "gradients were accumulated that the ranks have not averaged yet; the change waits for the next step"
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
 _OF_A_STATE = (
     "_is_root",
@@ -273,7 +273,7 @@ def patched_methods(model: nn.Module) -> list[str]:
 
 def _states(model: nn.Module) -> list[Any]:
     """The state that fully_shard keeps of each unit, outermost first; also of one that it has begun to make."""
-    state_key, _, _ = books()
+    state_key, _, _ = registries()
     kept = [module.__dict__.get(state_key, {}).items() for module in model.modules()]
     states = [state for items in kept for key, state in items if getattr(key, "__name__", "") == fully_shard.__name__]
     return list(dict.fromkeys(states))
@@ -320,7 +320,10 @@ def _unit(model: nn.Module, state: Any, group: Any) -> Unit:
     for name in _OF_A_GROUP:
         found(group, name)
     if not found(group, "unshard_in_backward") or found(group, "unshard_async_op"):
-        raise ValueError(f"{who} has been told how to unshard; its sharding has to stay")
+        raise ValueError(
+            f"{who} has been told how to unshard, by set_unshard_in_backward() or _set_unshard_async_op(); its "
+            "sharding has to stay"
+        )
     for keeper in found(group, "fsdp_params"):
         _make_sure_of(keeper)
     return Unit(
@@ -413,7 +416,7 @@ def _take_off_module(module: nn.Module) -> None:
     kind: Any = type(module)
     if isinstance(module, FSDPModule):
         module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
-    state_key, registry_key, states = books()
+    state_key, registry_key, states = registries()
     for name in (state_key, registry_key):
         kept: dict[Any, Any] = module.__dict__.get(name, {})
         for key in [key for key in kept if getattr(key, "__name__", key) == fully_shard.__name__]:

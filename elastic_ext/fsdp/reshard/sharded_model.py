@@ -67,7 +67,9 @@ def root_of(model: nn.Module) -> nn.Module:
 def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) -> Recognised:
     """How a model is spread; ValueError, or ElasticError for an unknown torch, say why no plan tells that."""
     if any(type(module) is FullyShardedDataParallel for module in model.modules()):
-        raise ValueError("FSDP1 shards a model when it is wrapped, and not again; start the job anew for it")
+        raise ValueError(
+            "FSDP1 shards a model when it is wrapped, and not again; restart the job to shard it otherwise"
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return _sharded(model, blocks, num_ranks)
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -77,7 +79,9 @@ def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) 
         return Recognised()
     (wrapper,) = wrappers
     if {*model.parameters()} - {*wrapper.parameters()}:
-        raise ValueError("some of the model's parameters lie outside of the part that is in DDP; wrap it as a whole")
+        raise ValueError(
+            "some of the model's parameters lie outside of the part that is in DDP; wrap the model as a whole"
+        )
     replica = WrapperlessDDP(wrapper.module, wrapper.process_group, arguments_of(wrapper))
     replica.wrapper = wrapper
     is_torchs_own = getattr(wrapper, "bucket_bytes_cap_default", False)  # where the first bucket is a smaller one
@@ -105,7 +109,10 @@ def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> R
     inner = [unit for unit in filled if root not in unit.modules] or filled
     after = {unit.reshard_after_forward for unit in inner}
     if not after <= {None, True, False}:
-        raise ValueError("the model reshards to fewer ranks after the forward pass, which no plan says")
+        raise ValueError(
+            "the model reshards to fewer ranks after the forward pass, which no plan can say; set "
+            "reshard_after_forward to True or False"
+        )
     known = {id(block) for block in blocks}
     sizes = {len(unit.modules) for unit in inner if all(id(module) in known for module in unit.modules)}
     plan = ParallelPlan(
@@ -118,7 +125,7 @@ def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> R
 
 # --- a model and the plan by which it lies on its ranks: put on it, and changed while it is trained ------------------
 
-_PLAIN = "no process group trains this model together; call torch.distributed.init_process_group() before that"
+_PLAIN = "there is no process group to shard the model over; call torch.distributed.init_process_group() first"
 
 
 class _ToPlan:
@@ -207,7 +214,7 @@ class Spread:
         self.look()
         _raise(self.why_not)
         if self.plan is not None:
-            raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
+            raise ValueError("the model has a plan already; call trainer.reshard(plan) to change it")
         degrees = plan.degrees(self.num_ranks, self._num_local)
         _raise(why_not_parted(self.model.parameters()))
         _raise(why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_called(self.model))
@@ -313,10 +320,11 @@ class Spread:
         return moved
 
     def try_recomputing(self) -> tuple[bool, str | None]:
-        """Whether a pass has told if blocks can be computed again, and why they cannot; else the next one tells.
+        """Whether it is known if blocks can be computed again, and why they cannot; else the next pass finds out.
 
-        Where none of them was called in a pass that has gone by, they are taken to be such as can. What was found
-        against it is told once, and tried again when it is asked for again: its user may have mended it.
+        The first call begins a trial, in which the next pass computes blocks twice; a call after that pass ends the
+        trial. Blocks that no pass has called meanwhile are taken for blocks that can be computed again. A reason
+        against it is given once: the call after that begins another trial, since the user may have mended the model.
         """
         trial = self._trial
         if trial is None:
@@ -405,6 +413,7 @@ class Spread:
         return self._group
 
     def wake(self, bucket_cap_mb: float | None) -> None:
+        """Have DDP average the model's gradients from now on; all ranks call this."""
         if self._replica is None:
             self._replica = WrapperlessDDP(self.model, None, {})
         if self.num_ranks > 1:
@@ -423,6 +432,7 @@ class Spread:
             self._trial = RecomputeTrial(self.model, self._blocks, raises=True)
 
     def rest(self) -> None:
+        """Take DDP off the model."""
         assert self._replica is not None
         self._replica.rest()
 

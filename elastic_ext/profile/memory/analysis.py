@@ -43,13 +43,13 @@ def why_not_fake() -> str | None:
     try:
         found = _tried()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        return f"torch {torch.__version__} has no FakeTensorMode as it is known here: {error}"
+        return f"torch {torch.__version__} has no FakeTensorMode that elastic_ext can use: {error}"
     one = _ROWS * _COLUMNS * _FLOAT_BYTES
     wanted = one, 3 * one  # what came of it; with its gradient, and that of what was given
     if found != wanted:
         return (
-            f"torch {torch.__version__} tells of tensors without memory that a step took {found} bytes where it takes "
-            f"{wanted}"
+            f"the fake tensors of torch {torch.__version__} give {found} bytes as the peaks of the forward and the "
+            f"backward pass of a step whose peaks are {wanted}"
         )
     return None
 
@@ -96,7 +96,10 @@ def analyse(question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
             return
         except Exception as error:  # the user's code: told to who has asked
             tell(
-                MemoryAnswer(problem=f"model_factory could not be called on tensors without memory: {_in_words(error)}")
+                MemoryAnswer(
+                    problem="model_factory could not be called on fake tensors, which have no memory: "
+                    f"{_in_words(error)}"
+                )
             )
             return
         _tell_updates(model, question.optimizers, tell)
@@ -158,7 +161,7 @@ def _tell_passes(model: nn.Module, question: Question, tell: Callable[[MemoryAns
                 has_answered, has_flops = True, has_flops or ratio == 0
         except Exception as error:  # the user's code: told to who has asked
             if not has_answered:
-                tell(MemoryAnswer(problem=f"a step on tensors without memory failed: {_in_words(error)}"))
+                tell(MemoryAnswer(problem=f"a step on fake tensors, which have no memory, failed: {_in_words(error)}"))
                 return
 
 

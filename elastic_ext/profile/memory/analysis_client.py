@@ -149,7 +149,7 @@ class AnalysisClient:
             *lines, rest = (rest + data).split(b"\n")
             self._answers.extend(MemoryAnswer.from_json(line.decode()) for line in lines)
             if len(rest) > _MOST_LINE_BYTES:
-                raise ValueError("an answer is too long")
+                raise ValueError(f"an answer is longer than {_MOST_LINE_BYTES} bytes")
             if not data:
                 return None
 
@@ -181,7 +181,7 @@ def _ending(status: int) -> str:
     if status >= 0:
         return f"exited with code {status}"
     if -status == signal.SIGXCPU:
-        return "took too much time of a processor"
+        return "used up its limit of CPU time"
     with contextlib.suppress(ValueError):  # a signal without a name
         return f"was killed by {signal.Signals(-status).name}"
     return f"was killed by signal {-status}"

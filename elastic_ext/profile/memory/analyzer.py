@@ -115,7 +115,9 @@ def _whole(tensors: Iterable[torch.Tensor]) -> int:
 _RATIOS = (0.0, 1.0, 0.5)
 _MOST_MEASUREMENTS = 64
 _MOST_DEPTH = 4  # of containers among what the model gives
-_NO_FACTORY = "no model_factory was given, so that only the sizes are known that steps have had"
+_NO_FACTORY = (
+    "no model_factory was given, so that memory is known only for the sizes of micro-batches that steps have had"
+)
 _NO_BATCH = (
     "loss_fn is given, and no batch was seen to call it with: loop over an ElasticDataLoader, or call "
     "trainer.run(function, batch)"
@@ -388,7 +390,9 @@ class Analyzer:
         try:
             self._shapes = _shapes_of(given, dim, num_rows, num_samples=num_samples, kind=self._device.type)
         except (ValueError, RuntimeError) as error:
-            self._refuse(f"the model, or the loss, is given what cannot be told to another process: {error}")
+            self._refuse(
+                f"what the model or the loss is given cannot be described to the process that predicts memory: {error}"
+            )
             return
         if num_rows > num_samples and self._factory is not None:
             self._refuse(_ROWS.format(num_rows, num_samples))

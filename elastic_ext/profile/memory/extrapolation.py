@@ -24,7 +24,7 @@ def correction(
 ) -> tuple[float, str]:
     """The factor from predicted to measured bytes, and why they cannot be compared, or "".
 
-    Measured steps are those with new gradients.
+    ``measured`` has only micro-steps before which no parameter had a gradient, ``worked_out`` what was predicted.
 
     The factor is the larger ratio of the two largest sizes that were both measured and worked out. One size alone
     corrects upwards only: what was worked out too large there may be a part that does not grow with the size, and a
@@ -40,8 +40,8 @@ def correction(
         expected_bytes = max(expected.most_bytes(gradient_bytes, has_gradients=False), 1)
         if not _LEAST_SCALE <= seen_bytes / expected_bytes <= _MOST_SCALE:
             return 1.0, (
-                f"steps of {each.micro_batch} samples take {seen_bytes} bytes and {expected_bytes} were worked out, as "
-                "of another model than the one that is trained"
+                f"micro-steps of {each.micro_batch} samples take {seen_bytes} bytes and {expected_bytes} were "
+                "predicted, so that model_factory or loss_fn cannot be like what is trained"
             )
         ratios.append((each.micro_batch, seen_bytes / expected_bytes))
     largest = ratios[:2]

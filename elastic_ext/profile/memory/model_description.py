@@ -171,9 +171,12 @@ def factory_of(
 def parameter_kinds(model: nn.Module) -> tuple[ParameterKind, ...]:
     """The parameters of a model without its wrapper; ValueError where their whole shape is not known."""
     if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-        raise ValueError("FSDP1 holds parameters flattened, so that they do not tell what they were")
+        raise ValueError(
+            "FSDP1 (FullyShardedDataParallel) holds parameters flattened, so that their shapes are not known; shard "
+            "the model with fully_shard"
+        )
     if any(is_lazy(each) for each in model.parameters()):
-        raise ValueError("the model has parameters without a shape")
+        raise ValueError("the model has lazy parameters, which have no shape before the first forward pass")
     return tuple(
         ParameterKind(
             name=_bare(name),

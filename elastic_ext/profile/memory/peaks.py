@@ -70,7 +70,10 @@ class PeakTally:
         self._held -= num_bytes
 
     def count_given(self, num_bytes: int) -> None:
-        """Count the model's inputs as ``num_bytes``: where less has come so far, they were there before."""
+        """Count the model's inputs, of ``num_bytes``, unless they were made within this tally.
+
+        Where less than ``num_bytes`` has come so far, the inputs were there before the micro-step, and are added.
+        """
         if self._held < num_bytes:
             self.change(num_bytes)
 

@@ -92,8 +92,8 @@ def origin_of(argument: str, given: object) -> tuple[Origin, MainModule | None]:
         is_there = False
     if not is_there:
         raise ValueError(
-            f"{argument} is {module}.{name}, which is not what this name gives, and {_WHY}; give a function or class "
-            "at the top of a module as it stands there"
+            f"{argument} is called {module}.{name}, but importing that name gives another object, and {_WHY}; give a "
+            "function or class as it stands at the top of a module"
         )
     return Origin(module=module, name=name), _main(argument) if module == _MAIN else None
 
@@ -110,7 +110,7 @@ def _main(argument: str) -> MainModule:
     if not _has_main_part(Path(path)):
         raise ValueError(
             f'{argument} is defined in {path}, which has no `if __name__ == "__main__":`, so that importing it would '
-            "train again; put training under that, or the function in a module of its own"
+            "train again; put training under such a line, or the function in a module of its own"
         )
     name = None if spec is None else spec.name
     return MainModule(name=name) if name is not None else MainModule(path=str(Path(path).absolute()))

@@ -41,8 +41,9 @@ __all__ = ["CheckpointRequest", "Checkpoints", "checkpoints_for"]
 _logger = logging.getLogger(__name__)
 
 _CANNOT_HOLD = (
-    "after the first step {}. Use an optimizer whose state is plain tensors, as torch.optim's are, or have no "
-    "checkpoints saved: leave checkpoint_interval out, and checkpoint in the config"
+    "checkpoints cannot hold what the optimizers have made in the first step: {}. Use an optimizer whose state is "
+    "plain tensors, as torch.optim's are, or have no checkpoints saved: leave checkpoint_interval out, and checkpoint "
+    "in the config"
 )
 
 
@@ -185,8 +186,8 @@ class Checkpoints:
         self._has_told_of_no_epoch = True
         if self._state.rank == 0:
             _logger.warning(
-                "a step was taken outside of `with trainer.epoch():`, and checkpoints are saved by epochs: nothing is "
-                "saved by itself where no epoch ends, as trainer.reset() alone tells of none; put it around the loop "
+                "a step was taken outside of `with trainer.epoch():`, and checkpoints are saved by epochs: none falls "
+                "due where no epoch ends, and trainer.reset() ends none; put `with trainer.epoch():` around the loop "
                 "over the data, or have checkpoints saved by steps"
             )
 
@@ -228,7 +229,8 @@ class Checkpoints:
     def _may_overlap(self) -> bool:
         """Whether staging may overlap with passes; asked for each save, since users may add hooks after prepare()."""
         why_not = self._state.why_not_overlap(self.options.overlap_saving)
-        _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
+        how = "overlaps" if why_not is None else f"does not overlap ({why_not})"
+        _logger.debug("staging %s with the passes of the next step", how)
         return why_not is None
 
     def fence(self) -> None:
@@ -399,9 +401,9 @@ class Checkpoints:
     def _tell_of_repeated_epoch(self, name: str) -> None:
         if self._state.rank == 0 and not self._has_told_of_epochs:
             _logger.warning(
-                "%s holds a checkpoint already, of an epoch that had this number before. The step names this one's "
-                "instead, and those of all epochs to come that repeat a number; begin with trainer.start_epoch, and go "
-                "on counting",
+                "%s holds a checkpoint already, of an epoch that had this number before. The new one is named by its "
+                "step instead, as are those of all later epochs that repeat a number; begin with trainer.start_epoch, "
+                "and go on counting",
                 name,
             )
         self._has_told_of_epochs = True
@@ -570,11 +572,11 @@ def checkpoints_for(
     """
     ranks, options = follower.ranks, asked.options
     answers = [
-        data.decode() for data in ranks.gather(asked.to_compare().encode(), "comparing what is said of checkpoints")
+        data.decode() for data in ranks.gather(asked.to_compare().encode(), "comparing arguments for checkpoints")
     ]
     if len(set(answers)) > 1:
         told = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
-        raise RanksDisagreeError(f"the ranks were told different things of checkpoints ({told}); give all the same")
+        raise RanksDisagreeError(f"the ranks have different arguments for checkpoints ({told}); give all the same")
     if asked.storage is None:
         return None
     job_checkpoints = JobCheckpoints(
@@ -655,7 +657,7 @@ class _Earlier:
         self._state.check(opened)
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """Parts of the state, of those that another checkpoint has ``touched``, that this one fills in whole."""
+        """Which of the parts that a damaged checkpoint has ``touched`` loading this one would overwrite wholly."""
         return self._state.refilled(opened, touched)
 
     def load(self, opened: Opened) -> Resumed:

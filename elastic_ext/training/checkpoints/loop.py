@@ -152,7 +152,7 @@ class Saving:
         elif checkpoints.is_due_between:
             path = self._saver.begin_held()
             if path is not None:
-                _logger.info("%s is written as it was when the epoch ended", path)
+                _logger.info("checkpoint %s is written, with the state that training had as the epoch ended", path)
         else:
             _logger.warning(
                 "the checkpoint that was due is not saved: training ended before the loop was done with the step"
@@ -163,14 +163,14 @@ class Saving:
         is_asked = self._leaving is not None and self._leaving.is_asked
         if is_asked and isinstance(error, Exception) and self.can_write():
             assert self._leaving is not None
-            _logger.warning("training was told to end, and came to this: %s", in_words(error))
+            _logger.warning("training was told to end, and then failed: %s", in_words(error))
             self._leaving.go_from_memory()
 
     def end(self) -> None:
         """Finish saving, as training has ended well on all ranks; where one was told to end, all exit."""
         self.checkpoints.end()
         if self._leaving is not None:
-            asked = self._follower.ranks.sum([int(self._leaving.is_asked)], "ending")
+            asked = self._follower.ranks.sum([int(self._leaving.is_asked)], "ending training")
             if asked[0] > 0:
                 self._leave()
 
@@ -268,13 +268,13 @@ class Saving:
             return None, f"nothing was copied so far, and nothing is saved; training has come to step {step}"
         path, path_of_now = self._saver.write_held(seconds), checkpoints.path_of_now
         if path is None and path_of_now is not None:
-            return step, f"{path_of_now} has all there is"
+            return step, f"checkpoint {path_of_now} has this step already"
         if path is None and self._saver.is_idle:
             path = checkpoints.path  # whatever comes next has not begun
         if path is not None:
             of = checkpoints.saved_step if path == checkpoints.path else self._copied_step
             return of, f"{path} is what there is to go on from; training has come to step {step}"
-        return None, f"what was copied is not saved in the time that there is, and training has come to step {step}"
+        return None, f"the copy in memory could not be written in time; training has come to step {step}"
 
     # ---- saving as a step begins, and leaving ----
 
@@ -296,7 +296,7 @@ class Saving:
         self._session.note_leaving()
         ranks = self._follower.ranks
         is_claimed = ranks.rank == 0 and self._leaving.claim()
-        if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
+        if ranks.sum([int(is_claimed)], "ending training at a signal")[0] == 0:
             self._leaving.wait()
         elif self._steps.torn is None:
             is_saved, words = self._save()
@@ -322,5 +322,5 @@ class Saving:
                 if is_last or isinstance(error, CheckpointFenced):
                     _logger.error("nothing newer is saved: %s", error)
                     return False, f"nothing newer is saved ({error})"
-                _logger.warning("%s; once more", error)
+                _logger.warning("saving failed, and is tried once more: %s", error)
         raise AssertionError

@@ -230,7 +230,11 @@ class Leaving:
                 self._exit()
             late = time.monotonic() - self._asked_at
             if late > self._seconds + self._margin / 2 and not self._is_in_steps and not self._must_exit:
-                _logger.error("%.0f seconds after %s the ranks' store does not answer", late, self._signal)
+                _logger.error(
+                    "%.0f seconds after %s the ranks' store does not answer: this process ends and saves nothing",
+                    late,
+                    self._signal,
+                )
                 _exit_at_once()
 
     def _watch(self) -> None:

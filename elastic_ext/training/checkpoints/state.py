@@ -230,9 +230,10 @@ PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader
 """Keys and names in ``TrainingState.collect`` that may change between two steps without a need to save again."""
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
 _GATHERED = (
-    "{path} was saved while the loop was gathering gradients by itself, and optimizer.step() was not called since: "
-    "these gradients are in no checkpoint, and their samples do not come again. Save where it was just called, "
-    "or start the job with global_batch_size= and call optimizer.step() in every micro-step: then a save waits for it"
+    "{path} was saved while the loop was accumulating gradients by itself, before optimizer.step() was called: these "
+    "gradients are in no checkpoint, and their samples do not come again. Save right after optimizer.step(), "
+    "or start the job with global_batch_size= and call optimizer.step() in every micro-step: then a save waits for the "
+    "end of the step"
 )
 _STEPPED = (
     "{path} was saved after the loop over epoch {epoch} was left before its end and {names} had stepped. A run that "
@@ -444,7 +445,10 @@ class TrainingState:
         )
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """Parts of the state, of those that another checkpoint has ``touched``, that this one fills in whole."""
+        """Which parts of the state in memory, of those ``touched``, loading this checkpoint would overwrite wholly.
+
+        A damaged newer checkpoint has left parts of itself in the ``touched`` ones: the others would keep these parts.
+        """
         registered = {each.what for each in self._wanted if each.what is not None}
         return self._loader.refilled(opened, touched) | registered
 
@@ -512,8 +516,8 @@ class TrainingState:
             return None
         when = f"in epoch {epoch}" if is_within else f"before epoch {epoch} began"
         return (
-            f"it was saved {when}, and this is the middle of epoch {counts.epoch}, whose loop cannot go back to there; "
-            "leave `with trainer.epoch():` before trainer.rewind(), or give it skip_samples=True"
+            f"the checkpoint was saved {when}, and this is the middle of epoch {counts.epoch}, whose loop cannot go "
+            "back to there; leave `with trainer.epoch():` before trainer.rewind(), or give it skip_samples=True"
         )
 
     def take_up_earlier(self, resumed: Resumed, *, skips: bool) -> None:

@@ -37,11 +37,11 @@ _TEXTS: Mapping[WhenNotFinite, str] = {
     "warn": (
         "{found} in the step after step {step}, and optimizers have used them: parameters may not be finite from here "
         f'on; {_REMEDY}; when_not_finite="skip" leaves such steps out, "stop" takes the first one back, and '
-        "trainer.rewind() goes back to a checkpoint; this is said once, num_not_finite in the metrics counts on"
+        "trainer.rewind() goes back to a checkpoint; this warning is logged once, the metric num_not_finite counts on"
     ),
     "skip": (
         "{found} in the step after step {step}, which was left out: its samples are consumed, global_step and "
-        f"schedules stay; {_REMEDY}; this is said once, num_skipped in the metrics counts on"
+        f"schedules stay; {_REMEDY}; this warning is logged once, the metric num_skipped counts on"
     ),
     "stop": (
         "{found} in the step after step {step}; the step was taken back, and parameters and optimizers are as they "

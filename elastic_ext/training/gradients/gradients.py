@@ -84,13 +84,13 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 # How ranks share them is in sharing.py, how passes are weighed in loss_weighting.py.
 
 _LOST = (
-    "the gradients of this step's earlier micro-steps are gone, or others: something other than the optimizer's "
+    "the gradients of this step's earlier micro-steps are gone or replaced: something other than the optimizer's "
     "zero_grad() has cleared or changed them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for "
     "the step to end"
 )
 _CHANGED = (
     "gradients were changed in a micro-step that does not end a step, after its backward pass, as clip_grad_norm_() "
-    "and a GradScaler's unscale_() do: what the step gathers would be scaled again and again; call "
+    "and a GradScaler's unscale_() do: accumulated gradients would be scaled again and again; call "
     "trainer.clip_grad_norm_(), give the scaler to prepare(), or do it `if trainer.sync_gradients:`"
 )
 _UNCOUNTED = (

@@ -341,7 +341,7 @@ class Learning:
             return
         if before is None and self._follower.ranks.rank == 0:
             _logger.info(
-                "gradients have as much noise as gradient at about %g samples per step; there are %d",
+                "gradients have as much noise as gradient at about %g samples per step; a step has %d samples now",
                 self._told,
                 num_samples,
             )

@@ -364,9 +364,9 @@ class _Replicated(Sharing):
                 "had it when the trainer took the model up; freeze and thaw before DDP is made, or within steps"
             )
         if len({tuple(dist.get_process_group_ranks(replica.process_group)) for replica in self._replicas}) > 1:
-            return "its parts are averaged over different ranks"
+            return "parts of the model are averaged over different ranks"
         if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
-            return "it has sparse gradients"
+            return "the model has sparse gradients"
         return next(filter(None, map(gradients.shares_otherwise, self._replicas)), None)
 
     def averaged(self) -> Sequence[torch.Tensor]:

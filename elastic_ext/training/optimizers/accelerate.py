@@ -14,7 +14,7 @@ from elastic_ext.training.steps.state import StepState
 __all__ = ["Accelerated", "bare_optimizer", "bare_scheduler", "is_prepared"]
 
 _OWN_WAYS = {
-    "DEEPSPEED": "DeepSpeed's engine divides losses, gathers and shares gradients and steps optimizers by itself",
+    "DEEPSPEED": "DeepSpeed's engine divides losses, accumulates and shares gradients and steps optimizers by itself",
     "MEGATRON_LM": "Megatron-LM runs whole steps by itself, backward passes and optimizers included",
     "XLA": "on XLA accelerate's own optimizer shares gradients, in its step()",
 }

@@ -120,7 +120,7 @@ class ElasticScaler:
         if state.index > 0:
             raise StepError(
                 f"scaler.{name}() was called between two micro-steps of a step; call it within `with trainer.step():`, "
-                "or after a boundary"
+                "or between two steps"
             )
         return True
 

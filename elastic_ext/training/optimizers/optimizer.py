@@ -29,8 +29,8 @@ __all__ = ["NO_GRADIENTS_HERE", "ElasticLRScheduler", "ElasticOptimizer", "can_m
 # --- torch's optimizers, taking part in steps and in changes of the config -------------------------------------------
 
 _GATHERED = (
-    "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
-    "earlier micro-steps along; keep them away with requires_grad_(False) or backward(inputs=...), or make the "
+    "parameters of an optimizer got gradients after its step(), and its zero_grad() would clear those of the step's "
+    "earlier micro-steps too; keep gradients from them with requires_grad_(False) or backward(inputs=...), or make the "
     "micro-batch as large as the step"
 )
 _NO_GRADIENT = (
@@ -55,7 +55,7 @@ _UNSHARED = (
 )
 _BARE_SCALER = (
     "a GradScaler that was not given to prepare() steps in every micro-step: it counts these in place of steps, and "
-    "when it changes its scale in the middle of a step, what the step has gathered counts too much or too little; give "
+    "when it changes its scale in the middle of a step, accumulated gradients count too much or too little; give "
     "it to prepare(), or call its step() and update() `if trainer.sync_gradients:`"
 )
 
@@ -101,7 +101,7 @@ class ElasticOptimizer(Optimizer):
         **follow: Any,
     ) -> None:
         if isinstance(optimizer, ElasticOptimizer):
-            raise ValueError("an ElasticOptimizer already; give the one that it was made from, which is its `inner`")
+            raise ValueError("optimizer is an ElasticOptimizer; give the one that it was made from, its `inner`")
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer")
         self.inner = optimizer
@@ -128,7 +128,9 @@ class ElasticOptimizer(Optimizer):
         if config_file is not None:
             self._follow(config_file, follow)
         elif follow:
-            raise ValueError(f"{', '.join(follow)}: only with config_file, which has the optimizer follow a file alone")
+            raise ValueError(
+                f"{', '.join(follow)}: allowed only with config_file, which the optimizer follows without a trainer"
+            )
 
     @property
     def effective_rates(self) -> list[float]:
@@ -146,14 +148,14 @@ class ElasticOptimizer(Optimizer):
             if not state.phase.is_inside:
                 if state.index == 0 and _is_idle(self.param_groups):
                     return self.inner.step()  # torch.distributed.checkpoint has it make its state so
-                raise StepError("optimizer.step() was called outside of `with trainer.step():`")
+                raise StepError("optimizer.step() was called outside of `with trainer.step():`; call it inside")
             given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
             if given.get("found_inf") is not None and given.get("grad_scale") is None:
                 for name in ("found_inf", "grad_scale"):  # torch takes them back after a step() that returns
                     given.pop(name, None)
                 raise StepError(
-                    "scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are "
-                    "gathered would be divided more than once; call it only `if trainer.sync_gradients:`"
+                    "scaler.unscale_() was called in a micro-step that does not end a step, so accumulated gradients "
+                    "would be divided more than once; call it only `if trainer.sync_gradients:`"
                 )
             if given.get("grad_scale") is not None:
                 state.remarks.say("a bare scaler", _BARE_SCALER)
@@ -524,7 +526,7 @@ class ElasticLRScheduler:
             if state.index > 0:
                 raise StepError(
                     "scheduler.step() was called between two micro-steps of a step; call it within "
-                    "`with trainer.step():`, or after a boundary"
+                    "`with trainer.step():`, or between two steps"
                 )
             self.inner.step(*arguments, **options)
             state.num_scheduled += 1

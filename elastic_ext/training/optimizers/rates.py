@@ -32,11 +32,11 @@ _DECAY_BY_HAND = "weight_decay_by_hand"  # True for a group whose decay the loop
 _FACTOR = (
     "the loop writes learning rates into param_groups by itself, {now:g} for the first group: optimizer.learning_rate "
     "{rate:g} of the config acts on them as a factor of {factor:g} (over {base:g}), so that {effective:g} is used; "
-    "this is said once"
+    "this warning is logged once"
 )
 _OWN_DECAY = (
     "the loop writes weight decay into param_groups by itself, {now:g} of late: optimizer.weight_decay {decay:g} of "
-    "the config does not act on it, and a config with another one is refused; this is said once"
+    "the config does not act on it, and a config with another one is refused; this warning is logged once"
 )
 _REFUSED_DECAY = (
     "the loop writes weight decay into param_groups by itself, {now:g} of late, so that a value of the config would "
@@ -61,8 +61,8 @@ class Rates:
         self._decays = [_decay_of(group) for group in self._groups]
         self._is_fresh = True  # no step was taken with the groups' rates
         self.must_look = True
-        """Whether ``look()`` has to be called before the next step; what the loop writes while the config says nothing
-        else is seen in time when the config does, or when the groups are saved."""
+        """Whether ``look()`` has to be called before the next step: before the first, and while the config sets a rate
+        or a decay. While it sets none, what the loop has written is found once the config sets one, or at a save."""
         self._is_loading = False
         self._is_loaded = False  # by the optimizer itself, and the config was not put over it so far
         self._shown_rates: list[_Shown] | None = None  # what the groups held last; None where nobody is to look

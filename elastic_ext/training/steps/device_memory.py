@@ -46,7 +46,7 @@ def warning_of(before: Pressure, now: Pressure) -> str | None:
     num_retries = now.num_retries - before.num_retries
     if num_retries <= 0 and now.num_failures <= before.num_failures:
         return None
-    told = f"memory is nearly used up: the allocator had to start over {num_retries} time(s) to find some"
+    told = f"GPU memory is nearly used up: the allocator had to empty its cache {num_retries} time(s) to find some"
     unused = now.reserved_bytes - now.allocated_bytes
     if unused > _FRAGMENTED * now.reserved_bytes:
         told += (

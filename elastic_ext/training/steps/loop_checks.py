@@ -78,9 +78,9 @@ _LEFT_OVER = (
 )
 _NO_STEP = (
     "{num} steps have ended, and optimizer.step() was called in {stepped} of them: the gradients of the others were "
-    "dropped, and their samples count as seen. trainer.step() gathers micro-batches by itself: call optimizer.step() "
+    "dropped, and their samples count as seen. trainer.step() accumulates gradients by itself: call optimizer.step() "
     "in every micro-step, where it does nothing until the step ends; or give the trainer no global_batch_size and "
-    "gather by hand"
+    "accumulate gradients by hand"
 )
 _NEVER_STEPPED = (
     "{num} steps have ended, and no optimizer has stepped: nothing was trained. Call optimizer.step(), of the "
@@ -89,7 +89,7 @@ _NEVER_STEPPED = (
 _RHYTHMS = (
     "the optimizers step in different steps ({rhythms} of {num}), and a step counts as one where all have stepped: "
     "global_step, schedules and checkpoints by steps go by the {all} steps in which they did. Call step() of all in "
-    "every step, or give the trainer the optimizer whose steps are to count and step the others bare, outside of it"
+    "every step, or give prepare() only the optimizer whose steps are to count, and step the others without the trainer"
 )
 FEWER_BATCHES = (
     "a step of {num} micro-steps was taken with {handed} batches of the trainer's dataloader: samples that are trained "

@@ -34,12 +34,12 @@ _logger = logging.getLogger(__name__)
 _KEY = "dataloader.batch_size"
 _REASON = "trainer.try_grow()"
 _NO_LESS = (
-    "{}, and there cannot be fewer: have activations recomputed (activation_checkpoint), share the model out "
+    "{}, and micro-batches cannot be smaller: have activations recomputed (activation_checkpoint), shard the model "
     "(trainer.reshard), or make it smaller{}; the step was taken back"
 )
 _TAKES_NONE = ", or have its layers take a single sample, as GroupNorm does and BatchNorm does not"
 _TOO_FEW = (
-    "{} after step {}: the step that comes is one of so few samples that a rank has a single one, in micro-batches of "
+    "{} after step {}: the next step has so few samples that a rank has a single one, in micro-batches of "
     "{} too, as they were before memory ran out; leave the last samples of an epoch out (drop_last=True), have another "
     "global_batch_size, or layers that take a single sample, as GroupNorm does and BatchNorm does not; the step was "
     "taken back"

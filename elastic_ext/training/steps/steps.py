@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 # --- one micro-step after another, until a step commits; or is rolled back, and never happened -----------------------
 
-_INSIDE = "trainer.step() was entered inside another `with trainer.step():`"
+_INSIDE = "trainer.step() was entered inside another `with trainer.step():`; leave that one first"
 _TOO_EARLY = (
     "a GradScaler's step() or update() was called in a micro-step that does not end a step, where there are no "
     "gradients for it so far; give the scaler to prepare(), or call it `if trainer.sync_gradients:`"
@@ -67,8 +67,8 @@ _STALE = (
 _NO_BACKWARD = "left the backward pass of its last step out"
 _NO_STEP = "left optimizer.step() out of its last step"
 _ALL_LEAVE = (
-    "; ranks that have not left it too wait for this one's gradients, and then all end: leave the loop on all ranks "
-    "after the same micro-step, as `if trainer.sync_gradients: break` does at a step's end"
+    "; ranks that have not left the loop too wait for the gradients of this rank, and then all ranks end: leave the "
+    "loop on all ranks after the same micro-step, as `if trainer.sync_gradients: break` does at a step's end"
 )
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
@@ -79,7 +79,8 @@ class MicroStepWeights(NamedTuple):
     each: tuple[float, ...]
     """That of each micro-step's mean loss in the gradient of the step."""
     late: float = 1.0
-    """That of all gradients before the last micro-step, which come to it with none: 1.0 where each has its own."""
+    """What the gradients of all earlier micro-steps are multiplied by as the last one begins, where they were not
+    weighed one by one; 1.0 where they were."""
 
 
 class Steps:
@@ -216,7 +217,7 @@ class Steps:
         if state.index == 0:
             self._begin(self.keep_batch)
         elif self.keep_batch is not self._keeps_batch:
-            raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
+            raise StepError("fix_total_batch_size changed in the middle of a step; change it between two steps")
         elif state.is_guarded and not self.by_function:
             raise StepError(_MIXED)
         state.weight = self._weights.each[state.index]
@@ -618,7 +619,7 @@ class Steps:
             self._tells_of_infinities = False
             _logger.info(
                 "the step after step %d was left out, since the scaler found gradients that are not finite: its "
-                "samples are consumed, global_step and schedules stay; this is said once",
+                "samples are consumed, global_step and schedules stay; this message is logged once",
                 self._counts.global_step,
             )
 

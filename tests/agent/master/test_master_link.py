@@ -458,7 +458,7 @@ def test_a_fenced_node_says_so_once_and_speaks_no_more(tmp_path: Path, call: str
             node.link._thread.join(20)
             assert not node.link._thread.is_alive()
         assert len(master.called["Join"]) == number and not master.called["Leave"]
-    assert "incarnation 9 has joined; this agent speaks with it no more, and training goes on" in node.text_of(
+    assert "incarnation 9 has joined; this agent speaks with the master no more, and training goes on" in node.text_of(
         "master-fenced"
     )
 

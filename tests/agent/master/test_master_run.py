@@ -99,8 +99,8 @@ def test_the_environment_names_a_master_as_it_gives_other_options(monkeypatch: p
         (["--master=nowhere"], "--master: 'nowhere' is no address of a master; allowed: HOST:PORT"),
         (["--master=a:1", "--token-file=/nowhere"], "the token file /nowhere does not exist"),
         (["--master=a:1", "--master-ca=/nowhere"], "--master-ca cannot be read: No such file"),
-        (["--token-file=t"], "--token-file is given, and no --master .* give --master HOST:PORT as well"),
-        (["--token-file=t", "--master-ca=c"], "--token-file and --master-ca are given, and no --master"),
+        (["--token-file=t"], "--token-file is given, and there is no --master .* give --master HOST:PORT as well"),
+        (["--token-file=t", "--master-ca=c"], "--token-file and --master-ca are given, and there is no --master"),
         (["--standalone", "--master-ca=c"], "--master-ca is given, .* of --standalone has a token of its own"),
     ],
 )
@@ -122,7 +122,7 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
         process = process_of(record.pid)
         assert process is not None
         place = MasterPlace(address=Address.parse(record.address))
-        with MasterClient(place) as stranger, pytest.raises(MasterRefused, match="wants its token"):
+        with MasterClient(place) as stranger, pytest.raises(MasterRefused, match="asks for its token"):
             stranger.set_config(pb.SetConfigRequest(changes={"user.x": "2"}))
         with client_of(record) as client:
             status = until(lambda: found if (found := client.status()).nodes[0].workers else None)

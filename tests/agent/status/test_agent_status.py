@@ -281,7 +281,7 @@ def test_a_job_of_which_nothing_says_that_it_has_saved_is_not_said_to_go_on(even
         ({"config_refusal": "typo"}, "the config file is refused: typo", ""),
         ({"config_refusal": "typo", "living": frozenset()}, "the config file is refused: typo", "nothing says how"),
         ({"config": version(4), "config_time": 0.0, "living": frozenset()}, "", "nothing says how"),
-        ({"metrics": (metrics(0), metrics(1, config_version=2))}, "", "different versions: 2, 3"),
+        ({"metrics": (metrics(0), metrics(1, config_version=2))}, "", "different versions of the config: 2, 3"),
     ],
 )
 def test_the_config_in_force_is_compared_with_the_file(changes: dict[str, Any], trouble: str, note: str) -> None:

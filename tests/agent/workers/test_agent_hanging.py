@@ -189,7 +189,7 @@ def test_a_rank_that_has_ended_is_waited_for_in_vain() -> None:
 def test_a_rank_that_tells_nothing_may_be_what_others_wait_for() -> None:
     found = verdict({0: reading(START), 1: None}, 500)
     assert found.hang is None
-    assert found.said == "rank 1 tells nothing; rank 0 waits for it"
+    assert found.said == "rank 1 writes no heartbeat; rank 0 waits for it"
 
 
 @pytest.mark.parametrize("activity", [Activity.STEP, Activity.OUTSIDE])

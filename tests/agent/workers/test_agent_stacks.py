@@ -111,7 +111,7 @@ def test_whoever_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path) -> N
 def test_no_stacks_are_written_to_a_file_that_is_another_by_now(tmp_path: Path) -> None:
     with worker("has closed what was open", tmp_path) as changed:
         text = text_of(captured(tmp_path, changed))
-        assert "it has closed the file for them" in text
+        assert "it has closed its stacks file" in text
         assert (tmp_path / "of its own").read_bytes() == b""
         assert changed.process.poll() is None
 
@@ -220,7 +220,7 @@ def test_of_two_ranks_that_train_the_hung_one_is_named_by_where_it_is(ranks: Ran
     assert reason in text
     assert len(found.places) == 2
     assert found.look_at.startswith("rank 1, MainThread: ")
-    assert found.look_at.endswith(", while rank 0 is in what ranks do together")
+    assert found.look_at.endswith(", while rank 0 is in code that all ranks run together")
     assert "in wait_here" in text
     assert "_engine_run_backward" in text
 
@@ -290,7 +290,7 @@ def place(rank: int, file: str) -> Where:
 def test_who_is_elsewhere_than_ranks_that_wait_together_is_told() -> None:
     waiting = [place(rank, f"{TORCH}/distributed/distributed_c10d.py") for rank in (0, 2)]
     assert told_apart([*waiting, place(1, "/a/train.py")]) == (
-        "rank 1, MainThread: train.py:3 in f, while ranks 0 and 2 are in what ranks do together"
+        "rank 1, MainThread: train.py:3 in f, while ranks 0 and 2 are in code that all ranks run together"
     )
     assert told_apart(waiting) == ""
     assert told_apart([place(0, "/a/train.py"), place(1, "/a/train.py")]) == ""

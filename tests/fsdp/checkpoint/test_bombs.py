@@ -223,7 +223,7 @@ def test_what_a_converted_checkpoint_says_of_itself_is_checked(change: dict[str,
     assert record.first_names == ("a",) and Converted.from_json(record.to_json(), where="it") == record
     with pytest.raises(CheckpointDamaged, match="it "):
         Converted.from_json(json.dumps({**said, **change}).encode(), where="it")
-    with pytest.raises(CheckpointError, match="format 2; this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 2, and this elastic_ext reads format 1"):
         Converted.from_json(json.dumps({**said, "format": 2}).encode(), where="it")
 
 

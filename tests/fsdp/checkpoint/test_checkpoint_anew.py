@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.cli import main
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.folder.cleanup import Clearing, Hold, retained
+from elastic_ext.fsdp.checkpoint.folder.cleanup import Clearing, Hold, apply_retention
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, Listing, Retention
@@ -189,7 +189,8 @@ def test_a_run_that_dies_before_it_has_saved_changes_nothing_that_counts(data: s
                 run.end()
             assert newest_in(path) == newest
             if data.draw(st.booleans(), label="prune"):
-                retained(path, Retention(keep_last=data.draw(st.integers(1, 3), label="last"), keep_abandoned=False))
+                keep_last = data.draw(st.integers(1, 3), label="last")
+                apply_retention(path, Retention(keep_last=keep_last, keep_abandoned=False))
                 assert newest_in(path) == newest
         for one in Listing.counting(path).found:
             assert_loads(one)
@@ -201,7 +202,7 @@ def test_what_counts_is_the_same_to_every_command_and_none_removes_it(
     runs(tmp_path, {"a": (None, ["step_1", "step_2", "step_3"])})
     die_before_a_commit(Run(tmp_path, "b"), "step_9")
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("abandoned for a run that has saved nothing: it counts") == 3
+    assert capsys.readouterr().out.count("abandoned for a run that has saved nothing: a resume may use it") == 3
     main(["ckpt", "show", str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "step_3.abandoned-b")
     assert main(["ckpt", "prune", str(tmp_path), "--abandoned", "--keep-last", "2"]) == 0

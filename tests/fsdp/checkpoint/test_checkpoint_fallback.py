@@ -93,10 +93,10 @@ def test_an_older_one_without_what_was_touched_is_refused_and_what_would_be_mixe
     with pytest.raises(CheckpointError) as told:
         load(tmp_path, Parts("ab", 5.0), strict=False)
     words = str(told.value)
-    assert f"it does not fill what {folder / 'step_2'}, found damaged while it was loaded" in words
-    assert ": parameter b, which would be a mixture of both; " in words
-    assert f"to go on from {folder / 'step_1'} move the damaged one away" in words
-    assert "do not train on, start anew" in words
+    assert f"{folder / 'step_1'} does not overwrite all that {folder / 'step_2'} changed in memory before" in words
+    assert ": parameter b, so that memory would hold a mixture of both; " in words
+    assert f"to go on from {folder / 'step_1'}, move the damaged one away" in words
+    assert "do not train on, start the job again" in words
     (folder / "step_2").rename(tmp_path / "away")
     model = Parts("ab", 5.0)
     assert load(tmp_path, model, strict=False).step == 1
@@ -126,12 +126,12 @@ def test_an_older_one_that_fills_all_that_was_touched_is_loaded(
 def test_an_error_after_loading_has_begun_says_that_memory_is_of_no_use(tmp_path: Path) -> None:
     folder = saved(tmp_path, Parts("a", 1.0), Parts("ab", 2.0))
     flip(folder / "step_2" / MODEL, "b")
-    with pytest.raises(CheckpointMismatch, match=r"do not train on, start anew; not in the checkpoint: b$"):
+    with pytest.raises(CheckpointMismatch, match=r"do not train on, start the job again; not in the checkpoint: b$"):
         load(tmp_path, Parts("ab", 5.0))
     (folder / "step_2" / MODEL).unlink()
     with pytest.raises(CheckpointMismatch) as told:
         load(tmp_path, Parts("ab", 5.0))
-    assert "start anew" not in str(told.value)
+    assert "do not train on" not in str(told.value)
 
 
 def stepped(model: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -149,7 +149,7 @@ def test_the_state_of_another_optimizer_does_not_stand_in_for_what_was_touched(t
             checkpointer.save(step, model, stepped(model, kind))
     flip(job_folder(tmp_path) / "step_2" / "optim_param.00000-00001.safetensors", "a/exp_avg_sq")
     model = Parts("a", 5.0)
-    with pytest.raises(CheckpointError, match=r"begun to fill: optimizer state a/exp_avg, .* values of optimizers' "):
+    with pytest.raises(CheckpointError, match=r"found damaged: optimizer state a/exp_avg, .* values of optimizers' "):
         load(tmp_path, model, optimizer=torch.optim.AdamW(model.parameters()), strict=False)
 
 
@@ -179,8 +179,8 @@ def half_damaged_rank(rank: int, storage: Path) -> tuple[str, str]:
 def test_ranks_refuse_a_mixture_alike_wherever_the_damage_is(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(2, half_damaged_rank, tmp_path)
     assert first == second
-    assert "step_2, found damaged while it was loaded, has begun to fill: parameter b, " in first[1]
-    assert first[1].endswith("start anew")
+    assert "step_2 changed in memory before it was found damaged: parameter b, " in first[1]
+    assert first[1].endswith("start the job again")
 
 
 NEWER: dict[str, tuple[str, bytes, bytes]] = {
@@ -280,7 +280,7 @@ def test_a_trainer_does_not_mix_registered_state(tmp_path: Path) -> None:
     run("b", torch.full((50_000,), 2.0), num_saves=1)
     newest = job_folder(tmp_path / "storage") / "step_2"
     flip(newest / "extra_param.00000-00001.safetensors", "registered/ema/")
-    with pytest.raises(CheckpointError, match=r"begun to fill: registered state ema, which would be a mixture"):
+    with pytest.raises(CheckpointError, match=r"found damaged: registered state ema, so that memory would hold a"):
         run("c", torch.full((50_000,), 5.0))
     newest.rename(tmp_path / "away")
     held = torch.full((50_000,), 5.0)

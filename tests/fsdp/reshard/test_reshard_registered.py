@@ -102,7 +102,7 @@ def test_what_only_one_rank_has_registered_is_refused_on_all_before_anything_mov
     ranks: RankPool, tmp_path: Path
 ) -> None:
     for told in ranks.run(2, register_other_names, tmp_path):
-        assert "nothing has changed, since ranks would not move the same: rank 0 has 74 tensors" in told
+        assert "nothing has changed, since ranks would move different tensors: rank 0 has 74 tensors" in told
         assert "rank 1 has 75 tensors" in told
         assert "register the same state (trainer.register_state) under the same names" in told
 

@@ -166,7 +166,7 @@ def refuse_flat(rank: int, folder: Path) -> str:
 
 def test_fsdp1_is_refused_with_what_to_do(ranks: RankPool, tmp_path: Path) -> None:
     refusal = ranks.run(2, refuse_flat, tmp_path)[0]
-    assert "start the job anew" in refusal
+    assert "restart the job" in refusal
 
 
 def repair(rank: int, folder: Path) -> None:

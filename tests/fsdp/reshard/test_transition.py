@@ -219,7 +219,7 @@ def test_a_dimension_that_cannot_be_shared_out_evenly_is_refused_unless_it_is_th
     uneven = [Tensor("head.weight", (4, 6), 4, dim=1)]
     made, told = transition(HYBRID, FULL, uneven, num_ranks=4, num_local=4)
     assert made is None
-    assert "head.weight is cut along dimension 1, whose 6 cannot be shared out evenly over 4 ranks" in told
+    assert "head.weight is cut along dimension 1, whose size 6 cannot be shared out evenly over 4 ranks" in told
     assert transition(HYBRID, WHOLE, uneven, num_ranks=4, num_local=4)[0] is not None
     assert transition(HYBRID, replace(HYBRID, prefetch=1), uneven, num_ranks=4, num_local=4)[0] is not None
     assert transition(HYBRID, FULL, [Tensor("weight", (6, 4), 4)], num_ranks=4, num_local=4)[0] is not None

@@ -250,7 +250,7 @@ def test_a_loss_that_takes_much_more_is_found_out(tmp_path: Path) -> None:
         loss_fn=memory_models.wasteful,
         until=is_worked_out,
     )
-    assert facts.source == "measured" and "were worked out, as of another model" in facts.why_measured
+    assert facts.source == "measured" and "were predicted, so that model_factory or loss_fn" in facts.why_measured
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_where_it_cannot_be_worked_out_what_is_measured_is_told(tmp_path: Path) 
         until=is_worked_out,
     )
     assert facts.source == "measured"
-    assert "a step on tensors without memory failed: DynamicOutputShapeException" in facts.why_measured
+    assert "a step on fake tensors, which have no memory, failed: DynamicOutputShapeException" in facts.why_measured
 
 
 def test_a_block_that_was_replaced_since_is_told_and_training_goes_on(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_what_cannot_be_told_to_a_process_is_told_to_the_user(tmp_path: Path) ->
             with trainer.step():
                 model(Words(words)).sum().backward()
                 optimizer.step()
-        assert "is given what cannot be told to another process: a Words" in trainer._training.analyzer._why_not
+        assert "cannot be described to the process that predicts memory: a Words" in trainer._training.analyzer._why_not
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_a_training_that_fails_by_the_signal_has_what_was_copied_last_saved(tmp_
         job.wait_for("copied", of=0)
         job.send(signal.SIGTERM)
         assert job.end() == [EXIT_STATUS] * num_ranks, job.text
-        assert "training was told to end, and came to this: RuntimeError: DataLoader worker is killed" in job.text
+        assert "training was told to end, and then failed: RuntimeError: DataLoader worker is killed" in job.text
         (step,) = job.saved.values()
     assert begins_at(tmp_path, num_ranks=num_ranks) == [f"{step}, epoch 0"] * num_ranks
 

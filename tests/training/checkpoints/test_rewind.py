@@ -778,7 +778,7 @@ def told_rank(rank: int, folder: Path) -> str:
 
 def test_after_an_exception_left_the_epoch_ranks_do_not_go_back(ranks: RankPool, tmp_path: Path) -> None:
     for told in ranks.run(2, told_rank, tmp_path):
-        assert "catch it inside of that" in told
+        assert "catch it within `with trainer.epoch():`" in told
 
 
 # --- while things are under way -------------------------------------------------------------------------------------

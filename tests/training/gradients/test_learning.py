@@ -311,7 +311,7 @@ def test_where_nobody_asked_nothing_is_looked_at_nor_saved(tmp_path: Path) -> No
         assert "noise_scale" not in run.trainer.state_dict()
         found = run.facts
     assert found.learning is None
-    assert "only people change it" in found.fixed["global_batch_size"]
+    assert "the tuner leaves it to people" in found.fixed["global_batch_size"]
     assert run.noise == NoiseScale()
 
 
@@ -374,4 +374,4 @@ def test_it_is_said_once_when_it_is_known(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger="elastic_ext"):
         found_in(Run(tmp_path), 4 * _FIRST_PAIRS)
     lines = [record.getMessage() for record in caplog.records if "as much noise as gradient" in record.getMessage()]
-    assert len(lines) == 1 and lines[0].endswith(f"samples per step; there are {BATCH}")
+    assert len(lines) == 1 and lines[0].endswith(f"samples per step; a step has {BATCH} samples now")

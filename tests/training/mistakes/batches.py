@@ -69,7 +69,7 @@ def loops_within_a_loop(training: Training) -> None:
 
 @BATCHES.cause(
     "a sampler of a user's own shares out what the trainer shares out as well",
-    says="SharesOut shares its samples out by itself, in a way of its own; with a trainer give the sampler whose ",
+    says="SharesOut shares its samples out by itself, in a way of its own; with a trainer, give the loader the ",
     comes_as="ValueError",
     found="at once",
     num_ranks=(1, 2),
@@ -163,7 +163,7 @@ def changes_the_batch_sampler_by_hand(training: Training) -> None:
 
 @BATCHES.cause(
     "the dataloader follows a config file beside the trainer's",
-    says="config_file is for a loader without a trainer, which follows a file itself; leave it out",
+    says="config_file is for a loader without a trainer, and this loader's trainer follows the config file itself; ",
     comes_as="ValueError",
     found="at once",
 )
@@ -229,7 +229,7 @@ def draws_different_orders(training: Training) -> None:
 
 @BATCHES.cause(
     "a step stops having a global batch in its middle",
-    says="fix_total_batch_size changed in the middle of a step; change it after a boundary",
+    says="fix_total_batch_size changed in the middle of a step; change it between two steps",
     comes_as="StepError",
     found="at once",
     num_ranks=(1, 2),

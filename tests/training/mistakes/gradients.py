@@ -21,7 +21,7 @@ GRADIENTS = Room()
 @GRADIENTS.cause(
     "gradients are clipped in every micro-step",
     says="gradients were changed in a micro-step that does not end a step, after its backward pass, as "
-    "clip_grad_norm_() and a GradScaler's unscale_() do: what the step gathers would be scaled again and again; call "
+    "clip_grad_norm_() and a GradScaler's unscale_() do: accumulated gradients would be scaled again and again; call "
     "trainer.clip_grad_norm_(), give the scaler to prepare(), or do it `if trainer.sync_gradients:`",
     comes_as="StepError",
     found="sampled",
@@ -38,7 +38,7 @@ def clips_in_every_micro_step(training: Training) -> None:
 
 @GRADIENTS.cause(
     "the model's zero_grad() clears what a step gathers",
-    says="the gradients of this step's earlier micro-steps are gone, or others: something other than the optimizer's "
+    says="the gradients of this step's earlier micro-steps are gone or replaced: something other than the optimizer's "
     "zero_grad() has cleared or changed them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for "
     "the step to end",
     comes_as="StepError",
@@ -90,7 +90,7 @@ def updates_a_bare_scaler(training: Training) -> None:
 
 @GRADIENTS.cause(
     "a GradScaler that was not prepared unscales in every micro-step",
-    says="scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are gathered ",
+    says="scaler.unscale_() was called in a micro-step that does not end a step, so accumulated gradients ",
     comes_as="StepError",
     found="at once",
 )
@@ -108,7 +108,7 @@ def unscales_too_early(training: Training) -> None:
 @GRADIENTS.cause(
     "a GradScaler is asked to update between two micro-steps",
     says="scaler.update() was called between two micro-steps of a step; call it within `with "
-    "trainer.step():`, or after",
+    "trainer.step():`, or between two steps",
     comes_as="StepError",
     found="at once",
     is_mended=False,

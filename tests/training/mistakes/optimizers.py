@@ -49,7 +49,7 @@ def steps_after_the_block(training: Training) -> None:
 
 @OPTIMIZERS.cause(
     "a prepared optimizer is prepared again",
-    says="an ElasticOptimizer already; give the one that it was made from, which is its `inner`",
+    says="optimizer is an ElasticOptimizer; give the one that it was made from, its `inner`",
     comes_as="ValueError",
     found="at once",
     num_ranks=(1, 2),
@@ -174,7 +174,7 @@ def evaluates_a_closure_often(training: Training) -> None:
 
 @OPTIMIZERS.cause(
     "what one of two optimizers is not to learn comes into its gradients",
-    says="gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the ",
+    says="parameters of an optimizer got gradients after its step(), and its zero_grad() would clear those of the ",
     comes_as="StepError",
     found="at once",
     is_mended=False,
@@ -299,7 +299,7 @@ def steps_in_two_rhythms(training: Training) -> None:
     says=re.compile(
         r"the loop writes learning rates into param_groups by itself, 0\.1 for the first group: "
         r"optimizer\.learning_rate 0\.05 of the config acts on them as a factor of 0\.5 \(over 0\.1\), so that 0\.05 "
-        r"is used; this is said once"
+        r"is used; this warning is logged once"
     ),
     comes_as="warning",
     found="at once",
@@ -318,8 +318,9 @@ def writes_its_rates(training: Training) -> None:
 @OPTIMIZERS.cause(
     "the loop writes its weight decay by hand, and the config says another",
     says=re.compile(
-        r"a revision \(to see\) was refused, version 0 stays in force: rank 0: optimizer: the loop writes weight decay "
-        r"into param_groups by itself, 0\.01 of late, so that a value of the config would not act; .*"
+        r"a revision of the config \(to see\) was refused, version 0 stays in force: rank 0: optimizer: the loop "
+        r"writes weight decay into param_groups by itself, 0\.01 of late, so that a value of the config would not act; "
+        r".*"
     ),
     comes_as="warning",
     found="at once",

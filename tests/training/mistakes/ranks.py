@@ -117,9 +117,8 @@ def leaves_the_accelerator_out(training: Training) -> None:
 @RANKS.cause(
     "the ranks' dataloaders have unlike lengths",
     says=re.compile(
-        r"the ranks' dataloaders differ \(rank 0: 16 of 4 samples; rank 1: 14 of 4 samples\); give all ranks "
-        r"batches of "
-        r"the same sizes"
+        r"the ranks' dataloaders differ \(rank 0: 16 batches of 4 samples; rank 1: 14 batches of 4 samples\); "
+        r"give all ranks batches of the same sizes"
     ),
     comes_as="RanksDisagreeError",
     found="at once",

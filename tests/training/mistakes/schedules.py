@@ -47,7 +47,7 @@ def schedules_another_optimizer(training: Training) -> None:
 @SCHEDULES.cause(
     "the schedule steps between two micro-steps",
     says="scheduler.step() was called between two micro-steps of a step; call it within `with "
-    "trainer.step():`, or after a",
+    "trainer.step():`, or between two steps",
     comes_as="StepError",
     found="at once",
     is_mended=False,

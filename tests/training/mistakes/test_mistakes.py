@@ -196,7 +196,8 @@ def test_a_rank_that_leaves_its_epoch_before_the_others_ends_all_of_them(ranks: 
     assert left.error is not None and stayed.error is not None
     assert left.error.type_name == "PeerLostError"
     assert re.match(
-        r"rank 1 .* lost a peer while waiting for the others at the end, after 1 steps, .*: rank 0 ", left.error.message
+        r"rank 1 .* lost a peer while waiting for the other ranks at the end of an epoch, after 1 steps, .*: rank 0 ",
+        left.error.message,
     ), left.error.message
 
 
@@ -217,11 +218,13 @@ def test_a_rank_that_breaks_off_in_the_middle_of_a_step_blames_itself(ranks: Ran
     assert left.error.type_name == "RanksDisagreeError"
     assert re.fullmatch(
         r"rank 1 \(.*\) left a step after 1 of 2 micro-steps \(the epoch ended before the step did\), after 1 steps, "
-        r".*: rank 0 \(.*\) did not, and waits for it there, unless it has died or hangs; do the same on all ranks",
+        r".*: rank 0 \(.*\) did not, and waits for rank 1 in that step, unless it has died or hangs; do the same "
+        r"on all ranks",
         left.error.message,
     ), left.error.message
     assert (
-        "ranks that have not left it too wait for this one's gradients, and then all end: leave the loop" in left.output
+        "ranks that have not left the loop too wait for the gradients of this rank, and then all ranks end: leave the "
+        "loop on all ranks" in left.output
     )
     assert "failed after 1 steps" in stayed.output
     assert "it left a step after 1 of 2 micro-steps" in stayed.output

@@ -856,7 +856,7 @@ def uneven_on_rank(rank: int, folder: Path) -> None:
 
 
 def test_ranks_with_unequal_numbers_of_batches_are_refused_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="rank 0: 3 of 4 samples; rank 1: 2 of 4 samples"):
+    with pytest.raises(RanksFailed, match="rank 0: 3 batches of 4 samples; rank 1: 2 batches of 4 samples"):
         ranks.run(2, uneven_on_rank, tmp_path)
 
 

@@ -118,7 +118,7 @@ def test_what_is_set_on_it_is_set_on_the_optimizer_it_was_made_from() -> None:
 
 def test_what_is_no_optimizer_or_one_of_these_already_is_refused() -> None:
     optimizer = ElasticOptimizer(SGD(parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="an ElasticOptimizer already; give the one that it was made from"):
+    with pytest.raises(ValueError, match="optimizer is an ElasticOptimizer; give the one that it was made from"):
         ElasticOptimizer(optimizer)
     not_one: Any = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"optimizer is a Linear; allowed: a torch\.optim\.Optimizer"):
@@ -126,7 +126,7 @@ def test_what_is_no_optimizer_or_one_of_these_already_is_refused() -> None:
 
 
 def test_arguments_for_following_without_a_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"job, run_dir: only with config_file"):
+    with pytest.raises(ValueError, match=r"job, run_dir: allowed only with config_file"):
         ElasticOptimizer(SGD(parameters(), lr=0.1), job="test", run_dir=tmp_path)
 
 

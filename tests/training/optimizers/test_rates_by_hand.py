@@ -436,7 +436,7 @@ def test_a_decay_of_the_config_that_the_loop_writes_over_is_said_once_and_others
         run.take(6, asked={2: asking(0.2), 3: {"optimizer.weight_decay": 0.2}})
         assert run.trainer.config.optimizer.weight_decay == 0.2, "the script's own may come back"
     assert run.decays == [[0.2 + 0.01 * step, 0.0] for step in range(6)]
-    said = [each for each in said_in(caplog) if "said once" in each]
+    said = [each for each in said_in(caplog) if "logged once" in each]
     assert len(said) == 1 and "optimizer.weight_decay 0.5" in said[0]
 
 

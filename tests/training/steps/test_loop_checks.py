@@ -65,7 +65,7 @@ class Loop:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if "this is said once" in record.message]
+    return [record.message for record in caplog.records if "this warning is logged once" in record.message]
 
 
 def raised_by(loop: Loop, work: Callable[..., object], *, is_open: bool = False) -> str:
@@ -173,7 +173,8 @@ def test_micro_batches_of_a_loop_that_gathers_by_itself_do_not_become_parts_of_s
                     loop.optimizer.zero_grad()
             if index == 4:
                 proposal = loop.trainer.propose({"dataloader.batch_size": 2}, "to see")
-    assert proposal.outcome == "refused" and "gathers gradients of several micro-batches by itself" in proposal.refusal
+    assert proposal.outcome == "refused"
+    assert "accumulates gradients over several micro-batches by itself" in proposal.refusal
     assert bits_of(loop.model) == bits_of(plain(2))
 
 
@@ -196,7 +197,7 @@ def test_a_checkpoint_of_gathered_gradients_says_that_they_are_not_in_it(
                 if number == num_gathered:
                     loop.trainer.save_checkpoint()
                     break
-    told = [each.message for each in caplog.records if "gathering gradients by itself" in each.message]
+    told = [each.message for each in caplog.records if "accumulating gradients by itself" in each.message]
     assert len(told) == num_told
 
 
@@ -721,7 +722,8 @@ def of_rank(rank: int, folder: Path, what: str) -> Any:
         error = str(raised)
     finally:
         logging.getLogger("elastic_ext").removeHandler(handler)
-    return error, [line for line in lines if "this is said once" in line], str(bits_of(model)), trainer.global_step
+    said_once = [line for line in lines if "this warning is logged once" in line]
+    return error, said_once, str(bits_of(model)), trainer.global_step
 
 
 def run_ranks(ranks: RankPool, folder: Path, what: str) -> Iterator[Any]:

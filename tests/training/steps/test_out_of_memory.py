@@ -98,7 +98,7 @@ def below_one(rank: int, folder: Path) -> str:
 def test_less_than_one_sample_is_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     for told in ranks.run(num_ranks, below_one, tmp_path):
         assert told.startswith("memory ran out on rank 0 in micro-step 1 (forward pass) after step 0, with 1 sample(s)")
-        assert "there cannot be fewer: have activations recomputed" in told
+        assert "micro-batches cannot be smaller: have activations recomputed" in told
 
 
 def down_to_two(rank: int, folder: Path, limit: int) -> tuple[list[tuple[int, ...]], str, list[str]]:

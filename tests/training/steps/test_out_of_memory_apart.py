@@ -220,7 +220,7 @@ def part_over_others(rank: int, folder: Path) -> torch.Tensor:
         model = Parts(groups[rank])
         with seen_by() as seen:
             results.append(trained(rank, folder, guard, model, num_steps=3, is_guarded=False))
-        assert ("its parts are averaged over different ranks" in str(seen.log)) is (guard == "always")
+        assert ("parts of the model are averaged over different ranks" in str(seen.log)) is (guard == "always")
     assert results[0] == results[1]
     return model.own.module.weight.detach()  # type: ignore[no-any-return]
 

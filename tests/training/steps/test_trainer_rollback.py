@@ -370,7 +370,7 @@ def test_a_rank_that_fails_alone_where_gradients_are_exchanged_does_not_go_on(
     assert healthy.error is None and "peer" in str(healthy.value)
     assert failed.exit_code == 3
     assert "RanksDisagreeError rank 1 (" in failed.output and "took back a step that had failed on it" in failed.output
-    assert "did not, and waits for it there, unless it has died or hangs" in failed.output
+    assert "did not, and waits for rank 1 in that step, unless it has died or hangs" in failed.output
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])

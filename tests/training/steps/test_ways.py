@@ -100,7 +100,7 @@ def test_gradients_that_one_model_leaves_in_the_other_are_cleared_or_the_loop_is
     by_hand(plain, [WHOLE] * 6)
     train(ours, tmp_path, WHOLE, 6)
     assert result_of(ours) == result_of(plain)
-    with pytest.raises(StepError, match=r"keep them away with requires_grad_\(False\)"):
+    with pytest.raises(StepError, match=r"keep gradients from them with requires_grad_\(False\)"):
         train(GanOfTutorials(), tmp_path, IN_PARTS, 2)
 
 

@@ -366,7 +366,7 @@ def test_a_cell_that_prepares_twice_or_makes_a_second_trainer_says_what_to_do(no
     notebook.run(TRAINER)
     with pytest.raises(ElasticError, match=r"prepare\(\) was not called; call it with the optimizer"):
         notebook.run(TRAIN)
-    with pytest.raises(ValueError, match=r"an ElasticOptimizer already; give .* its `inner`"):
+    with pytest.raises(ValueError, match=r"optimizer is an ElasticOptimizer; give .* its `inner`"):
         notebook.run(PREPARE)
     notebook.run("optimizer = trainer.prepare(optimizer.inner)", TRAIN)
     assert notebook.trainer.global_step == 4

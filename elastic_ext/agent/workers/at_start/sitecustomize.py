@@ -32,8 +32,8 @@ def _step_aside() -> None:
 def _write_exceptions(path: str) -> None:
     """Have an exception that ends the script written to ``path``, in the form that torch's agent reads.
 
-    Of one whose words say all there is to know no traceback is shown, nor of one that follows from the end of another
-    rank, of which the agent has told: the file has that one's.
+    No traceback is shown for an error whose message says all (``says_all``). For one that another rank's end has caused
+    (``follows_from``) a line is shown, and its traceback is in the file alone: the agent tells of that other rank.
     """
     before = sys.excepthook
 

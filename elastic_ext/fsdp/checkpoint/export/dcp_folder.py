@@ -136,7 +136,7 @@ class DcpFolder:
         length = piece.place.length
         if num_bytes > _MOST_PER_BYTE * length:
             raise CheckpointDamaged(
-                f"{self.path}: a piece of {tensor.key} is of {num_bytes} bytes, and {length} were saved of it"
+                f"{self.path}: a piece of {tensor.key} has {num_bytes} bytes, and only {length} bytes were saved of it"
             )
         with self._opened(tensor.key, piece.place) as file:
             if num_bytes > _WHOLE_BYTES:
@@ -189,7 +189,9 @@ class DcpFolder:
         try:
             check_saved_values(pickle_in(file))
         except StrangeName as error:
-            raise CheckpointError(f"{self.path}: {key} would use {error.name[:200]}, which values need not") from None
+            raise CheckpointError(
+                f"{self.path}: {key} would use {error.name[:200]}, which no saved value needs; it was not loaded"
+            ) from None
         file.seek(0)
         try:
             return torch.load(file, map_location=device, weights_only=True)
@@ -278,11 +280,11 @@ class _Metadata:
         if path is None:
             return (key,)
         if type(path) not in (tuple, list) or not path:
-            raise ValueError(f"the way to {key!r} is a {type(path).__name__}")
+            raise ValueError(f"the path to {key!r} is a {type(path).__name__}")
         assert isinstance(path, (tuple, list))
         self._count(len(path))
         if not _SIMPLE.issuperset(map(type, path)):
-            raise ValueError(f"the way to {key!r} leads through what is no text and no number")
+            raise ValueError(f"the path to {key!r} has a part that is neither text nor a number")
         return tuple(path)
 
     def _described(self, entry: object) -> _Described:
@@ -311,8 +313,8 @@ class _Metadata:
         if state.get("transform_descriptors"):
             names = _told(state["transform_descriptors"])
             raise CheckpointError(
-                f"has {key} saved by way of transforms{names}, which cannot be read here; load it with dcp.load and "
-                "save it without"
+                f"has {key} saved by way of transforms{names}, which cannot be read here; load the folder with "
+                "dcp.load, and save it again without transforms"
             )
         return DcpPlace(path, offset, length)
 
@@ -325,7 +327,7 @@ class _Metadata:
         self._count(len(numbers))
         sizes = tuple(numbers)
         if not _are_sizes(sizes) or len(sizes) > _MOST_DIMENSIONS:
-            raise ValueError(f"sizes are not up to {_MOST_DIMENSIONS} numbers from 0 on whose product has 63 bits")
+            raise ValueError(f"sizes are not up to {_MOST_DIMENSIONS} integers >= 0 with a product below 2**63")
         return sizes
 
     def _state(self, value: object, name: str) -> dict[str, object]:
@@ -349,7 +351,7 @@ class _Metadata:
     def _count(self, num_things: int) -> None:
         self._left -= num_things
         if self._left < 0:
-            raise ValueError("it says more than a file of its size can hold")
+            raise ValueError("it has more entries than a file of its size can hold")
 
 
 def _are_sizes(numbers: Sequence[object]) -> bool:

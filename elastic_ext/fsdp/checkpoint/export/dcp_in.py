@@ -77,7 +77,7 @@ def placed(tensor: DcpTensor, refusals: Refusals) -> Placed:
     ]
     fault = Layout(tensor.shape, tuple(boxes)).fault()
     if fault is not None:
-        refusals.add(f"tensors whose pieces are not all of them, or overlap ({fault})", tensor.key)
+        refusals.add(f"tensors whose pieces overlap or leave gaps ({fault})", tensor.key)
     if name_of(tensor.dtype) is None:
         refusals.add(f"tensors of {tensor.dtype}", tensor.key)
     if all(box.is_flat for box in boxes):
@@ -131,7 +131,7 @@ def of_record(folder: DcpFolder, record: ConversionRecord) -> Incoming:
         known |= {joined(leaf) for leaf, _ in leaves_of(record.keys.of_model(name), unpack(value))}
     for key in folder.leaves.keys() - known:
         if not key.startswith(f"{OWN}."):
-            refusals.add("keys that the checkpoint did not have which this was converted from", key)
+            refusals.add("keys that were not in the checkpoint from which this folder was converted", key)
     refusals.raise_if_any(folder.path)
     return Incoming(
         metas=metas_of(found, metas["model"].aliases, record.num_ranks),
@@ -216,7 +216,8 @@ class _Foreign:
             )
         if optimizers and not groups:
             raise CheckpointError(
-                f"{self._folder.path} holds no groups of optimizers, so {optimizers[0]} cannot be one"
+                f"{self._folder.path} holds no groups of optimizers, and optimizers (--optimizer) names "
+                f"{optimizers[0]}; leave it out"
             )
         trained = {name for group in groups for name in group["params"]}
         tensors: dict[FileKind, dict[str, tuple[Kind, Placed]]] = {
@@ -361,7 +362,7 @@ class _Foreign:
         named: dict[str, torch.Tensor] = {}
         packed = self._packed(_nested(values), _EXTRA, named)
         for name in named.keys() ^ found.keys():
-            self._refusals.add("tensors within what is no tensor", name)
+            self._refusals.add("tensors inside of saved values that are no tensors", name)
         return packed
 
     def _value(self, key: str) -> object:
@@ -420,7 +421,7 @@ def _own_names(
     for pair in tied:
         strange = set(pair) - names
         if strange:
-            raise CheckpointError(f"{', '.join(strange)} is tied to another, and {folder.path} has no such tensor")
+            raise CheckpointError(f"tied (--tied) names {', '.join(strange)}, and {folder.path} has no such tensor")
         together = set().union(*(sets.get(name, {name}) for name in pair))
         for name in together:
             sets[name] = together
@@ -428,7 +429,10 @@ def _own_names(
     digests = {name: _digest(folder, folder.tensors[of_model[name]]) for name in own}
     for name, first in own.items():
         if digests[name] != digests[first]:
-            raise CheckpointError(f"{name} and {first} are said to be one tensor, and {folder.path} has two different")
+            raise CheckpointError(
+                f"tied (--tied) says that {name} and {first} are one tensor, and {folder.path} has two different ones; "
+                "leave that pair out"
+            )
     return own
 
 

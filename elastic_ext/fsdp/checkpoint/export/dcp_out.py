@@ -233,7 +233,7 @@ def _refuse_twice(leaves: Iterable[Leaf], refusals: Refusals) -> None:
     keys: set[str] = set()
     for leaf in leaves:
         if joined(leaf) in keys:
-            refusals.add("keys that two things would have", joined(leaf))
+            refusals.add("keys under which two values would stand", joined(leaf))
         keys.add(joined(leaf))
 
 
@@ -267,7 +267,10 @@ def _refuse_taken(dest: Path, *, force: bool) -> None:
         if not names or (force and not others):
             return
         if force:
-            raise CheckpointError(f"{dest} holds {others[0]} besides what dcp.save has made; remove it by hand")
+            raise CheckpointError(
+                f"{dest} holds {others[0]}, which dcp.save has not made and force=True (--force) does not remove; "
+                "remove it by hand, or give another dest"
+            )
     raise CheckpointError(
         f"{dest} is there already; give another dest, or force=True (--force), which replaces a folder of DCP's"
     )

@@ -54,7 +54,10 @@ EXTRA: Leaf = (OWN, "extra")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keys:
-    """The keys of the model's and the optimizers' state dicts in a whole one; model "" means that is the model's."""
+    """The keys under which a state dict holds the state dicts of the model and of the optimizers.
+
+    With "" for ``model`` there is no such key: the model's tensors stand at the top level.
+    """
 
     model: str = "model"
     optim: str = "optim"
@@ -134,7 +137,7 @@ class Outgoing:
         for alias, name in model.aliases.items():
             names[name].append(alias)
         for name in set(first_names).difference(*names.values()):
-            refusals.add("not the name of a parameter, and in first_names (--first)", name)
+            refusals.add("names in first_names (--first) that no parameter has", name)
         own = _Names(names, first_names, refusals)
         tensors = [
             OutTensor("model", model.tensors[name], tuple(keys.of_model(one) for one in all_names))
@@ -143,7 +146,7 @@ class Outgoing:
         for name, meta in metas["optim"].tensors.items():
             leaf = own.state_leaf(name, keys)
             if meta.kind == "opaque":
-                refusals.add("optimizer state that only the layout which it was saved in can have", name)
+                refusals.add("optimizer state that is bound to the sharding in which it was saved", name)
             elif leaf is not None:
                 tensors.append(OutTensor("optim", meta, (leaf,)))
         tensors += [OutTensor("extra", meta, ((*EXTRA, name),)) for name, meta in metas["extra"].tensors.items()]
@@ -286,7 +289,10 @@ class ConversionRecord:
             said = object_of(data.decode())
             number = said.get("format")
             if type(number) is int and number != _FORMAT:
-                raise CheckpointError(f"{where} was converted in format {number}; this version reads {_FORMAT}")
+                raise CheckpointError(
+                    f"{where} was converted in format {number}, and this elastic_ext reads format {_FORMAT}; use the "
+                    "elastic_ext that has converted it"
+                )
             record = record_of(cls, said)
         except ValueError as error:
             raise CheckpointDamaged(f"{where} does not say what was converted: {error}") from None

@@ -84,13 +84,13 @@ class Unpickler:
                 break
             operation = operations.get(code)
             if operation is None:
-                self._refuse(f"it has an operation {bytes([code])!r} that its kind has no need of")
+                self._refuse(f"it has the pickle operation {bytes([code])!r}, which plain data does not need")
             operation(self)
         if self._at != len(data):
             self._refuse(f"it ends {len(data) - self._at} bytes before the file does")
         value = self._popped()
         if self._stack or self._marks:
-            self._refuse("it leaves something behind")
+            self._refuse("its stack is not empty at its end")
         return value
 
     def find_class(self, module: str, name: str) -> PickledName:
@@ -122,12 +122,12 @@ class Unpickler:
 
     def _popped(self) -> object:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            self._refuse("it takes more than there is")
+            self._refuse("it pops more than its stack holds")
         return self._stack.pop()
 
     def _since_mark(self) -> list[object]:
         if not self._marks:
-            self._refuse("it takes more than there is")
+            self._refuse("it pops more than its stack holds")
         mark = self._marks.pop()
         taken = self._stack[mark:]
         del self._stack[mark:]
@@ -201,12 +201,12 @@ class Unpickler:
         value = self._popped()
         self._stack.append(value)
         if number > len(self._notes):
-            self._refuse(f"it has {len(self._notes)} notes, and gives the next one the number {number}")
+            self._refuse(f"its memo has {len(self._notes)} entries, and it puts the next one at number {number}")
         self._notes[number : number + 1] = [value]
 
     def _get(self, number: int) -> None:
         if number >= len(self._notes):
-            self._refuse(f"it has {len(self._notes)} notes, and asks for number {number}")
+            self._refuse(f"its memo has {len(self._notes)} entries, and it asks for number {number}")
         self._stack.append(self._notes[number])
 
     def _name(self) -> None:

@@ -214,7 +214,7 @@ def _replacing(pattern: str, replacement: str) -> Callable[[str], str]:
         compiled.sub(replacement, "")
     except (re.error, IndexError) as error:
         raise ValueError(
-            f"{pattern!r} cannot be replaced by {replacement!r}: {error}; allowed: as re.sub has it"
+            f"{pattern!r} cannot be replaced by {replacement!r}: {error}; allowed: what re.sub takes"
         ) from None
     return lambda name: compiled.sub(replacement, name)
 

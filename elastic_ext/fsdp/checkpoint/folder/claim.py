@@ -221,7 +221,11 @@ def _lock(folder: Path, patience_seconds: float, visit_seconds: float) -> int | 
     except OSError as error:
         if error.errno != errno.ENOLCK:
             raise
-        _logger.info("%s has no locks: a second run of this job would take its folder over, not be refused", folder)
+        _logger.info(
+            "the file system of %s has no locks: a second run of this job would take over the job's folder, and not be "
+            "refused",
+            folder,
+        )
         return None
     try:
         with naming(folder / LOCK):
@@ -295,7 +299,7 @@ class Reading:
         try:
             self._put()
         except OSError as error:
-            _logger.info("that %s is being read cannot be marked there: %s", folder, error)
+            _logger.info("%s has no mark that keeps others from removing it while it is read: %s", folder, error)
             return
         self._thread.start()
 

@@ -48,11 +48,11 @@ __all__ = [
     "Clearing",
     "Hold",
     "Visit",
+    "apply_retention",
     "meta_path",
     "remove_checkpoint",
     "remove_or_warn",
     "remove_unused_metas",
-    "retained",
     "unused_metas",
     "verdicts_on",
 ]
@@ -91,8 +91,9 @@ class Clearing:
     def vacate(self, name: str, chain: Sequence[Lineage], *, replaces: bool = False) -> Path | None:
         """Free the name of a checkpoint that is to begin; CheckpointExists if a checkpoint of ``chain`` has the name.
 
-        With ``replaces`` the one that the last run of ``chain`` went on from may have it: it is renamed, and counts as
-        before until there is one of this run. Gives the new path of that one, None of others.
+        With ``replaces`` that checkpoint may be the one from which the last run of ``chain`` went on: it is renamed,
+        and training may still resume from it until this run has committed one. Gives the new path of that checkpoint,
+        and None where something else had the name, or nothing.
         """
         path = self._path / name
         if not is_taken(path):
@@ -305,7 +306,7 @@ def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:
 _META_FILE = re.compile(r"([0-9a-f]{32})\.json")
 
 
-def retained(
+def apply_retention(
     folder: Path,
     rule: Retention,
     chain: Sequence[Lineage] | None = None,
@@ -470,7 +471,7 @@ class Visit:
     def check(self) -> None:
         """CheckpointFenced if a run has claimed the folder since this visit began."""
         if read_holder(self.folder) != self._holder:
-            raise CheckpointFenced(f"{self.folder}: a run of this job has begun just now; look again")
+            raise CheckpointFenced(f"{self.folder}: a run of this job has begun just now; run the command again")
 
     @contextmanager
     def alone(self) -> Iterator[str | None]:

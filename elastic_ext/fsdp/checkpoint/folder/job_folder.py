@@ -39,7 +39,7 @@ from elastic_ext.records.files import (
 )
 
 from .claim import PATIENCE_SECONDS, Claim, check_job, folder_name, newest_folder, quoted
-from .cleanup import Clearing, meta_path, remove_unused_metas, retained
+from .cleanup import Clearing, apply_retention, meta_path, remove_unused_metas
 from .commit import COMMIT, Chain, Commit, FileSummary, check_chain, checksum_of
 from .listing import (
     ListedCheckpoint,
@@ -87,7 +87,9 @@ def refuse_in_a_jobs_folder(path: Path) -> None:
     """CheckpointError where a path leads into the folder of some job, whose next run may remove it as garbage."""
     resolved = Path(os.path.realpath(path))
     if any(part.parent.name == FOLDER for part in (resolved, *resolved.parents)):
-        raise CheckpointError(f"{path} lies among the checkpoints of a job, which clears that up; give another folder")
+        raise CheckpointError(
+            f"{path} lies among the checkpoints of a job, whose next run may remove it; give a folder elsewhere"
+        )
 
 
 class JobFolder:
@@ -301,7 +303,7 @@ class JobFolder:
         storage or another run has done: what is not removed now is so the next time.
         """
         try:
-            verdicts = retained(self.path, rule, chain, check=self._check)
+            verdicts = apply_retention(self.path, rule, chain, check=self._check)
             if any(not verdict.stays for verdict in verdicts) and not self._begun:
                 remove_unused_metas(self.path)
         except (OSError, CheckpointError) as error:
@@ -309,7 +311,7 @@ class JobFolder:
             return []
         for verdict in verdicts:
             if not verdict.stays:
-                _logger.info("%s was removed: %s", verdict.found.path, verdict.why)
+                _logger.info("checkpoint %s was removed: it is %s", verdict.found.path, verdict.why)
         return verdicts
 
     def prune_garbage(self) -> list[str]:

@@ -138,11 +138,11 @@ def _is_another_name(path: Path) -> bool:
 def abandoned_for_nothing(
     found: Sequence[ListedCheckpoint], aside: Sequence[ListedCheckpoint]
 ) -> list[ListedCheckpoint]:
-    """The checkpoints in ``aside`` that were abandoned for a save which was not committed: they count as before. Pure.
+    """The checkpoints in ``aside`` that still count: the run that set them aside has no checkpoint itself. Pure.
 
-    There is no checkpoint then of the run that renamed one, nor of any that went on from that, whatever those are
-    named now. And the newest that was ``found`` lies on one line with it: else training has gone on without it, and
-    only the checkpoints of the run that renamed it are gone.
+    One counts if no checkpoint, in ``found`` or ``aside``, is of the run that set it aside or of a run that went on
+    from that one; and if it led to the newest of ``found``, or the newest of ``found`` to it. Where it did not,
+    training has gone on without it, and the checkpoints of the run that set it aside are gone by now.
     """
     runs, newest = _runs_of([*found, *aside]), newest_of(found)
     return [
@@ -164,7 +164,10 @@ def is_set_aside(name: str) -> bool:
 
 
 def left_for(name: str) -> set[str]:
-    """The id of the run that abandoned a checkpoint, by its ``name``, which may be read in two ways; else none."""
+    """The ids that the run which set a checkpoint aside may have, by the checkpoint's ``name``; empty if no run did.
+
+    They are two where the name ends in ``-`` and a number, which is a part of the id or was added to free a name.
+    """
     match = _ABANDONED.fullmatch(name)
     return set() if match is None else {match[1], match[2]}
 

@@ -171,10 +171,13 @@ class Run:
             for name, error in listing.unreadable.items():
                 if not falls_back or not listing.found or not isinstance(error, CheckpointDamaged):
                     raise error  # an OSError may pass, too
-                _logger.warning("%s is passed over: %s", name, error)
+                _logger.warning("checkpoint %s is passed over: %s", name, error)
             for found in listing.found:
                 if is_set_aside(found.name):
-                    _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
+                    _logger.warning(
+                        "%s was abandoned for a run that has saved no checkpoint: training may go on from it",
+                        found.path,
+                    )
             return [str(found.path) for found in reversed(listing.found)]
 
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
@@ -195,7 +198,7 @@ class Run:
                 if isinstance(error, OSError) or name == f"step_{step}":
                     raise error
                 if step is None:
-                    _logger.warning("%s is passed over: %s", name, error)
+                    _logger.warning("checkpoint %s is passed over: %s", name, error)
             led = leading_to(self.chain, listing.found)
             asked = [one for one in led if one.commit.global_step < before]
             if step is not None:

@@ -167,7 +167,9 @@ def check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"a tensor's name, {name!r}, has half a character; use whole Unicode characters") from None
+        raise ValueError(
+            f"a tensor's name, {name!r}, has half a character (a lone surrogate); use whole Unicode characters"
+        ) from None
 
 
 def read_header(text: bytes | memoryview, num_bytes: int) -> Header:
@@ -272,7 +274,7 @@ def _number(value: object) -> int:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"what its header says of {name!r} cannot be")
+    raise ValueError(f"what its header says of {name!r} is not possible")
 
 
 # --- the checksums of blocks -----------------------------------------------------------------------------------------

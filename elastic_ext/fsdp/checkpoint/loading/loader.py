@@ -135,7 +135,7 @@ class Loader:
         opened.read("optim", _fit(opened, "optim", held)[0])
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """What of all that another checkpoint has ``touched`` loading this one would overwrite wholly."""
+        """The names in ``touched``, all that a damaged checkpoint has changed, which loading this one overwrites."""
         filled = {each.what for each in self._fit_of_model(opened) if each.what is not None}
         filled |= {_OF_MODULE + name for name in opened.state.get(EXTRA_STATES, {})}
         if self._optimizers and are_same_kinds(self._optimizers, opened.state[GROUPS]):
@@ -174,8 +174,8 @@ class Loader:
         bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
         if bound and self._num_ranks != opened.num_ranks:
             raise CheckpointMismatch(
-                f"{_OPTIMIZERS}: some of it is bound to how {opened.num_ranks} ranks held it, and here are "
-                f"{self._num_ranks}",
+                f"{_OPTIMIZERS}: some of it is bound to how {opened.num_ranks} ranks held it, and this job has "
+                f"{self._num_ranks}; load the checkpoint on {opened.num_ranks} ranks",
                 extra=bound,
             )
         matching_groups(self._optimizers, self._parameters, opened.state[GROUPS])

@@ -38,7 +38,10 @@ class Destination(Protocol[_Given]):
         """Raise where the checkpoint does not fit; changes nothing."""
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
-        """What of all that a damaged checkpoint has ``touched`` loading this one would overwrite wholly."""
+        """The names in ``touched`` that loading this checkpoint overwrites wholly.
+
+        ``touched`` names what a damaged checkpoint has begun to change in memory, as ``Opened.touched`` does.
+        """
 
     def load(self, opened: Opened) -> _Given:
         """Load the checkpoint, once ``check`` has raised on no rank; gives what the caller of the restorer gets."""
@@ -103,7 +106,9 @@ class Restorer:
             doing = f"loading {path}"
             answers = self._storage.together(open_it, doing, is_patient=False)
             if len({generation for generation, _ in answers}) > 1:
-                raise CheckpointError(f"ranks see different checkpoints in {path}: look after the storage")
+                raise CheckpointError(
+                    f"ranks see different checkpoints in {path}: mount the same storage under this path on every node"
+                )
             self._storage.together(lambda: results.append(into.load(opened[0])), doing, is_patient=False)
             if answers[0][1]:  # another job's checkpoint gives values alone: the chain of this run stays
                 self._run.go_on_from(opened[0].found.commit)
@@ -116,14 +121,15 @@ def _refuse_mixture(left: Collection[str], path: Path, damaged: Sequence[Path]) 
         names = ", ".join(sorted(left)[:_MOST_NAMES])
         more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"it does not fill what {', '.join(map(str, damaged))}, found damaged while it was loaded, has begun to "
-            f"fill: {names}{more}, which would be a mixture of both; to go on from {path} move the damaged one away"
+            f"{path} does not overwrite all that {', '.join(map(str, damaged))} changed in memory before it was found "
+            f"damaged: {names}{more}, so that memory would hold a mixture of both; to go on from {path}, move the "
+            "damaged one away, and start the job again"
         )
 
 
 def _with_more(error: CheckpointError) -> CheckpointError:
     """An error of its kind whose message adds that memory is half loaded, and of no use."""
-    more = "by now memory holds parts of what could not be loaded, and is of no use: do not train on, start anew"
+    more = "memory now holds parts of a checkpoint that could not be loaded: do not train on, start the job again"
     if isinstance(error, CheckpointMismatch):
         told: CheckpointError = CheckpointMismatch(
             f"{error.message}; {more}", missing=error.missing, extra=error.extra, misshaped=error.misshaped

@@ -163,7 +163,7 @@ class Opened:
             self._readers[file] = reader
         if self._is_closed:  # after a load that took too long has raised: what comes now touches nothing
             reader.close()
-            raise CheckpointError(f"{self.found.path} is closed: this comes too late")
+            raise CheckpointError(f"{self.found.path} was closed before this read, since loading it had taken too long")
         return reader
 
 

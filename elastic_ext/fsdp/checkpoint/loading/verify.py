@@ -113,7 +113,7 @@ def _damage_in_shard(
             if holder is not None:
                 yield from _odd_entries(file, reader.entries, metas[holder[0]], holder[1])
             elif len(metas) == len(KINDS):
-                yield Damage(file=file, what="the metadata says of no tensor that it is in it")
+                yield Damage(file=file, what="the metadata names no tensor that is in this file")
             advance(summary.num_bytes - sum(entry.num_bytes for entry in reader.entries.values()))
             runs = reader.damage(advance)
             for run in itertools.islice(runs, _MOST_RUNS):
@@ -137,9 +137,9 @@ def _oddity(name: str, entry: TensorEntry | None, tensor: TensorMeta | None, ran
     """How a tensor in a rank's file differs from the metadata, in words; None where it does not."""
     box = None if tensor is None else tensor.layout.boxes[rank]
     if tensor is None or box is None or box.is_empty:
-        return None if entry is None else f"the file alone says that {name!r} is in it"
+        return None if entry is None else f"the file has {name!r}, and the metadata does not say so"
     if entry is None:
-        return f"the metadata alone says that {name!r} is in it"
+        return f"the metadata says that the file has {name!r}, and the file has not"
     if (entry.dtype, math.prod(entry.sizes)) == (tensor.dtype, box.num_elements):
         return None
     return f"{name!r} is {entry.dtype} {entry.sizes} in it; the metadata says {tensor.dtype}, {box}"

@@ -193,4 +193,4 @@ class BackgroundSave:
         try:
             self._letters.fail(in_words(error))
         except BoardGone as another:
-            _logger.warning("the other ranks could not be told: %s", another)
+            _logger.warning("the other ranks could not be told that this save has failed: %s", another)

@@ -154,7 +154,7 @@ def with_own(collect: Callable[[], Contents], ranks: Ranks) -> Contents:
         found.append(Comparable(collect(), ranks.rank))
         return dict(found[0].digests)
 
-    names = differing_names(gather_or_raise(ranks, compare, "comparing what ranks have alike"))
+    names = differing_names(gather_or_raise(ranks, compare, "comparing buffers and registered tensors of the ranks"))
     return found[0].contents_with(names)
 
 

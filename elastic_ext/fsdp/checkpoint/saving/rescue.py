@@ -166,8 +166,8 @@ class Completion:
         num_ranks = self._first.draft.num_ranks
         if len(written) != num_ranks:
             raise CheckpointError(
-                f"{len(written)} ranks have written of the {num_ranks} that had staged it: {self._why}; "
-                "what the others had is gone"
+                f"only {len(written)} of the {num_ranks} ranks that had staged the checkpoint have written it "
+                f"({self._why}); what the others had staged is lost"
             )
         self._first.commit(written)
         return self._first.path

@@ -152,7 +152,7 @@ class InventoryExchange:
         """Add this rank's own copies of tensors that differ between ranks; gives the names of those tensors."""
         comparable = self._comparable
         assert comparable is not None
-        doing = f"comparing what ranks have alike for checkpoint {name}"
+        doing = f"comparing buffers and registered tensors of the ranks for checkpoint {name}"
         names = differing_names(gather_or_raise(self._ranks, lambda: dict(comparable.digests), doing))
         self._contents = comparable.contents_with(names)
         self._inventories = self._contents.inventories()
@@ -359,12 +359,14 @@ class Saver:
                 self._held = save
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             self._give_up_copying()
-            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+            save.fail(CheckpointError(f"there is no memory for the staged copy of this save: {error}"))
             if not mode.starts:
-                _logger.warning("what there is was not copied: %s", save.error)
+                _logger.warning(
+                    "the state of this step was not staged, and training goes on without a staged copy: %s", save.error
+                )
         except BaseException:
             self._give_up_copying()
-            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
+            save.fail(CheckpointError("the save was interrupted while it copied the state of this step"))
             raise
         return writing.path
 
@@ -495,15 +497,16 @@ class Saver:
                 num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
             except BaseException:
                 self._under_way, self._late = None, save
-                save.give_up(f"it was given up while {doing}")
+                save.give_up(f"the save was given up while {doing}")
                 raise
             if num_late and save.is_made:
                 _logger.warning("%s is saved; old checkpoints are still being removed", save.path)
                 self._late = save
             elif num_late:
                 save.give_up(
-                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
-                    "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after the "
+                    "storage, or give it more time: storage_timeout_seconds, or of a trainer timeout_seconds, half of "
+                    "which the storage may take"
                 )
                 self._late = save
             if num_late or not num_waiting:
@@ -554,7 +557,7 @@ class Saver:
         staging.close()
         if self._ranks.rank == 0:
             _logger.warning(
-                "there is too little memory to copy what is saved (%s): training waits while checkpoints are written",
+                "there is too little memory to stage checkpoints (%s): training waits while each checkpoint is written",
                 why_not,
             )
 

@@ -322,8 +322,8 @@ class Shelf:
             write_whole(self._record(slot), record.encoded(), durable=False)
         except (OSError, TypeError, ValueError) as error:
             _logger.warning(
-                "rank %d: what was staged has no record in %s, and is lost if this process dies before it is written: "
-                "%s",
+                "rank %d: the staged copy has no record in %s, and is lost if this process dies before the checkpoint "
+                "is written: %s",
                 self._rank,
                 self._folder,
                 error,
@@ -381,18 +381,18 @@ class Shelf:
     def _give_up(self, num_bytes: int, error: OSError) -> None:
         """Stop using the folder, and log why."""
         self.close()
-        has = str(error)
+        why = f"which cannot be used: {error}"
         if error.errno == errno.ENOSPC:
             with contextlib.suppress(OSError):
-                has = f"room for {self._room_in(self._folder)} bytes, with a quarter left to others"
+                why = f"and there is room for {self._room_in(self._folder)} bytes, with a quarter left to others"
         _logger.warning(
-            "rank %d stages what it saves in its own memory, and it is lost if the process dies before it is written: "
-            "%d bytes are needed in %s, and there is %s. Give it more: docker run --shm-size=..., or in Kubernetes an "
-            "emptyDir with medium: Memory at /dev/shm",
+            "rank %d stages what it saves in its own memory, and a staged copy is lost if the process dies before the "
+            "checkpoint is written: %d bytes are needed in %s, %s. Give that folder more room: docker run "
+            "--shm-size=..., or in Kubernetes an emptyDir with medium: Memory at /dev/shm",
             self._rank,
             num_bytes,
             self._folder,
-            has,
+            why,
         )
 
 

@@ -95,7 +95,8 @@ class Staging:
     ) -> dict[FileKind, Shard]:
         """Copy ``parts`` into the staging memory; gives the copies, which stay until the next call of this.
 
-        With ``later`` parts that change in ``optimizer.step()`` alone are not copied, but put there with their targets.
+        If a list ``later`` is given, parts that change in ``optimizer.step()`` alone are not copied: each is added to
+        the list, with the memory that it is to be copied to.
         """
         self._finish()
         num_bytes = sum(_room_of(own) for own in parts.values())
@@ -383,6 +384,7 @@ def num_copies(*, in_background: bool, keep_previous: bool) -> int:
     """How many copies a process keeps of what it saves; with an agent's memory the previous one may be kept too."""
     if keep_previous and not in_background:
         raise ValueError(
-            "keep_previous is True, and nothing is saved in the background, where copies are; give both, or none"
+            "keep_previous is True, and nothing is saved in the background; only background saves keep copies: turn "
+            "them on, or leave keep_previous out"
         )
     return 1 + keep_previous if in_background else 0

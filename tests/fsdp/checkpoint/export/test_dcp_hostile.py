@@ -318,7 +318,7 @@ def test_a_tensor_is_not_larger_than_its_file_by_what_is_said_of_it(tmp_path: Pa
         place.relative_path, place.offset, place.length = "large", 0, len(content.getvalue())
 
     rewritten(folder, "model.w", change)
-    with pytest.raises(CheckpointDamaged, match=r"model\.w is of 274877906944 bytes, and \d+ were saved of it"):
+    with pytest.raises(CheckpointDamaged, match=r"model\.w has 274877906944 bytes, and only \d+ bytes were saved"):
         convert_from_dcp(folder, tmp_path / "storage", job="new", step=1)
 
 
@@ -619,5 +619,5 @@ def test_data_is_unpickled_as_python_does(protocol: int) -> None:
     content = pickle.dumps([data, data["n"]], protocol)
     assert Unpickler(content, ()).load() == [data, numbers]
     for end in range(0, len(content), len(content) // 50):
-        with pytest.raises(ValueError, match=r"cut off|takes more"):
+        with pytest.raises(ValueError, match=r"cut off|pops more"):
             Unpickler(content[:end], ()).load()

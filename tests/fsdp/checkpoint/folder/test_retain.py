@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.folder.claim import LAPSE_SECONDS, Reader, Reading, is_mark, readers_of
-from elastic_ext.fsdp.checkpoint.folder.cleanup import retained, verdicts_on
+from elastic_ext.fsdp.checkpoint.folder.cleanup import apply_retention, verdicts_on
 from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Chain, Commit, Lineage, checksum_of
 from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from elastic_ext.fsdp.checkpoint.folder.listing import ListedCheckpoint, Retention, RetentionVerdict, judge
@@ -330,7 +330,7 @@ def test_two_who_remove_at_once_remove_the_same(ram: Path) -> None:
         others: list[list[RetentionVerdict]] = []
 
         def remove(path: Path = path, others: list[list[RetentionVerdict]] = others) -> None:
-            others.append(retained(path, Retention(keep_abandoned=False)))
+            others.append(apply_retention(path, Retention(keep_abandoned=False)))
 
         with at_call(call, remove):
             own = run.folder.retain(Retention(keep_abandoned=False), run.chain)

@@ -63,7 +63,7 @@ def without_memory(rank: int, storage: Path) -> list[str]:
 def test_a_rank_without_memory_is_an_error_on_all_and_the_next_save_works(ranks: RankPool, storage: Path) -> None:
     for end in run_one(ranks, storage.parent / "ends", Trial(fn=without_memory, args=(storage,))):
         assert end.error is None, end
-        assert ["rank 1: there is no memory to keep what is saved" in text for text in end.value] == [True], end
+        assert ["rank 1: there is no memory for the staged copy of this" in text for text in end.value] == [True], end
     assert newest_of(storage) == 2
 
 
@@ -91,7 +91,7 @@ def test_an_interrupt_while_a_rank_copies_is_an_error_on_all_and_the_next_save_w
 ) -> None:
     for end in run_one(ranks, storage.parent / "ends", Trial(fn=interrupted, args=(storage,))):
         assert end.error is None, end
-        assert "rank 1: it was interrupted while what is saved was being copied" in end.value, end
+        assert "rank 1: the save was interrupted while it copied the state of this step" in end.value, end
     assert newest_of(storage) == 2 and garbage_in(storage) == []
 
 

@@ -615,7 +615,7 @@ def test_agents_of_several_nodes_complete_together(ranks: RankPool, folder: Path
     assert [completion.has_first for completion in completions] == [True, False]
 
     completions[0].begin()
-    with pytest.raises(CheckpointError, match=r"1 ranks have written of the 2 .* what the others had is gone"):
+    with pytest.raises(CheckpointError, match=r"only 1 of the 2 ranks .* what the others had staged is lost"):
         completions[0].commit(completions[0].write())
     completions[0].close()
     assert newest_of(storage) == 1 and unfinished_in(storage) == []
@@ -748,7 +748,7 @@ def test_folder_that_is_gone_is_a_warning_and_saves_go_on(
         assert is_loaded(ram / "storage", later)
         (ram / "shelf").mkdir()
     assert "stages what it saves in its own memory" in caplog.text
-    assert "what was staged has no record in" in caplog.text
+    assert "the staged copy has no record in" in caplog.text
 
 
 def test_without_an_agent_memory_is_this_processs_own(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
