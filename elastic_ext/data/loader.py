@@ -512,7 +512,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether all wanted workers are running, and none is still on its way."""
+        """Whether all wanted workers run, and none of the batches is left that were asked for before these changed."""
         return all(producer.is_settled for producer in self._producers)
 
     def check(self, new: ElasticConfig) -> str | None:

@@ -187,6 +187,23 @@ def test_until_a_worker_is_ready_this_process_makes_what_is_taken_and_nothing_ah
     assert producer.is_settled
 
 
+@pytest.mark.parametrize("after", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "prefetch_factor": 1}])
+def test_a_loader_is_not_settled_while_batches_come_that_more_workers_had_made_ahead(after: dict[str, int]) -> None:
+    loader = loader_of(400, 2, num_workers=2, prefetch_factor=6)
+    batches = iter(loader)
+    next(batches)
+    (producer,) = loader._producers
+    assert producer._pool is not None
+    producer._pool.wait_ready(2)
+    assert loader.is_settled
+    changed(loader, **after)
+    num_left = 0
+    while not loader.is_settled:
+        next(batches)
+        num_left += 1
+    assert num_left in (11, 12), "two workers had six batches each ahead, one of which the loop had taken"
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "collate_fn", "num_workers"),
     [

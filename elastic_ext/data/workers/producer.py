@@ -70,12 +70,14 @@ class BatchProducer:
         self._pinning = Pinning(pin)
         self._num_workers = 0
         self._is_closed = False
-        self.prefetch_factor = prefetch_factor
+        self._prefetch_factor = prefetch_factor
         self._pool: Pool | None = None
         self._fills_in = False  # this process makes batches until the first worker is ready
         self._own: dict[int, list[Any]] = {}  # what this process is to make, when it is taken
         self._is_making = threading.Lock()  # this process, in which nobody forks meanwhile
         self._number = 0
+        self._last_gone = 0  # the highest number that was taken or forgotten
+        self._last_before = 0  # the last number asked for before workers or prefetching changed
         if num_workers:
             self._have(num_workers, is_first=True)
 
@@ -99,8 +101,24 @@ class BatchProducer:
         return self._num_workers
 
     @property
+    def prefetch_factor(self) -> int:
+        """How many batches to ask for ahead, for each worker."""
+        return self._prefetch_factor
+
+    @prefetch_factor.setter
+    def prefetch_factor(self, prefetch_factor: int) -> None:
+        if prefetch_factor != self._prefetch_factor:
+            self._prefetch_factor = prefetch_factor
+            self._last_before = self._number
+
+    @property
     def is_settled(self) -> bool:
-        """Whether all wanted workers are ready, and make all coming batches."""
+        """Whether all wanted workers are ready, and make all coming batches; none is left of those asked for before.
+
+        Earlier workers, where there were more, may have made many ahead, which come faster than new ones are made.
+        """
+        if self._last_gone < self._last_before:
+            return False
         if self._pool is None or self._is_closed or self._num_workers == 0:
             return True
         return not self._own and self._pool.num_ready >= self._num_workers
@@ -110,6 +128,7 @@ class BatchProducer:
         if num_workers == self._num_workers or self._is_closed:
             return
         self._fills_in = self._num_workers == 0
+        self._last_before = self._number
         self._have(num_workers)
 
     def submit(self, indices: list[Any], slot: int | None = None, *, batch_index: int | None = None) -> int:
@@ -127,6 +146,7 @@ class BatchProducer:
 
     def take(self, number: int) -> Any:
         """The batch of that number, once it is made; raises what making it raised."""
+        self._last_gone = max(self._last_gone, number)
         indices = self._own.get(number)
         if indices is not None:
             try:
@@ -151,6 +171,7 @@ class BatchProducer:
 
     def forget(self, number: int) -> None:
         """Drop the batch of this number: nobody will take it."""
+        self._last_gone = max(self._last_gone, number)
         if self._own.pop(number, None) is None:
             assert self._pool is not None
             self._pool.forget(number)
