@@ -198,7 +198,7 @@ def test_an_exception_in_an_applier_is_raised_on_all_ranks_with_its_traceback(
     ranks: RankPool, tmp_path: Path, phase: str, doing: str, name: str
 ) -> None:
     first, second = same(ranks.run(3, fail_on_one_rank, tmp_path, phase))
-    assert first.startswith(f"{name}: 1 of 3 ranks failed while {doing} version 2")
+    assert first.startswith(f"{name}: 1 of 3 ranks failed while {doing} config version 2")
     assert "--- rank 2:" in first
     assert "tests/support/loops.py" in first
     assert f"ArithmeticError: {phase} of version 2 broke" in first

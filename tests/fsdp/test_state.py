@@ -519,7 +519,7 @@ def test_parameters_grouped_otherwise_are_refused_and_nothing_changes() -> None:
         put_groups([optimizer], parameters, saved)
     assert caught.value.extra == ("2.bias",)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
-    with pytest.raises(ValueError, match="no groups of optimizers"):
+    with pytest.raises(ValueError, match="groups of the optimizers cannot be read"):
         put_groups([optimizer], parameters, [{"groups": [{"params": 3}]}])
 
 

@@ -329,6 +329,6 @@ def test_a_node_that_tells_of_too_much_is_cut_short_and_counted(caller: Caller) 
     caller.beat("b", events=[wire.JobEvent(kind="note", text="heard all the same")])
     dropped = until(lambda: [each for each in caller("ReadEvents") if each.kind == "events-dropped"])
     noise = [each for each in caller("ReadEvents") if each.kind == "noise"]
-    assert 200 <= len(noise) < 300 and "tells of too many" in dropped[0].text
+    assert 200 <= len(noise) < 300 and "sends too many" in dropped[0].text
     assert all(len(each.text) == 4_000 for each in noise)
     assert any(each.text == "heard all the same" for each in caller("ReadEvents"))

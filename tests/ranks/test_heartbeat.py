@@ -235,7 +235,7 @@ def test_a_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path, caplo
     stacks_file(tmp_path / "run", 3).symlink_to(target)
     made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
     assert said(tmp_path).stacks_signal == 0
-    assert "cannot write its stacks" in caplog.text
+    assert "cannot open the file for its stack traces" in caplog.text
     made.enter(0)
     assert said(tmp_path).activity is Activity.STEP
     made.end()

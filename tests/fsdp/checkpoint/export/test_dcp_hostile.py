@@ -292,7 +292,7 @@ def test_what_stands_in_many_places_of_metadata_is_not_made_many_times(
     folder = saved(tmp_path / "dcp", STATE)
     data = pickle.dumps(bomb(num_keys, num_chunks, num_dims))
     assert len(data) < 100_000
-    words = "more than a file of its size can hold"
+    words = "more entries than a file of its size can hold"
     assert peak_bytes(lambda: refused(folder, data, CheckpointDamaged, words)) < 256 * len(data) + (1 << 20)
 
 
