@@ -56,7 +56,7 @@ class Begun:
     """The last committed step in the checkpoint that training went on from."""
     global_batch_size: int | None
     checkpoints: str | None
-    """The folder in which checkpoints are saved; None where none are saved."""
+    """Where checkpoints are saved, and how often, in words; None where none are saved."""
 
 
 def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
@@ -80,11 +80,12 @@ def begun_in(file: Path, *, since: float) -> Begun | None:
     event = _newest(file, ("training-began",), since=since)
     if event is None:
         return None
-    size, folder = event.details.get("global_batch_size"), event.details.get("checkpoints")
+    size = event.details.get("global_batch_size")
+    saving = [event.details.get(name) for name in ("checkpoints", "checkpoint_interval")]
     return Begun(
         step=event.step,
         global_batch_size=size if type(size) is int else None,
-        checkpoints=folder if type(folder) is str else None,
+        checkpoints=", ".join(each for each in saving if type(each) is str) or None,
     )
 
 

@@ -415,10 +415,12 @@ class Session:
         """Report that training has begun, and after which step it goes on."""
         step = self._counts.global_step
         text = f"training goes on after step {step}" if step else "training begins"
-        job = None if self._training.checkpoints is None else self._training.checkpoints.job
+        checkpoints = self._training.checkpoints
+        job = None if checkpoints is None else checkpoints.job
         details = {
             "global_batch_size": self._batches.global_batch,
             "checkpoints": None if job is None else str(job.root),
+            "checkpoint_interval": None if checkpoints is None else checkpoints.interval_in_words,
             "checkpoint_job": None if job is None else job.name,
             "config_file": str(self.follower.settings.config_file),
         }

@@ -39,6 +39,16 @@ def test_the_last_beginning_counts_where_it_is_of_this_round(tmp_path: Path) -> 
     assert begun_in(file, since=5.5) is None
 
 
+def test_a_beginning_says_where_and_how_often_checkpoints_are_saved(tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    file.write_text(event(0, 1.0, checkpoints="/shared", checkpoint_interval="every 50 steps"))
+    begun = begun_in(file, since=0.0)
+    assert begun is not None and begun.checkpoints == "/shared, every 50 steps"
+    file.write_text(event(0, 1.0, checkpoints=None, checkpoint_interval=None))
+    begun = begun_in(file, since=0.0)
+    assert begun is not None and begun.checkpoints is None
+
+
 def test_what_a_rank_says_that_was_told_to_end_is_found_where_it_is_of_this_round(tmp_path: Path) -> None:
     file = tmp_path / "events-0.jsonl"
     assert left_in(file, since=0.0) is None

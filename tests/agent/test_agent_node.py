@@ -191,7 +191,7 @@ def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_p
     steps = samples_of_steps(tmp_path)
     assert sorted(steps) == list(range(1, 13))
     assert "training goes on after step 4: 3 steps taken again (36 samples)" in node.text
-    assert f"checkpoints: {tmp_path / 'checkpoints'}" in node.text
+    assert f"checkpoints: {tmp_path / 'checkpoints'}, every 4 steps" in node.text
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ _logger = logging.getLogger(__name__)
 
 _CANNOT_HOLD = (
     "checkpoints cannot hold what the optimizers have made in the first step: {}. Use an optimizer whose state is "
-    "plain tensors, as torch.optim's are, or have no checkpoints saved: leave checkpoint_interval out, and checkpoint "
-    "in the config"
+    "plain tensors, as torch.optim's are, or have none saved: give checkpoint_interval=CheckpointInterval(), and leave "
+    "checkpoint out of the config"
 )
 
 
@@ -70,7 +70,7 @@ class CheckpointRequest:
     storage: Path | None
     """The folder of all jobs; None to keep no checkpoints."""
     job: str | None
-    interval: CheckpointInterval | None
+    interval: CheckpointInterval
     options: CheckpointOptions
 
     def to_compare(self) -> str:
@@ -88,7 +88,7 @@ class Checkpoints:
         state: TrainingState,
         *,
         startup: Mapping[str, object],
-        interval: CheckpointInterval | None,
+        interval: CheckpointInterval,
         options: CheckpointOptions,
         heartbeat: Heartbeat,
     ) -> None:
@@ -105,7 +105,7 @@ class Checkpoints:
         self._names_of_now: set[str] = set()  # of all checkpoints that this run has saved of the same step as ``path``
         self._back_at: int | None = None  # the global step that training went back to last
         self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
-        self._given = interval or CheckpointInterval()
+        self._given = interval
         self._interval = self._given
         self.options = options
         self._startup = startup  # the config values that the script gives
@@ -188,7 +188,8 @@ class Checkpoints:
             _logger.warning(
                 "a step was taken outside of `with trainer.epoch():`, and checkpoints are saved by epochs: none falls "
                 "due where no epoch ends, and trainer.reset() ends none; put `with trainer.epoch():` around the loop "
-                "over the data, or have checkpoints saved by steps"
+                "over the data, or give checkpoint_interval=CheckpointInterval(steps=...) to have checkpoints saved by "
+                "steps, or CheckpointInterval() to have none saved by itself"
             )
 
     @property
@@ -298,9 +299,12 @@ class Checkpoints:
         return self._why_never if is_wanted and not self._warns else None
 
     @property
-    def interval(self) -> CheckpointInterval:
-        """How often checkpoints fall due by themselves, by the config in force."""
-        return self._interval
+    def interval_in_words(self) -> str:
+        """How often checkpoints fall due by themselves, by the config in force, in words."""
+        for number, noun in ((self._interval.steps, "step"), (self._interval.epochs, "epoch")):
+            if number is not None:
+                return f"every {noun}" if number == 1 else f"every {number} {noun}s"
+        return "none by itself"
 
     @property
     def has_interval(self) -> bool:

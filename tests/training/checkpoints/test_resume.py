@@ -286,11 +286,11 @@ def test_the_config_asks_for_one_checkpoint_and_for_another_interval(tmp_path: P
     run = make(tmp_path, "run")
     (run / "0").mkdir()
     put(run / "0", version=1, checkpoint={"now": True})
-    train(run, tmp_path / "storage", until=4, checkpoint_interval=None)
+    train(run, tmp_path / "storage", until=4, checkpoint_interval=CheckpointInterval())
     (first,) = saved_in(tmp_path / "storage")  # one, within two steps
     assert first in ("step_1", "step_2")
     put(run / "0", version=2, checkpoint={"steps": 2})
-    train(run, tmp_path / "storage", until=7, checkpoint_interval=None)
+    train(run, tmp_path / "storage", until=7, checkpoint_interval=CheckpointInterval())
     assert saved_in(tmp_path / "storage") == sorted({first, "step_4", "step_6"})
 
 
