@@ -319,14 +319,15 @@ class Checkpoints:
     def end(self) -> None:
         """Finish saving, as training has ended well on all ranks: wait for the save under way, save what is missing.
 
-        That is a checkpoint due at the last step, and left out since another save was under way; or the state after
-        training went back, where nothing was saved since.
+        That is the last step, where checkpoints fall due by themselves; a checkpoint that was left out there, since
+        another save was under way; or the state after training went back, where nothing was saved since.
         """
         self._finish_save()
         left_out_at, name = self._left_out or (None, "")
         is_left_out = left_out_at == self._counts.global_step
+        is_unsaved = self.path_of_now is None and self.has_interval and self._counts.num_boundaries > 0
         is_back_unsaved = self._back_at is not None and self.path is None
-        if is_left_out or is_back_unsaved:
+        if is_left_out or is_unsaved or is_back_unsaved:
             name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
                 self._save_or_warn(name, self.moment(), self._mode(waits=True))
