@@ -76,7 +76,7 @@ def test_workers_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         assert len(workers) == 2
 
 
-def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_ends_all_with_a_checkpoint_from_which_the_next_start_resumes_and_says_so(tmp_path: Path) -> None:
     job = ("--steps=100000", "--pace=0.05", "--every=100000")
     with nodes(started(tmp_path, *job, launcher=ELASTIC_RUN)) as (node,):  # its workers are new interpreters
         until(lambda: last_step(tmp_path) > 3 or None)
@@ -91,6 +91,9 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     assert events == [f"this node has ended its workers after SIGTERM; {told[1]}"]
     assert status.troubles == () and status.notes == (words,)
     assert [(each.state, each.exit_code) for each in status.ranks] == [("left", 143)] * 2
+    with nodes(started(tmp_path, f"--steps={step + 2}", "--every=100000")) as (node,):
+        assert node.end() == 0, node.text
+    assert f"training resumes from {commit.parent}, of step {step}, saved by 2 ranks" in node.text
 
 
 def test_a_worker_that_somebody_has_told_to_end_is_said_to_have_saved(tmp_path: Path) -> None:
