@@ -57,6 +57,8 @@ class Begun:
     global_batch_size: int | None
     checkpoints: str | None
     """Where checkpoints are saved, and how often, in words; None where none are saved."""
+    saves_on_signals: bool = False
+    """Whether training ends with a checkpoint where it is told to end."""
     resumed_from: str | None = None
     """The checkpoint that training went on from; None where there is none."""
     saved_by_ranks: int | None = None
@@ -97,6 +99,7 @@ def begun_in(file: Path, *, since: float) -> Begun | None:
         step=event.step,
         global_batch_size=size if type(size) is int else None,
         checkpoints=", ".join(each for each in saving if type(each) is str) or None,
+        saves_on_signals=event.details.get("saves_on_signals") is True,
         resumed_from=resumed_from if type(resumed_from) is str else None,
         saved_by_ranks=num_ranks if type(num_ranks) is int else None,
     )
@@ -202,6 +205,12 @@ class NodeTasks:
         if steps and self._ended is None:
             self._ended = LastProgress(step=max(steps), clock=time.monotonic())
         return bool(steps)
+
+    def saves_on_signals(self, ranks: Iterable[int]) -> bool:
+        """Whether some of the ranks have begun training in this round that ends with a checkpoint if told to end."""
+        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+        found = (begun_in(file, since=self._round.seconds) for file in files)
+        return any(begun is not None and begun.saves_on_signals for begun in found)
 
     def words_of_leaving(self, ranks: Iterable[int]) -> str:
         """What ranks that were told to end in this round say of where training can go on; empty if none says it."""

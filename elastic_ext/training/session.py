@@ -423,6 +423,7 @@ class Session:
             "checkpoints": None if job is None else str(job.root),
             "checkpoint_interval": None if checkpoints is None else checkpoints.interval_in_words,
             "checkpoint_job": None if job is None else job.name,
+            "saves_on_signals": checkpoints is not None and checkpoints.options.save_on_signals,
             "resumed_from": None if resumed is None or checkpoints is None else str(checkpoints.path),
             "saved_by_ranks": None if resumed is None else resumed.num_ranks,
             "config_file": str(self.follower.settings.config_file),

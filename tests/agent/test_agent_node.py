@@ -87,6 +87,7 @@ def test_sigterm_ends_all_with_a_checkpoint_from_which_the_next_start_resumes_an
     (commit,) = (tmp_path / "checkpoints").rglob("COMMIT")
     step, status = read_commit(commit.parent).global_step, status_in(node.run_dir)
     words = f"training was told to end, and can go on from step {step}"
+    assert "this node leaves the job; its workers are told to save a checkpoint and to end" in node.text
     assert told is not None and told[1] == f"{words}: {commit.parent} is saved"
     assert events == [f"this node has ended its workers after SIGTERM; {told[1]}"]
     assert status.troubles == () and status.notes == (words,)
@@ -131,6 +132,7 @@ def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> No
 
         until(ends)
         assert node.end() in (143, -signal.SIGTERM)  # the last may have come when Python itself was about to end
+        assert "this node leaves the job; its workers are told to end\n" in node.text
         assert "this node has ended its workers after SIGTERM" in node.text
         assert len(workers) == 2 and not any(is_alive(worker) for worker in workers.values())
 
