@@ -602,7 +602,7 @@ def checkpoints_for(
 
 
 def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, object]) -> None:
-    """Log what differs from when the checkpoint was saved, and which of the script's ``startup`` values are unused."""
+    """Log what differs from when the checkpoint was saved, and which of the script's own values are unused."""
     commit = resumed.commit
     was = {**commit.about, "torch": commit.versions.get("torch")}
     now = {**state.about(), "torch": torch.__version__}
@@ -613,6 +613,7 @@ def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, 
         for path, value in startup.items()
         if config.get(path) != value
     ]
+    differs += resumed.stays
     _logger.log(
         logging.WARNING if differs else logging.INFO,
         "resuming from %s, saved %s at step %d: %s",

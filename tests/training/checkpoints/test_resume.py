@@ -442,6 +442,30 @@ def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.Lo
     assert line.endswith("at step 1: config version 0 -> 7")
 
 
+def test_a_schedule_that_keeps_the_length_it_was_saved_with_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(name: str, length: int) -> list[str]:
+        caplog.clear()
+        model = net(0.0, seed=0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_of(make(tmp_path, name), model, micro_batch_size=4, shared_storage_path=tmp_path / "storage")
+        with trainer:
+            optimizer, scheduler = trainer.prepare(inner, lr_scheduler.CosineAnnealingLR(inner, T_max=length))
+            inputs, targets = make_data(4)
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                scheduler.step()
+            trainer.save_checkpoint()
+        return resuming_lines(caplog)
+
+    assert run("a", 100) == []
+    (line,) = run("b", 200)
+    assert line.endswith("at step 1: CosineAnnealingLR keeps T_max 100, the script's has 200")
+    assert run("c", 100) == []
+
+
 def resuming_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith("resuming from")]
 
