@@ -414,7 +414,9 @@ class ElasticAgent(LocalElasticAgent):
         """
         is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
-        how = "told to save a checkpoint and to end" if is_term else f"sent {number.name} too"
+        how = "told to end" if is_term else f"sent {number.name} too"
+        if is_term and self._tasks.saves_on_signals(each.rank for each in self.watched):
+            how = "told to save a checkpoint and to end"
         self._journal.tell("leaving", f"{number.name}: this node leaves the job; its workers are {how}")
         board = self._board
         if board.num_peers > 1:

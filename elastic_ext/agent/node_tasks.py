@@ -29,7 +29,7 @@ from .workers.monitor import Monitor, Watched, WorkersLook
 from .workers.stacks import capture
 from .workers.stragglers import SlowWorkers
 
-__all__ = ["Begun", "LastProgress", "NodeTasks", "begun_in", "cost_in_words", "left_in"]
+__all__ = ["Begun", "LastProgress", "NodeTasks", "begun_in", "cost_in_words", "left_in", "resumed_in_words"]
 
 
 # --- the cost of a restart -------------------------------------------------------------------------------------------
@@ -56,7 +56,13 @@ class Begun:
     """The last committed step in the checkpoint that training went on from."""
     global_batch_size: int | None
     checkpoints: str | None
-    """The folder in which checkpoints are saved; None where none are saved."""
+    """Where checkpoints are saved, and how often, in words; None where none are saved."""
+    saves_on_signals: bool = False
+    """Whether training ends with a checkpoint where it is told to end."""
+    resumed_from: str | None = None
+    """The checkpoint that training went on from; None where there is none."""
+    saved_by_ranks: int | None = None
+    """How many ranks had saved that checkpoint."""
 
 
 def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
@@ -74,17 +80,28 @@ def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
     return f"training goes on after step {begun.step}: {lost}, and {now - ended.clock:.1f} seconds without a step"
 
 
+def resumed_in_words(begun: Begun) -> str:
+    """From which checkpoint a job that is started resumes, of which step, and how many ranks saved it, in a sentence."""
+    words = f"training resumes from {begun.resumed_from}, of step {begun.step}"
+    return words if begun.saved_by_ranks is None else f"{words}, saved by {counted(begun.saved_by_ranks, 'rank')}"
+
+
 def begun_in(file: Path, *, since: float) -> Begun | None:
     """Where a rank's training began after ``since`` (seconds since 1970), by its event file; None if it has not."""
 
     event = _newest(file, ("training-began",), since=since)
     if event is None:
         return None
-    size, folder = event.details.get("global_batch_size"), event.details.get("checkpoints")
+    size, num_ranks = event.details.get("global_batch_size"), event.details.get("saved_by_ranks")
+    resumed_from = event.details.get("resumed_from")
+    saving = [event.details.get(name) for name in ("checkpoints", "checkpoint_interval")]
     return Begun(
         step=event.step,
         global_batch_size=size if type(size) is int else None,
-        checkpoints=folder if type(folder) is str else None,
+        checkpoints=", ".join(each for each in saving if type(each) is str) or None,
+        saves_on_signals=event.details.get("saves_on_signals") is True,
+        resumed_from=resumed_from if type(resumed_from) is str else None,
+        saved_by_ranks=num_ranks if type(num_ranks) is int else None,
     )
 
 
@@ -138,7 +155,7 @@ class NodeTasks:
         self._ended: LastProgress | None = None
         self._round = Since(0.0)
         self._is_after_others = False  # whether the round comes after one whose workers were ended
-        self._has_told_checkpoints = False
+        self._has_told_begun = False
 
     def start(self) -> None:
         """Read the config file, and listen on the control socket."""
@@ -188,6 +205,12 @@ class NodeTasks:
         if steps and self._ended is None:
             self._ended = LastProgress(step=max(steps), clock=time.monotonic())
         return bool(steps)
+
+    def saves_on_signals(self, ranks: Iterable[int]) -> bool:
+        """Whether some of the ranks have begun training in this round that ends with a checkpoint if told to end."""
+        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+        found = (begun_in(file, since=self._round.seconds) for file in files)
+        return any(begun is not None and begun.saves_on_signals for begun in found)
 
     def words_of_leaving(self, ranks: Iterable[int]) -> str:
         """What ranks that were told to end in this round say of where training can go on; empty if none says it."""
@@ -305,15 +328,20 @@ class NodeTasks:
                 self._journal.tell(kind, news.text, rank=news.rank, host=news.host)
 
     def _tell_begun(self, workers: Sequence[Watched]) -> None:
-        """Write events once workers have taken their first step: where they save, and what a restart has cost."""
-        if self._has_told_checkpoints and not self._is_after_others:
+        """Write events once workers have taken their first step: where they save, and what they go on from.
+
+        That is the checkpoint that a first start resumes from, or what a restart has cost.
+        """
+        if self._has_told_begun and not self._is_after_others:
             return
         begun = self._begun(workers)
         if begun is None:
             return
-        if not self._has_told_checkpoints:
-            self._has_told_checkpoints = True
+        if not self._has_told_begun:
+            self._has_told_begun = True
             self._journal.tell("checkpoints", f"checkpoints: {begun.checkpoints or 'none are saved'}")
+            if begun.resumed_from is not None and not self._is_after_others:
+                self._journal.tell("resumed", resumed_in_words(begun), step=begun.step)
         if self._ended is not None and self._is_after_others:
             self._journal.tell("went-on", cost_in_words(self._ended, begun, now=time.monotonic()), step=begun.step)
             self._ended, self._is_after_others = None, False

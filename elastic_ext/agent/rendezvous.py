@@ -29,7 +29,16 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.fsdp.checkpoint.saving.rescue import Completion, Outcome, RescuePlan, choose, clear, complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving.rescue import (
+    Completion,
+    Outcome,
+    RescuePlan,
+    choose,
+    clear,
+    complete,
+    rows_in,
+    saved_in_words,
+)
 from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.deadlines import NoAnswer, within
@@ -572,7 +581,7 @@ def _completed(folder: Path, exchange: _Exchange, choice: RescuePlan) -> Outcome
             why = _first(exchange(f"committed/{run}", why))
     if why:
         return Outcome(run_id=run, path=None, why=f"what was staged is not completed: {why}")
-    return Outcome(run_id=run, path=path, why=f"{choice.why}, and was completed")
+    return Outcome(run_id=run, path=path, why=f"{choice.why}, and is saved" if path is None else saved_in_words(path))
 
 
 def _first(troubles: list[str]) -> str:

@@ -38,7 +38,7 @@ from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.loading.verify import Damage, damage_in
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.records.json import shown
-from elastic_ext.records.text import age_in_words, on_one_line, size_in_words
+from elastic_ext.records.text import age_in_words, counted, on_one_line, size_in_words
 
 from .ckpt import (
     DAMAGED,
@@ -60,7 +60,7 @@ __all__ = ["run_ls", "run_prune", "run_show", "run_verify"]
 
 # --- the checkpoints of jobs, one a line, and what else lies among them ----------------------------------------------
 
-_HEADINGS = ("NAME", "STEP", "EPOCH", "SIZE", "LAYOUT", "RUNS", "AGE", "")
+_HEADINGS = ("NAME", "STEP", "EPOCHS DONE", "SIZE", "LAYOUT", "RUNS", "AGE", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +209,8 @@ def _tell_commit(found: ListedCheckpoint, terminal: Terminal) -> None:
     about = ", ".join(f"{name} {shown(value)}" for name, value in commit.about.items())
     lines = (
         str(found.path),
-        f"  step {commit.global_step}, epoch {commit.epoch}, {size_in_words(bytes_of(commit))}, {layout_of(commit)}",
+        f"  step {commit.global_step}, {counted(commit.epoch, 'epoch')} done, {size_in_words(bytes_of(commit))}, "
+        f"{layout_of(commit)}",
         f"  saved {commit.saved_at}, {age} ago" + (f", with {versions}" if versions else ""),
         f"  runs: {runs}",
         *((f"  about: {about}",) if about else ()),

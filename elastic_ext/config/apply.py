@@ -102,7 +102,8 @@ class Applied:
     def __str__(self) -> str:
         changes = ", ".join(f"{path} {shown(old)} -> {shown(new)}" for path, (old, new) in self.changes.items())
         reason = f" ({shown(self.new.reason, 200)[1:-1]})" if self.new.reason else ""
-        return f"{self.new.label} in force from step {self.step}: {changes or 'nothing differs'}{reason}"
+        since = f"step {self.step}" if self.step else "the start"  # of this run, where a checkpoint is loaded later
+        return f"{self.new.label} in force from {since}: {changes or 'nothing differs'}{reason}"
 
 
 class Appliers:
@@ -287,8 +288,9 @@ class ConfigRounds:
         """Put the resumed config in force, after ``resume`` in a started job, with the config file over it.
 
         The file is left out where there is none or it is refused. Both come into force in one change, since a change
-        may take long.
+        may take long. Gives what came into force, None where that was in force since the start.
         """
+        before = self.config
         self._settled.clear()
         self.scheduled = None
         choice, content = self._choose(self._unsettled_file(), place)
@@ -300,7 +302,7 @@ class ConfigRounds:
             self._log_refusal(f"the resumed config {self._base.label}", _in_words(reasons))
         if choice.kind == "revision":
             applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
-        return applied
+        return None if self.config.digest == before.digest else applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""
@@ -510,7 +512,7 @@ class ConfigRounds:
         applied = Applied(old=self.config, new=new, step=step)
         self.config = new
         self._settled = {key for key in self._settled if key[0] >= new.version}
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and new.digest != applied.old.digest:  # else it is in force already, and said
             _logger.info("config %s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
 

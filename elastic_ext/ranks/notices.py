@@ -146,7 +146,7 @@ def _in_words(trouble: Trouble | None, silent: str) -> str:
     if trouble is None:
         return silent
     if trouble.kind == "ended":
-        return f"has ended: {trouble.text}"
+        return trouble.text  # such as "ended by SIGKILL"
     if trouble.kind == "failed":
         return f"failed after {trouble.progress}: {trouble.text}"
     return f"lost a peer too, after {trouble.progress}"

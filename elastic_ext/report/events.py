@@ -56,6 +56,7 @@ _GROUP_OF: dict[str, Group] = {
     "hang": "hang",
     "stacks": "hang",
     "went-on": "restart",
+    "resumed": "restart",
     "workers-started": "restart",
     "started": "restart",
     "training-began": "restart",

@@ -95,10 +95,6 @@ def _batch_in_words(batches: Batches, num_replicas: int) -> str:
 def _checkpoints_in_words(checkpoints: Checkpoints | None) -> str:
     if checkpoints is None:
         return "none; give shared_storage_path"
-    interval = checkpoints.interval
-    due = "none by itself"
-    if interval.steps is not None or interval.epochs is not None:
-        due = "every " + (counted(interval.steps, "step") if interval.steps else counted(interval.epochs or 0, "epoch"))
     if checkpoints.path is None:
-        return f"in {checkpoints.job.root}, {due}; none so far"
-    return f"in {checkpoints.path.parent}, {due}; the newest is {checkpoints.path.name}"
+        return f"in {checkpoints.job.root}, {checkpoints.interval_in_words}; none so far"
+    return f"in {checkpoints.path.parent}, {checkpoints.interval_in_words}; the newest is {checkpoints.path.name}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EpochLength", "Remarks", "is_looked_at", "next_look", "remark_on_length"]
+__all__ = ["EpochLength", "Remarks", "is_looked_at", "lengths_of", "next_look", "remark_on_length"]
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int) -> s
     num_batches, num_steps = epoch.num_batches, epoch.num_steps(global_batch)
     if num_batches < _FEWEST_BATCHES or 3 * num_steps > 2 * num_batches:
         return None
-    for name, length in _lengths_of(scheduler):
+    for name, length in lengths_of(scheduler):
         if length <= 0 or length % num_batches:
             continue
         num_epochs = length // num_batches
@@ -99,7 +99,7 @@ def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int) -> s
     return None
 
 
-def _lengths_of(scheduler: Any) -> Iterator[tuple[str, int]]:
+def lengths_of(scheduler: Any) -> Iterator[tuple[str, int]]:
     """The numbers of steps that a schedule and its parts are made for, each with its name."""
     for name in _LENGTHS:
         length = getattr(scheduler, name, None)
@@ -115,10 +115,10 @@ def _lengths_of(scheduler: Any) -> Iterator[tuple[str, int]]:
             break
     parts, begins = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
     if parts and begins:
-        for _, length in _lengths_of(parts[-1]):
+        for _, length in lengths_of(parts[-1]):
             yield "an end at", begins[-1] + length
         yield "its last milestone at", begins[-1]
     elif parts:
         for part in parts:
-            for name, length in _lengths_of(part):
+            for name, length in lengths_of(part):
                 yield f"a {type(part).__name__} with {name}", length

@@ -415,11 +415,17 @@ class Session:
         """Report that training has begun, and after which step it goes on."""
         step = self._counts.global_step
         text = f"training goes on after step {step}" if step else "training begins"
-        job = None if self._training.checkpoints is None else self._training.checkpoints.job
+        checkpoints = self._training.checkpoints
+        job = None if checkpoints is None else checkpoints.job
+        resumed = None if checkpoints is None or checkpoints.path is None else checkpoints.job.run.newest
         details = {
             "global_batch_size": self._batches.global_batch,
             "checkpoints": None if job is None else str(job.root),
+            "checkpoint_interval": None if checkpoints is None else checkpoints.interval_in_words,
             "checkpoint_job": None if job is None else job.name,
+            "saves_on_signals": checkpoints is not None and checkpoints.options.save_on_signals,
+            "resumed_from": None if resumed is None or checkpoints is None else str(checkpoints.path),
+            "saved_by_ranks": None if resumed is None else resumed.num_ranks,
             "config_file": str(self.follower.settings.config_file),
         }
         self.follower.reports.write_event("training-began", step=step, text=text, details=details)

@@ -157,7 +157,8 @@ class ElasticTrainer:
 
     ``use_fsdp`` makes sure that the model is sharded by ``prepare()``, by ``fully_shard`` or by ``parallelize()``. With
     ``shared_storage_path`` a run resumes from the newest checkpoint there, saves by ``checkpoint_interval``, and ends
-    with a checkpoint at SIGTERM or SIGUSR1. ``accelerator`` is the one that has prepared the model, if one has.
+    with a checkpoint at SIGTERM or SIGUSR1. The interval is an epoch by default; with ``CheckpointInterval()`` nothing
+    is saved by itself. ``accelerator`` is the one that has prepared the model, if one has.
 
     Everything else is in values that check themselves: how steps are taken (``StepOptions``), how checkpoints are saved
     and kept (``CheckpointOptions``), the config file, the job's name and its run directory (``FollowOptions``), and
@@ -209,7 +210,7 @@ class ElasticTrainer:
             request=CheckpointRequest(
                 storage=None if shared_storage_path is None else Path(shared_storage_path).absolute(),
                 job=following.job,
-                interval=checkpoint_interval,
+                interval=CheckpointInterval(epochs=1) if checkpoint_interval is None else checkpoint_interval,
                 options=saving,
             ),
             factory=factory,

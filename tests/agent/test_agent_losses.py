@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.event_files import newest_event
-from elastic_ext.agent.node_tasks import Begun, LastProgress, begun_in, cost_in_words, left_in
+from elastic_ext.agent.node_tasks import Begun, LastProgress, begun_in, cost_in_words, left_in, resumed_in_words
 from elastic_ext.records.metrics import JobEvent
 
 BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
@@ -37,6 +37,24 @@ def test_the_last_beginning_counts_where_it_is_of_this_round(tmp_path: Path) -> 
     file.write_text(event(0, 1.0) + event(8, 5.0, global_batch_size=12, checkpoints="/shared") + event(9, 6.0, "other"))
     assert begun_in(file, since=4.0) == BEGUN
     assert begun_in(file, since=5.5) is None
+
+
+def test_a_beginning_says_where_and_how_often_checkpoints_are_saved(tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    file.write_text(event(0, 1.0, checkpoints="/shared", checkpoint_interval="every 50 steps"))
+    begun = begun_in(file, since=0.0)
+    assert begun is not None and begun.checkpoints == "/shared, every 50 steps"
+    file.write_text(event(0, 1.0, checkpoints=None, checkpoint_interval=None))
+    begun = begun_in(file, since=0.0)
+    assert begun is not None and begun.checkpoints is None
+
+
+def test_a_start_that_resumes_says_from_which_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    file.write_text(event(192, 1.0, resumed_from="/shared/step_192", saved_by_ranks=2))
+    begun = begun_in(file, since=0.0)
+    assert begun is not None
+    assert resumed_in_words(begun) == "training resumes from /shared/step_192, of step 192, saved by 2 ranks"
 
 
 def test_what_a_rank_says_that_was_told_to_end_is_found_where_it_is_of_this_round(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_workers_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         assert len(workers) == 2
 
 
-def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_ends_all_with_a_checkpoint_from_which_the_next_start_resumes_and_says_so(tmp_path: Path) -> None:
     job = ("--steps=100000", "--pace=0.05", "--every=100000")
     with nodes(started(tmp_path, *job, launcher=ELASTIC_RUN)) as (node,):  # its workers are new interpreters
         until(lambda: last_step(tmp_path) > 3 or None)
@@ -87,10 +87,14 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     (commit,) = (tmp_path / "checkpoints").rglob("COMMIT")
     step, status = read_commit(commit.parent).global_step, status_in(node.run_dir)
     words = f"training was told to end, and can go on from step {step}"
+    assert "this node leaves the job; its workers are told to save a checkpoint and to end" in node.text
     assert told is not None and told[1] == f"{words}: {commit.parent} is saved"
     assert events == [f"this node has ended its workers after SIGTERM; {told[1]}"]
     assert status.troubles == () and status.notes == (words,)
     assert [(each.state, each.exit_code) for each in status.ranks] == [("left", 143)] * 2
+    with nodes(started(tmp_path, f"--steps={step + 2}", "--every=100000")) as (node,):
+        assert node.end() == 0, node.text
+    assert f"training resumes from {commit.parent}, of step {step}, saved by 2 ranks" in node.text
 
 
 def test_a_worker_that_somebody_has_told_to_end_is_said_to_have_saved(tmp_path: Path) -> None:
@@ -128,6 +132,7 @@ def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> No
 
         until(ends)
         assert node.end() in (143, -signal.SIGTERM)  # the last may have come when Python itself was about to end
+        assert "this node leaves the job; its workers are told to end\n" in node.text
         assert "this node has ended its workers after SIGTERM" in node.text
         assert len(workers) == 2 and not any(is_alive(worker) for worker in workers.values())
 
@@ -191,7 +196,7 @@ def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_p
     steps = samples_of_steps(tmp_path)
     assert sorted(steps) == list(range(1, 13))
     assert "training goes on after step 4: 3 steps taken again (36 samples)" in node.text
-    assert f"checkpoints: {tmp_path / 'checkpoints'}" in node.text
+    assert f"checkpoints: {tmp_path / 'checkpoints'}, every 4 steps" in node.text
 
 
 @pytest.mark.slow

@@ -421,6 +421,19 @@ def test_a_checkpoint_loaded_after_the_start_comes_into_force_under_the_file(fol
         assert follower.step == 41
 
 
+def test_what_a_checkpoint_leaves_as_it_was_since_the_start_is_told_once(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    with seen_by() as seen, follower_in(folder, startup={"optimizer.learning_rate": 0.5}) as follower:
+        follower.load_state_dict({"config": follower.config.to_dict(), "revision": 0, "step": 40})
+        assert follower.boundary().applied is None
+    told = [line for line in seen.log if "in force from" in line]
+    assert told == [
+        "INFO config version 3 in force from the start: optimizer.learning_rate 0.5 -> 0.25, on all 1 ranks"
+    ]
+    events = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "config-applied"] == [0]
+
+
 def test_a_checkpoint_loaded_after_the_start_without_a_file_stays_in_force(folder: Path) -> None:
     state = {"config": {"version": 7, "user": {"a": 1}}, "revision": 2, "step": 40}
     with follower_in(folder) as follower:

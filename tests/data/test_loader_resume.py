@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from elastic_ext import ElasticTrainer, FollowOptions
+from elastic_ext import CheckpointInterval, ElasticTrainer, FollowOptions
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.errors import RanksDisagreeError
 from tests.support.ranks import RankPool
@@ -83,6 +83,7 @@ def train(
         loader,
         global_batch_size=BATCH,
         shared_storage_path=folder / "storage",
+        checkpoint_interval=CheckpointInterval(),
         follow_options=FollowOptions(job="job", run_dir=folder / f"run {rank}"),
     )
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -184,6 +185,7 @@ def train_batches(rank: int, folder: Path, stops_at: int | None, goes_back: bool
         trained,
         loader,
         shared_storage_path=folder / "storage",
+        checkpoint_interval=CheckpointInterval(),
         follow_options=FollowOptions(job="job", run_dir=folder / f"run {rank}"),
     )
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))

@@ -315,11 +315,11 @@ def test_ranks_say_why_they_stop_and_agents_which_have_ended(store: Any, tmp_pat
     third.post(Trouble(kind="lost", progress="2 steps"))
     assert first.troubles().keys() == {1, 2} and third.troubles().keys() == {1}
     assert first.troubles()[1] == Trouble(kind="failed", progress="3 steps", text="x" * 4000)
-    ended_file(tmp_path, 3).write_text("killed by SIGKILL")
+    ended_file(tmp_path, 3).write_text("ended by SIGKILL")
     found = first.gather(SECONDS)
     assert first.account(found, silent="silent") == (
         f"rank 1 (here, pid 101) failed after 3 steps: {'x' * 4000}; "
-        "rank 3 (here, pid 103) has ended: killed by SIGKILL; "
+        "rank 3 (here, pid 103) ended by SIGKILL; "
         "rank 2 (here, pid 102) lost a peer too, after 2 steps"
     )
 

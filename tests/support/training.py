@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from elastic_ext import BatchPlan, CheckpointOptions, ElasticTrainer, FollowOptions, MemoryModel, StepOptions, StepPlan
+from elastic_ext import (
+    BatchPlan,
+    CheckpointInterval,
+    CheckpointOptions,
+    ElasticTrainer,
+    FollowOptions,
+    MemoryModel,
+    StepOptions,
+    StepPlan,
+)
 
 __all__ = [
     "ResumableSlices",
@@ -128,9 +137,11 @@ class ResumableSlices(Slices):
 
 
 def trainer_of(folder: Path, model: nn.Module, dataloader: Any = None, *, rank: int = 0, **arguments: Any) -> Any:
-    """A trainer whose files are this rank's own, as on a node of its own."""
+    """A trainer whose files are this rank's own, as on a node of its own; by default it saves nothing by itself."""
     run_dir = folder / str(rank)
     run_dir.mkdir(exist_ok=True)
+    if arguments.get("shared_storage_path") is not None:
+        arguments.setdefault("checkpoint_interval", CheckpointInterval())
     options: dict[str, Any] = {"agree_every_steps": 1, "timeout_seconds": 60.0, "job": "test", **arguments}
     return ElasticTrainer(model, dataloader, **grouped(run_dir=run_dir, **options))
 

@@ -100,15 +100,15 @@ def num_saves(caplog: pytest.LogCaptureFixture) -> int:
     return sum("was saved in" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("every", [BY_EPOCHS, BY_STEPS])
-def test_a_loop_that_does_much_between_epochs_saves_each_of_them_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: CheckpointInterval
+@pytest.mark.parametrize("every", [None, BY_EPOCHS, BY_STEPS])
+def test_a_loop_that_does_much_between_epochs_saves_each_of_them_once_and_by_default_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: CheckpointInterval | None
 ) -> None:
     with caplog.at_level(logging.INFO):
         train(tmp_path, "run", every=every)
     names = (
         ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]
-        if every is BY_EPOCHS
+        if every is not BY_STEPS
         else sorted(f"step_{4 * n}" for n in range(1, 5))
     )
     assert saved_in(tmp_path / "storage of run") == names

@@ -188,8 +188,11 @@ def test_ranks_do_so_too(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     ranks.run(2, alike_rank, tmp_path, kind, 2)
 
 
-def test_a_checkpoint_is_made_as_each_epoch_ends(tmp_path: Path) -> None:
-    with Run(tmp_path, every=BY_EPOCHS) as run:
+@pytest.mark.parametrize("every", [BY_EPOCHS, None])
+def test_a_checkpoint_is_made_as_each_epoch_ends_and_by_default_too(
+    tmp_path: Path, every: CheckpointInterval | None
+) -> None:
+    with Run(tmp_path, shared_storage_path=tmp_path / "storage of run", checkpoint_interval=every) as run:
         run.train(2 * STEPS + 1)
     assert saved_in(run.storage) == ["epoch_1", "epoch_2", f"step_{2 * STEPS + 1}"]
 

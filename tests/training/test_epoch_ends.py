@@ -145,7 +145,7 @@ def train(
         rank=rank,
         global_batch_size=BATCH,
         shared_storage_path=folder / f"storage of {name}",
-        checkpoint_interval=None if how == "by hand" else every or CheckpointInterval(steps=STEPS),
+        checkpoint_interval=CheckpointInterval() if how == "by hand" else every or CheckpointInterval(steps=STEPS),
         save_on_signals=how == "signal",
     )
     seen = Seen()

@@ -42,8 +42,8 @@ _logger = logging.getLogger(__name__)
 
 _CANNOT_HOLD = (
     "checkpoints cannot hold what the optimizers have made in the first step: {}. Use an optimizer whose state is "
-    "plain tensors, as torch.optim's are, or have no checkpoints saved: leave checkpoint_interval out, and checkpoint "
-    "in the config"
+    "plain tensors, as torch.optim's are, or have none saved: give checkpoint_interval=CheckpointInterval(), and leave "
+    "checkpoint out of the config"
 )
 
 
@@ -70,7 +70,7 @@ class CheckpointRequest:
     storage: Path | None
     """The folder of all jobs; None to keep no checkpoints."""
     job: str | None
-    interval: CheckpointInterval | None
+    interval: CheckpointInterval
     options: CheckpointOptions
 
     def to_compare(self) -> str:
@@ -88,7 +88,7 @@ class Checkpoints:
         state: TrainingState,
         *,
         startup: Mapping[str, object],
-        interval: CheckpointInterval | None,
+        interval: CheckpointInterval,
         options: CheckpointOptions,
         heartbeat: Heartbeat,
     ) -> None:
@@ -105,7 +105,7 @@ class Checkpoints:
         self._names_of_now: set[str] = set()  # of all checkpoints that this run has saved of the same step as ``path``
         self._back_at: int | None = None  # the global step that training went back to last
         self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
-        self._given = interval or CheckpointInterval()
+        self._given = interval
         self._interval = self._given
         self.options = options
         self._startup = startup  # the config values that the script gives
@@ -188,7 +188,8 @@ class Checkpoints:
             _logger.warning(
                 "a step was taken outside of `with trainer.epoch():`, and checkpoints are saved by epochs: none falls "
                 "due where no epoch ends, and trainer.reset() ends none; put `with trainer.epoch():` around the loop "
-                "over the data, or have checkpoints saved by steps"
+                "over the data, or give checkpoint_interval=CheckpointInterval(steps=...) to have checkpoints saved by "
+                "steps, or CheckpointInterval() to have none saved by itself"
             )
 
     @property
@@ -298,9 +299,12 @@ class Checkpoints:
         return self._why_never if is_wanted and not self._warns else None
 
     @property
-    def interval(self) -> CheckpointInterval:
-        """How often checkpoints fall due by themselves, by the config in force."""
-        return self._interval
+    def interval_in_words(self) -> str:
+        """How often checkpoints fall due by themselves, by the config in force, in words."""
+        for number, noun in ((self._interval.steps, "step"), (self._interval.epochs, "epoch")):
+            if number is not None:
+                return f"every {noun}" if number == 1 else f"every {number} {noun}s"
+        return "none by itself"
 
     @property
     def has_interval(self) -> bool:
@@ -315,14 +319,15 @@ class Checkpoints:
     def end(self) -> None:
         """Finish saving, as training has ended well on all ranks: wait for the save under way, save what is missing.
 
-        That is a checkpoint due at the last step, and left out since another save was under way; or the state after
-        training went back, where nothing was saved since.
+        That is the last step, where checkpoints fall due by themselves; a checkpoint that was left out there, since
+        another save was under way; or the state after training went back, where nothing was saved since.
         """
         self._finish_save()
         left_out_at, name = self._left_out or (None, "")
         is_left_out = left_out_at == self._counts.global_step
+        is_unsaved = self.path_of_now is None and self.has_interval and self._counts.num_boundaries > 0
         is_back_unsaved = self._back_at is not None and self.path is None
-        if is_left_out or is_back_unsaved:
+        if is_left_out or is_unsaved or is_back_unsaved:
             name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
                 self._save_or_warn(name, self.moment(), self._mode(waits=True))
@@ -597,7 +602,7 @@ def checkpoints_for(
 
 
 def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, object]) -> None:
-    """Log what differs from when the checkpoint was saved, and which of the script's ``startup`` values are unused."""
+    """Log what differs from when the checkpoint was saved, and which of the script's own values are unused."""
     commit = resumed.commit
     was = {**commit.about, "torch": commit.versions.get("torch")}
     now = {**state.about(), "torch": torch.__version__}
@@ -608,6 +613,7 @@ def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, 
         for path, value in startup.items()
         if config.get(path) != value
     ]
+    differs += resumed.stays
     _logger.log(
         logging.WARNING if differs else logging.INFO,
         "resuming from %s, saved %s at step %d: %s",

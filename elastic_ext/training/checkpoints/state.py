@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from elastic_ext.torch_private.gradients import acts_on_gradients
 from elastic_ext.torch_private.sharded import version_of
 from elastic_ext.training.batches import own_position, packed_position
 from elastic_ext.training.options import Overlap
+from elastic_ext.training.remarks import lengths_of
 
 if TYPE_CHECKING:
     from elastic_ext.training.training import Training
@@ -273,6 +274,8 @@ class Resumed:
     """Where this rank's dataloader stood, if there were as many ranks and each had a place of its own; else None."""
     random: Mapping[str, torch.Tensor]
     """States of random generators by name: this rank's, or the first rank's where there were more or fewer ranks."""
+    stays: Sequence[str]
+    """Numbers of steps that schedules are made for and that stay as saved, though the script gives others; in words."""
 
 
 class TrainingState:
@@ -430,9 +433,12 @@ class TrainingState:
             load = partial(optimizer.rates.load, load)
         load()
         opened.read("extra", self._wanted)
+        stays: list[str] = []
         for scheduler, packed in zip(parts.schedulers, state["schedulers"], strict=True):
+            given = list(lengths_of(scheduler.inner))
             scheduler.load_state_dict(unpack(packed["state"], tensors))
             scheduler.remember_steps(packed.get("steps_within_steps", True))
+            stays += _lengths_that_stay(scheduler.inner, given)
         if parts.scaler is not None:
             parts.scaler.load_state_dict(unpack(state["scaler"], tensors))
         return Resumed(
@@ -442,6 +448,7 @@ class TrainingState:
             position=unpack(state["position"], tensors),
             own_position=own_position(opened, rank=self.rank, num_ranks=self.num_ranks),
             random=drawn,
+            stays=stays,
         )
 
     def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
@@ -596,6 +603,13 @@ def _epoch_of(saved: Mapping[str, Any]) -> int:
     """The epoch that was under way when counts were saved; between two the one to come."""
     epoch: int = saved["epoch"]
     return epoch - 1 if saved.get("is_in_epoch", False) and saved.get("is_over", False) else epoch
+
+
+def _lengths_that_stay(scheduler: Any, given: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """The numbers of steps that a schedule has from a checkpoint where the script has ``given`` others, in words."""
+    for (name, length), (of, saved) in zip(given, lengths_of(scheduler), strict=False):
+        if name == of and length != saved:
+            yield f"{type(scheduler).__name__} keeps {name} {saved}, the script's has {length}"
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:

@@ -275,7 +275,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_after_the_first_step(
     assert ranks.run(num_ranks, packed_rank, tmp_path, num_ranks) == [1] * num_ranks
 
 
-@pytest.mark.parametrize("asks", [{"checkpoint_interval": None}, {"when_save_fails": "warn"}])
+@pytest.mark.parametrize("asks", [{"checkpoint_interval": CheckpointInterval()}, {"when_save_fails": "warn"}])
 def test_state_that_no_checkpoint_can_hold_is_a_warning_where_none_has_to_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asks: dict[str, Any]
 ) -> None:

@@ -119,6 +119,36 @@ def test_it_is_begun_before_the_next_step_or_at_the_end_of_an_epoch_or_by_hand_o
     assert "step_10" in small.saved
 
 
+@pytest.mark.parametrize("way", ["the block is left", "close() is called"])
+@pytest.mark.parametrize("interval", [CheckpointInterval(steps=2), CheckpointInterval(epochs=2)])
+def test_a_training_that_ends_well_has_a_checkpoint_of_its_last_step(
+    tmp_path: Path, way: str, interval: CheckpointInterval
+) -> None:
+    small = Small(tmp_path, checkpoint_interval=interval)
+    with small.trainer if way == "the block is left" else nullcontext():
+        with small.trainer.epoch(0):
+            small.take(3)
+    if way == "close() is called":
+        small.trainer.close()
+    assert "step_3" in small.saved
+    again = Small(tmp_path, checkpoint_interval=interval)
+    with again.trainer:
+        assert again.trainer.global_step == 3
+    assert again.saved == small.saved, "a run that takes no step saves nothing"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_training_that_fails_or_saves_none_by_itself_has_no_checkpoint_of_its_last_step(
+    tmp_path: Path, fails: bool
+) -> None:
+    small = Small(tmp_path, checkpoint_interval=CheckpointInterval(steps=2) if fails else CheckpointInterval())
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), small.trainer:
+        small.take(3)
+        if fails:
+            raise ZeroDivisionError
+    assert small.saved == (["step_2"] if fails else [])
+
+
 def test_a_save_that_cannot_be_begun_takes_no_samples_along(tmp_path: Path) -> None:
     loader = ResumableSlices(make_data(BATCH * 3), 3)
     model, handed_out = net(0), []
@@ -172,4 +202,4 @@ def test_where_epochs_say_what_is_saved_steps_of_no_epoch_are_warned_of_once(
                 small.take(2)
     told = [record for record in caplog.records if "outside of `with trainer.epoch():`" in record.getMessage()]
     assert [record.levelname for record in told] == ([] if has_epochs else ["WARNING"])
-    assert small.saved == (["epoch_1", "epoch_2"] if has_epochs else [])
+    assert small.saved == (["epoch_1", "epoch_2"] if has_epochs else ["step_4"])

@@ -51,7 +51,7 @@ trainer = ElasticTrainer(
     model,
     micro_batch_size=2,
     shared_storage_path=folder + "/storage",
-    checkpoint_interval=None if where == "within" else CheckpointInterval(steps=1000),
+    checkpoint_interval=CheckpointInterval() if where == "within" else CheckpointInterval(steps=1000),
     follow_options=FollowOptions(job="job", run_dir=f"{folder}/{rank}"),
     checkpoint_options=CheckpointOptions(save_on_signals=where != "off"),
 )

@@ -286,12 +286,12 @@ def test_the_config_asks_for_one_checkpoint_and_for_another_interval(tmp_path: P
     run = make(tmp_path, "run")
     (run / "0").mkdir()
     put(run / "0", version=1, checkpoint={"now": True})
-    train(run, tmp_path / "storage", until=4, checkpoint_interval=None)
+    train(run, tmp_path / "storage", until=4, checkpoint_interval=CheckpointInterval())
     (first,) = saved_in(tmp_path / "storage")  # one, within two steps
     assert first in ("step_1", "step_2")
     put(run / "0", version=2, checkpoint={"steps": 2})
-    train(run, tmp_path / "storage", until=7, checkpoint_interval=None)
-    assert saved_in(tmp_path / "storage") == sorted({first, "step_4", "step_6"})
+    train(run, tmp_path / "storage", until=7, checkpoint_interval=CheckpointInterval())
+    assert saved_in(tmp_path / "storage") == sorted({first, "step_4", "step_6", "step_7"})
 
 
 def small(tmp_path: Path, name: str, **arguments: Any) -> tuple[Any, nn.Module, Any]:
@@ -440,6 +440,30 @@ def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.Lo
     trainer.close()
     (line,) = resuming_lines(caplog)
     assert line.endswith("at step 1: config version 0 -> 7")
+
+
+def test_a_schedule_that_keeps_the_length_it_was_saved_with_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(name: str, length: int) -> list[str]:
+        caplog.clear()
+        model = net(0.0, seed=0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_of(make(tmp_path, name), model, micro_batch_size=4, shared_storage_path=tmp_path / "storage")
+        with trainer:
+            optimizer, scheduler = trainer.prepare(inner, lr_scheduler.CosineAnnealingLR(inner, T_max=length))
+            inputs, targets = make_data(4)
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                scheduler.step()
+            trainer.save_checkpoint()
+        return resuming_lines(caplog)
+
+    assert run("a", 100) == []
+    (line,) = run("b", 200)
+    assert line.endswith("at step 1: CosineAnnealingLR keeps T_max 100, the script's has 200")
+    assert run("c", 100) == []
 
 
 def resuming_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -34,7 +34,7 @@ from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
 from .rank_files import Shard, Writing
 from .shared_memory import RECORD, StagedCopy, StagedFiles, boot_id, remove_shelved
 
-__all__ = ["Completion", "Outcome", "RescuePlan", "choose", "clear", "complete", "rows_in"]
+__all__ = ["Completion", "Outcome", "RescuePlan", "choose", "clear", "complete", "rows_in", "saved_in_words"]
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ class Outcome:
     why: str
 
 
+def saved_in_words(path: Path) -> str:
+    """What is said of a checkpoint that was made of staged copies: nothing has to have failed, a script may end so."""
+    return f"{path} is saved, from the copies that its ranks had staged in memory"
+
+
 # ---- one node ----
 
 
@@ -87,7 +92,7 @@ def _completed(folder: Path, choice: RescuePlan, patience_seconds: float) -> Out
             with Completion(folder, choice) as completion:
                 completion.begin(patience_seconds=patience_seconds)
                 path = completion.commit(completion.write())
-            why = f"{path} was completed from what its ranks had staged"
+            why = saved_in_words(path)
         except CheckpointExists as error:
             why = f"nothing staged is left to complete: {error}"
         except (ElasticError, OSError) as error:

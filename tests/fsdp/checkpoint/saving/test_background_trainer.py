@@ -118,7 +118,7 @@ def test_old_checkpoints_that_are_being_removed_leave_out_no_new_one(
 
 
 def test_memory_is_made_when_there_is_an_interval(tmp_path: Path) -> None:
-    small = Small(tmp_path, checkpoint_interval=None)
+    small = Small(tmp_path, checkpoint_interval=CheckpointInterval())
     with small.trainer:
         staging = checkpoints_of(small).saver._staging
         small.take(2)

@@ -26,7 +26,7 @@ def saving_of(small: Small) -> Any:
 
 
 def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(tmp_path: Path) -> None:
-    small = Small(tmp_path, checkpoint_interval=None)
+    small = Small(tmp_path, checkpoint_interval=CheckpointInterval())
     checkpoints = checkpoints_of(small)
     small.take()
     FileOperations(small.storage, "full", 0, like="os.writev")
@@ -104,7 +104,7 @@ def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path)
 
 
 def test_the_next_copy_waits_until_this_one_was_worth_it(tmp_path: Path) -> None:
-    small = Small(tmp_path, checkpoint_interval=None)
+    small = Small(tmp_path, checkpoint_interval=CheckpointInterval())
     saving_of(small)._makes_copies = True
     small.take()
     assert saving_of(small)._is_copy_wanted()
