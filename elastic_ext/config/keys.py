@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import MAX_DEPTH, can_be_written, shown
-from elastic_ext.strategies import STRATEGIES
+from elastic_ext.strategies import STRATEGIES, strategies_in_words
 
 __all__ = [
     "DLROVERS_VERSIONED",
@@ -192,13 +192,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The rule of a key whose value is one of a few words."""
+    """The rule of a key whose value is one of a few words; ``listed`` is them in a message, where that says more."""
 
     words: tuple[str, ...]
+    listed: str = ""
 
     @property
     def allowed(self) -> str:
-        return "one of " + ", ".join(f'"{word}"' for word in self.words)
+        return "one of " + (self.listed or ", ".join(f'"{word}"' for word in self.words))
 
     @property
     def schema(self) -> Schema:
@@ -507,7 +508,7 @@ class ParallelismSection(Section):
 
     section: ClassVar[str] = "parallelism"
     strategy: str | None = row(
-        OneOf(tuple(STRATEGIES)),
+        OneOf(tuple(STRATEGIES), strategies_in_words()),
         "how parameters, gradients and optimizer state are sharded",
         knob=TunerKnob(words="strategy {}", cost="move"),
         replaces=("parallelism.shard_degree",),
