@@ -338,7 +338,8 @@ class KnobBoundsRule:
             if len(faults) == _MOST_KNOBS_SHOWN:
                 break
             if name not in self.rules:
-                faults.append(f'tunable keys; {shown(name)} is not one, the nearest is "{nearest(name, self.rules)}"')
+                told = f'{shown(name)} is not one, the nearest is "{nearest(name, self.rules)}"'
+                faults.append(f"the tunable keys that `elastic-ext config schema` lists; {told}")
                 continue
             try:
                 kept[name] = Bounds(self.rules[name]).check(bounds)
