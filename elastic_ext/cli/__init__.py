@@ -71,6 +71,7 @@ __all__ = ["main", "parse_assignment"]
 _LAUNCHER, _LAUNCHER_ARGUMENTS = "elastic_ext.run", "elastic_ext.agent.arguments"  # import torch
 _PROGRAMS = ("elastic-ext", "elastic-run")
 _OF_VERSION = ("version", "reason", "apply_at_step")  # keys that `config set` does not take
+_SET_KEYS = tuple(path for path in KEYS if path not in _OF_VERSION)
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
@@ -125,7 +126,7 @@ def _run_schema(options: argparse.Namespace) -> int:
 def _run_completion(options: argparse.Namespace) -> int:
     is_own = options.program == _PROGRAMS[0]
     parser = _parser() if is_own else importlib.import_module(_LAUNCHER_ARGUMENTS).parser()
-    keys = {"KEY=VALUE": [f"{path}=" for path in KEYS if path not in _OF_VERSION]}
+    keys = {"KEY=VALUE": [f"{path}=" for path in _SET_KEYS]}
     sys.stdout.write(script_for(options.shell, options.program, list(completed(parser, keys))))
     return 0
 
@@ -301,7 +302,7 @@ _TUNING_HELP = {
 }
 _HELP = {
     "show": "what the file holds",
-    "set": f"write the next version; keys: {', '.join(path for path in KEYS if '.' in path)}, user.NAME",
+    "set": f"write the next version; keys: {', '.join(_SET_KEYS)}, user.NAME",
     "diff": "what differs between two versions; by default the last two",
     "history": "every version, with its time, reason and changes",
     "undo": "write the content before this one as a new version",
