@@ -26,12 +26,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+import psutil
 import torch
 
 from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat, begin_heartbeat
 from elastic_ext.ranks.notices import Trouble
+from elastic_ext.ranks.processes import process_of
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import (
@@ -145,9 +147,20 @@ class Reports:
         """When the next metrics are to be written, on the clock of ``time.perf_counter``."""
 
     def begin(self) -> None:
-        """Make the run directory."""
-        if self._directory is not None:
-            self._directory.prepare()
+        """Make the run directory; rank 0 warns of another run that writes there."""
+        if self._directory is None:
+            return
+        self._directory.prepare()
+        last = self._directory.last_metrics() if self._ranks.rank == 0 else None
+        if last is not None and last.host == self._ranks.host and last.pid != os.getpid() and _still_runs(last):
+            _logger.warning(
+                "process %d runs, and writes into the run directory %s too, as another run of job %s: both follow one "
+                "config file, and overwrite each other's metrics; end one of them, or give one a name of its own by "
+                "ELASTIC_EXT_JOB or a directory of its own by ELASTIC_EXT_RUN_DIR",
+                last.pid,
+                self._settings.run_dir,
+                last.job,
+            )
 
     def write_applied(self, applied: Applied) -> None:
         """Write the event that a config came into force."""
@@ -230,6 +243,14 @@ class Reports:
             measures=self.measure(),
         )
         self._directory.write_metrics(metrics)
+
+
+def _still_runs(metrics: RankMetrics) -> bool:
+    """Whether the process that wrote ``metrics`` on this machine runs; another one that has got its pid is not it."""
+    try:
+        return process_of(metrics.pid) is not None and psutil.Process(metrics.pid).create_time() <= metrics.time
+    except (OSError, psutil.Error):
+        return False
 
 
 # --- owns a watcher, an agreement and appliers, for training loops without ElasticTrainer ----------------------------

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
+from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
 
@@ -268,6 +273,22 @@ def test_a_torch_that_was_never_tested_is_said_at_the_start(folder: Path, monkey
         monkeypatch.setattr(torch, "__version__", torch_version)
         with seen_by() as seen, follower_in(folder):
             assert sum("torch 2.12.1 was never tested" in line for line in seen.log) == num_told
+
+
+def test_another_run_that_writes_into_the_run_directory_is_warned_of(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        follower.boundary()
+    written = RankMetrics.from_json((folder / "0" / "metrics-0.json").read_text())
+    now = time.time() + 1.0
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for pid, written_at, num_warned in ((sleeper.pid, now, 1), (sleeper.pid, 0.0, 0), (os.getpid(), now, 0)):
+            (folder / "0" / "metrics-0.json").write_text(replace(written, pid=pid, time=written_at).to_json())
+            with seen_by() as seen, follower_in(folder):
+                assert sum(f"process {pid} runs, and writes into" in line for line in seen.log) == num_warned
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_training_goes_on_where_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
