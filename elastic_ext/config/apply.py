@@ -9,7 +9,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from elastic_ext.errors import ApplyError, ConfigError, RanksDisagreeError, RanksFailedError
@@ -93,6 +93,8 @@ class Applied:
     new: ElasticConfig
     step: int
     """The first step that runs under the new config."""
+    effects: Mapping[str, str] = field(default_factory=dict)
+    """What holds on this rank of a dotted key whose new value does not say it all, in words."""
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
@@ -100,7 +102,10 @@ class Applied:
         return self.old.differences(self.new)
 
     def __str__(self) -> str:
-        changes = ", ".join(f"{path} {shown(old)} -> {shown(new)}" for path, (old, new) in self.changes.items())
+        effects = {path: f" ({words})" for path, words in self.effects.items()}
+        changes = ", ".join(
+            f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}" for path, (old, new) in self.changes.items()
+        )
         reason = f" ({shown(self.new.reason, 200)[1:-1]})" if self.new.reason else ""
         return f"{self.new.label} in force from step {self.step}: {changes or 'nothing differs'}{reason}"
 
@@ -116,6 +121,8 @@ class Appliers:
         self._appliers: list[Applier] = []
         self.heartbeat = Heartbeat()
         """The heartbeat in which this rank notes that it checks or applies a config."""
+        self.effects: Callable[[], Mapping[str, str]] = dict
+        """Gives, after a config was applied, the ``effects`` of Applied."""
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section from the next change on."""
@@ -507,7 +514,7 @@ class ConfigRounds:
         reasons = self._appliers.check(new) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
-        applied = Applied(old=self.config, new=new, step=step)
+        applied = Applied(old=self.config, new=new, step=step, effects=self._appliers.effects())
         self.config = new
         self._settled = {key for key in self._settled if key[0] >= new.version}
         if self._ranks.rank == 0:
