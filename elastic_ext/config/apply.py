@@ -262,7 +262,8 @@ class ConfigRounds:
         self._ranks = ranks
         self._source = source
         self._appliers = appliers
-        self._base = base
+        self.base = base
+        """The start-up config, with a resumed one over it: what absent keys of a file mean."""
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
@@ -276,14 +277,14 @@ class ConfigRounds:
 
     def resume(self, config: ElasticConfig) -> None:
         """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
-        self._base = config.over(self._base)
+        self.base = config.over(self.base)
         if not self._is_started:
-            self.config = self._base
+            self.config = self.base
 
     @property
     def startup_values(self) -> dict[str, object]:
         """The start-up values that must be the same on all ranks, by dotted key."""
-        return {**self._base.values(), "version": self._base.version, "revision": self._base.revision}
+        return {**self.base.values(), "version": self.base.version, "revision": self.base.revision}
 
     def start(self, place: RoundPlace) -> Applied | None:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
@@ -301,10 +302,10 @@ class ConfigRounds:
         choice, content = self._choose(self._unsettled_file(), place)
         applied = None
         if choice.kind == "file":
-            applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self._base)
+            applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self.base)
         if applied is None:
-            applied, reasons = self._put_in_force(self._base, place.step)
-            self._log_refusal(f"the resumed config {self._base.label}", _in_words(reasons))
+            applied, reasons = self._put_in_force(self.base, place.step)
+            self._log_refusal(f"the resumed config {self.base.label}", _in_words(reasons))
         if choice.kind == "revision":
             applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return applied
@@ -455,7 +456,7 @@ class ConfigRounds:
             self._tell_refusal(file, passed, otherwise)
             return None
         try:
-            new = file.over(self._base)
+            new = file.over(self.base)
         except ConfigError as error:
             self._tell_refusal(file, f"combined with the script's start-up values: {error}", otherwise)
             return None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -258,6 +259,8 @@ def _still_runs(metrics: RankMetrics) -> bool:
 _Default = TypeVar("_Default")
 _DOUBTFUL_SECONDS = 30.0  # how long to wait for ranks that may be waiting elsewhere for this one
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
+_SCRIPTS = "the script's"  # value of a key that the script has not told of
+_MOST_TOLD = 5
 
 
 def follow_config(
@@ -366,6 +369,7 @@ class ConfigFollower:
         self._knobs = UserKnobs()
         self.agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # what came into force at the start; until a step ends
+        self._has_told_of_file = False
         self._finished = False
         self._closed_by = ""  # what the user did, in words; empty until then
 
@@ -413,6 +417,37 @@ class ConfigFollower:
         self._found_at_start = applied
         self.heartbeat.note(Activity.OUTSIDE)
 
+    def tell_of_file(self) -> int:
+        """Have rank 0 warn, once, of what a file found at the start changes; gives the number of keys.
+
+        Called once a checkpoint is loaded, if there is one, and at the first boundary. Nothing is told of a file that
+        was in force before: where an agent has restarted the processes, and where the checkpoint has its version.
+        """
+        resumed_version = self.agreement.resumed_version
+        is_known = self.settings.restart > 0 or resumed_version == self.config.version
+        if self._has_told_of_file or self._found_at_start is None or is_known:
+            return 0
+        self._has_told_of_file = True
+        pairs = self.agreement.base.differences(self.config).items()
+        changes = {path: pair for path, pair in pairs if section_of(path) != "tuning" and path != "checkpoint.now"}
+        if changes and self.ranks.rank == 0:
+            told = [
+                f"{path} {_SCRIPTS if old is None else shown(old)} -> {shown(new)}"
+                for path, (old, new) in changes.items()
+            ]
+            more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+            removed = [shlex.quote(f"{path}=") for path, (_, new) in changes.items() if new is not None]
+            file = shlex.quote(str(self.settings.config_file))
+            _logger.warning(
+                "the config file %s was there at the start, and wins over the script%s: %s; to have the script's own "
+                "values, now or at the next start: %s",
+                self.settings.config_file,
+                "" if resumed_version is None else " and the checkpoint",
+                ", ".join(told[:_MOST_TOLD]) + more,
+                " ".join(["elastic-ext config set --file", file, *removed]),
+            )
+        return len(changes)
+
     @property
     def config(self) -> ElasticConfig:
         """The config in force."""
@@ -441,6 +476,7 @@ class ConfigFollower:
         a count of backward passes to compare between ranks.
         """
         self._raise_if_closed()
+        self.tell_of_file()
         with self.heartbeat.during(Activity.BOUNDARY):
             passed = self.agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
         self.heartbeat.pass_step(self.step)

@@ -426,7 +426,7 @@ class Session:
         self.follower.reports.write_event("training-began", step=step, text=text, details=details)
         self._training.facts.tell()
         if self.follower.ranks.rank == 0 and self.follower.settings.enabled:
-            line = start_line(self._training)
+            line = start_line(self._training, self.follower.tell_of_file())
             _logger.info("%s", line)
             if self._shows_start:  # a terminal that no log reaches
                 sys.stderr.write(f"elastic_ext: {on_one_line(line)}\n")
