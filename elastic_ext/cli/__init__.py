@@ -58,7 +58,7 @@ from elastic_ext.version import VERSION
 
 from .ckpt import Terminal, add_commands, path_of, run_ckpt
 from .completion import SHELLS, completed, script_for
-from .config import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
+from .config import COMMANDS, ConfigPlace, FilesConfig, RefusedByJob, parse_assignment
 from .doctor import add_doctor
 from .jobs import JobHere, add_job, one_job
 from .memory import add_memory, run_memory
@@ -100,6 +100,10 @@ def _run_config(options: argparse.Namespace) -> int:
         master = named_master(options, os.environ, is_other=options.file is not None or options.job is not None)
         place: ConfigPlace = FilesConfig.named(options, os.environ) if master is None else _masters_config(master)
         output = COMMANDS[options.command](place, options)
+    except RefusedByJob as error:
+        _print_on_terminal(error.output)
+        print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
+        return 2
     except (ConfigError, AgentRefused, MasterRefused, ValueError) as error:
         print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
         return 2
@@ -109,9 +113,14 @@ def _run_config(options: argparse.Namespace) -> int:
     except (ControlError, MasterError) as error:
         print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
         return 1
-    encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
-    sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
+    _print_on_terminal(output)
     return 0
+
+
+def _print_on_terminal(output: str) -> None:
+    """Write to stdout; what the terminal cannot show is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _run_ckpt(options: argparse.Namespace) -> int:

@@ -294,8 +294,8 @@ class Agreement:
         """Have ``applier`` check and apply its section, on this rank, from the next change on."""
         self.appliers.add(applier)
 
-    def tell_refusals(self, tell: Callable[[int, str], None]) -> None:
-        """Have rank 0 call ``tell(version, why)`` for each version of the config file that ranks refuse."""
+    def tell_refusals(self, tell: Callable[[int, str, str], None]) -> None:
+        """Have rank 0 call ``tell(version, digest, why)`` for each version of the config file that ranks refuse."""
         self._rounds.on_refusal = tell
 
     def resume(self, config: ElasticConfig) -> None:

@@ -272,8 +272,11 @@ class ConfigRounds:
         self._warned_conflict = ""  # what the last round said of files that contradict each other
         self._looked_at: ElasticConfig | None = None  # what the source held when last looked for a stale file
         self._is_started = False
-        self.on_refusal: Callable[[int, str], None] | None = None
-        """Called on rank 0 with each version from outside the job that was refused, and why."""
+        self.on_refusal: Callable[[int, str, str], None] | None = None
+        """Called on rank 0 with each version from outside the job that was refused, its file's digest, and why.
+
+        The digest is empty where the version came too late for this run, and is not refused for what it holds.
+        """
 
     def resume(self, config: ElasticConfig) -> None:
         """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
@@ -385,9 +388,8 @@ class ConfigRounds:
         late = self._newer_file()
         if late is not None:
             self._settled.add(_key(late))
-            self._tell_refusal(
-                late, f"it came after the last step boundary, of step {step}; the next run begins with it"
-            )
+            words = f"it came after the last step boundary, of step {step}; the next run begins with it"
+            self._tell_refusal(late, words, is_late=True)
 
     @property
     def _newest_agreed(self) -> ElasticConfig:
@@ -522,11 +524,18 @@ class ConfigRounds:
             _logger.info("config %s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
 
-    def _tell_refusal(self, file: ElasticConfig, why: str, otherwise: ElasticConfig | None = None) -> None:
-        """Have rank 0 warn that a version was refused, and call ``on_refusal``; nothing where there is no reason."""
-        self._log_refusal(f"config {file.label}", why, otherwise)
+    def _tell_refusal(
+        self, config: ElasticConfig, why: str, otherwise: ElasticConfig | None = None, *, is_late: bool = False
+    ) -> None:
+        """Have rank 0 warn that a version was refused, and call ``on_refusal``; nothing where there is no reason.
+
+        ``config`` is the file's, or that with the start-up values, as a scheduled one is.
+        """
+        self._log_refusal(f"config {config.label}", why, otherwise)
         if why and self._ranks.rank == 0 and self.on_refusal is not None:
-            self.on_refusal(file.version, why)
+            digests = [digest for version, digest in self._settled if version == config.version]
+            digest = config.digest if config.digest in digests else "".join(digests[:1])
+            self.on_refusal(config.version, "" if is_late else digest, why)
 
     def _log_refusal(self, what: str, why: str, otherwise: ElasticConfig | None = None) -> None:
         """Have rank 0 warn that something was refused, and why; nothing where there is no reason."""

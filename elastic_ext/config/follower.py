@@ -669,9 +669,9 @@ class ConfigFollower:
             self.reports.write_applied(applied)
         self._write_metrics()
 
-    def _tell_refusal(self, version: int, why: str) -> None:
+    def _tell_refusal(self, version: int, digest: str, why: str) -> None:
         """Write the event of a version that was refused."""
-        details = {"version": version, "why": why}
+        details = {"version": version, "digest": digest, "why": why}
         self.reports.write_event(
             "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details
         )
