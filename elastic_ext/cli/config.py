@@ -27,7 +27,7 @@ from elastic_ext.records.text import counted, expanded, on_one_line
 
 from .jobs import config_file_in, one_job
 
-__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "RefusedByJob", "Verdict", "parse_assignment"]
+__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "RefusedByJob", "JobAnswer", "parse_assignment"]
 
 _ALLOWED = (
     "--file FILE, --job NAME or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or "
@@ -57,12 +57,12 @@ class ConfigPlace(Protocol):
     ) -> ElasticConfig: ...
     def undo(self) -> ElasticConfig: ...
     def refused(self) -> Mapping[str, str]: ...
-    def judged(self, new: ElasticConfig) -> Verdict | None: ...
+    def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class JobAnswer:
     """What a running job has made of a version that was written."""
 
     outcome: Literal["in force", "refused", "pending"]
@@ -121,7 +121,7 @@ class FilesConfig:
         self._look()
         return refused_in(self._told)
 
-    def judged(self, new: ElasticConfig) -> Verdict | None:
+    def judged(self, new: ElasticConfig) -> JobAnswer | None:
         """Wait a few seconds for the running job to take ``new`` or to refuse it; None where none follows the file.
 
         Nor is one waited for that is to take it at a step to come.
@@ -140,12 +140,12 @@ class FilesConfig:
                 if event.kind == "config-applied":
                     on_all = f" on all {ranks[0].world_size} ranks" if ranks[0].world_size > 1 else ""
                     words = f"in force from step {event.step}{on_all}"
-                    return Verdict(outcome="in force", words=words, step=event.step)
+                    return JobAnswer(outcome="in force", words=words, step=event.step)
                 words = f"the job refuses version {new.version}, and version {in_force} stays in force"
-                return Verdict(outcome="refused", words=f"{words}: {event.details.get('why')}")
+                return JobAnswer(outcome="refused", words=f"{words}: {event.details.get('why')}")
             if time.monotonic() >= deadline:
                 words = f"not in force after {_JUDGED_SECONDS:g} seconds: ranks take it between two steps"
-                return Verdict(outcome="pending", words=f"{words}; `elastic-ext status` says when it is")
+                return JobAnswer(outcome="pending", words=f"{words}; `elastic-ext status` says when it is")
             threading.Event().wait(_LOOK_SECONDS)
 
     def taken(self, version: int) -> tuple[int, int] | None:

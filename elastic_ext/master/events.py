@@ -74,7 +74,7 @@ def refusal_in(event: EventRecord) -> tuple[int, str] | None:
     return version, on_one_line(why[:_MOST_REASON])
 
 
-class _Told(Protocol):
+class _ConfigEvent(Protocol):
     """The part of an event that says what became of a version of the config."""
 
     @property
@@ -85,7 +85,7 @@ class _Told(Protocol):
     def details(self) -> str: ...
 
 
-def refused_versions(events: Iterable[_Told]) -> dict[str, str]:
+def refused_versions(events: Iterable[_ConfigEvent]) -> dict[str, str]:
     """Why ranks have refused versions of the config, by the digest of their contents, as ``events`` say it."""
     told: list[tuple[str, Mapping[str, object]]] = []
     for event in events:
