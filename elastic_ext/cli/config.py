@@ -27,7 +27,7 @@ from elastic_ext.records.text import counted, expanded, on_one_line
 
 from .jobs import config_file_in, one_job
 
-__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "RefusedByJob", "JobAnswer", "parse_assignment"]
+__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "JobAnswer", "RefusedByJob", "parse_assignment"]
 
 _ALLOWED = (
     "--file FILE, --job NAME or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or "
