@@ -34,6 +34,7 @@ _ALLOWED = (
     "ELASTIC_EXT_MASTER set"
 )
 _MOST_EVENT_BYTES = 1 << 20
+_MOST_REFUSED = 200  # as many versions as a history has
 _JUDGED_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 
@@ -111,10 +112,11 @@ class FilesConfig:
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
-        return self._writer().set(changes, remove=remove, reason=reason, at_step=at_step, refused=self._refused_here())
+        refused = list(self.refused())[-_MOST_REFUSED:]
+        return self._writer().set(changes, remove=remove, reason=reason, at_step=at_step, refused=refused)
 
     def undo(self) -> ElasticConfig:
-        return self._writer().undo(self._refused_here())
+        return self._writer().undo(list(self.refused())[-_MOST_REFUSED:])
 
     def refused(self) -> Mapping[str, str]:
         """Why the job's ranks have refused versions, by the digest of their contents, as their events say it."""
@@ -131,17 +133,17 @@ class FilesConfig:
         ranks = [each for files in found for each in files.metrics if each.pid in files.living]
         if not ranks or new.apply_at_step is not None:
             return None
-        in_force = max(ranks, key=lambda each: each.time).config_version
+        newest = max(ranks, key=lambda each: each.time)
         deadline = time.monotonic() + _JUDGED_SECONDS
         while True:
             for event in self._look():
                 if event.details.get("version") != new.version:
                     continue
                 if event.kind == "config-applied":
-                    on_all = f" on all {ranks[0].world_size} ranks" if ranks[0].world_size > 1 else ""
+                    on_all = f" on all {newest.world_size} ranks" if newest.world_size > 1 else ""
                     words = f"in force from step {event.step}{on_all}"
                     return JobAnswer(outcome="in force", words=words, step=event.step)
-                words = f"the job refuses version {new.version}, and version {in_force} stays in force"
+                words = f"the job refuses version {new.version}, and version {newest.config_version} stays in force"
                 return JobAnswer(outcome="refused", words=f"{words}: {event.details.get('why')}")
             if time.monotonic() >= deadline:
                 words = f"not in force after {_JUDGED_SECONDS:g} seconds: ranks take it between two steps"
@@ -155,7 +157,7 @@ class FilesConfig:
     def _look(self) -> list[JobEvent]:
         """The events about versions of the config since the last look."""
         found = [event for file in self._event_files.values() for event in file.look().events]
-        new = [event for event in found if event.kind in CONFIG_EVENTS]
+        new = sorted((event for event in found if event.kind in CONFIG_EVENTS), key=lambda event: event.time)
         self._told += [(event.kind, event.details) for event in new]
         return new
 
@@ -169,12 +171,6 @@ class FilesConfig:
             for each in folders
             if os.path.realpath(config_file_in(each)) == path
         }
-
-    def _refused_here(self) -> list[str]:
-        """The digests of the versions in the history that ranks have refused."""
-        refused = self.refused()
-        digests = (entry.config.digest for entry in self._history.entries()) if refused else ()
-        return [digest for digest in digests if digest in refused]
 
     def _writer(self) -> ConfigHistory | AgentsConfig:
         if self._is_forced:

@@ -114,6 +114,15 @@ def test_undo_goes_back_to_what_is_in_force_past_all_that_the_job_has_refused(jo
     assert job.in_file == {"user.x": 1}
 
 
+def test_undo_repairs_a_broken_file_with_what_is_in_force_and_not_with_what_was_refused(job: Job) -> None:
+    assert job.run("set", "user.x=1") == 0
+    assert job.run("set", "global_batch_size=1") == 2
+    (job.run_dir / "config.json").write_bytes(b"half a fi")
+    assert job.run("undo") == 0
+    assert job.out == "version 3 written\nglobal_batch_size: 1 -> absent\nin force from step N\n"
+    assert job.in_file == {"user.x": 1}
+
+
 def test_where_the_first_version_was_refused_undo_puts_the_scripts_own_values_back(job: Job) -> None:
     assert job.run("set", "global_batch_size=1") == 2
     assert job.run("undo") == 0
