@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,19 +111,27 @@ class ConfigWriter:
                 self._enter()
 
     def set(
-        self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
+        self,
+        changes: Mapping[str, object],
+        *,
+        remove: Sequence[str] = (),
+        reason: str,
+        at_step: int | None = None,
+        refused: Collection[str] = (),
     ) -> ElasticConfig:
         """Write the next config version, as ``ConfigHistory.set``; after an OSError the file is as it was."""
         with self._turn(waits=True):
-            return self._write(lambda: self._patient.set(changes, remove=remove, reason=reason, at_step=at_step))
+            return self._write(
+                lambda: self._patient.set(changes, remove=remove, reason=reason, at_step=at_step, refused=refused)
+            )
 
-    def undo(self) -> ElasticConfig:
+    def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
         """Write the content before the present one as a new version, as ``ConfigHistory.undo``.
 
         After an OSError the file is as it was.
         """
         with self._turn(waits=True):
-            return self._write(self._patient.undo)
+            return self._write(lambda: self._patient.undo(refused))
 
     def newest(self) -> tuple[int, str] | None:
         """The newest config version and its text, for other nodes to take; None before the first. It never waits."""
@@ -328,6 +336,8 @@ class ConfigEdit:
     """Dotted keys to remove, which then have their start-up values."""
     reason: str = ""
     at_step: int | None = None
+    refused: tuple[str, ...] = ()
+    """The digests of versions that the ranks of the job have refused: the next version is not made from them."""
 
 
 def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
@@ -338,11 +348,14 @@ def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str,
 
     def config_set(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-set.")
-        new = writer.set(edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
+        new = writer.set(
+            edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step, refused=edit.refused
+        )
         return {"config": new.to_dict()}
 
     def config_undo(request: Mapping[str, Any]) -> dict[str, Any]:
-        return {"config": writer.undo().to_dict()}
+        edit = record_of(ConfigEdit, request, place="config-undo.")
+        return {"config": writer.undo(edit.refused).to_dict()}
 
     return {"config-set": config_set, "config-undo": config_undo}
 
@@ -369,15 +382,23 @@ class AgentsConfig:
         self._timeout_seconds = timeout_seconds
 
     def set(
-        self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
+        self,
+        changes: Mapping[str, object],
+        *,
+        remove: Sequence[str] = (),
+        reason: str,
+        at_step: int | None = None,
+        refused: Collection[str] = (),
     ) -> ElasticConfig:
         """Have the agent write the next config version."""
-        edit = ConfigEdit(changes=dict(changes), remove=tuple(remove), reason=reason, at_step=at_step)
+        edit = ConfigEdit(
+            changes=dict(changes), remove=tuple(remove), reason=reason, at_step=at_step, refused=tuple(refused)
+        )
         return self._written({"do": "config-set", **asdict(edit)})
 
-    def undo(self) -> ElasticConfig:
+    def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
         """Have the agent write the content before the present one as a new version."""
-        return self._written({"do": "config-undo"})
+        return self._written({"do": "config-undo", "refused": list(refused)})
 
     def _written(self, request: Mapping[str, Any]) -> ElasticConfig:
         try:

@@ -58,7 +58,7 @@ from elastic_ext.version import VERSION
 
 from .ckpt import Terminal, add_commands, path_of, run_ckpt
 from .completion import SHELLS, completed, script_for
-from .config import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
+from .config import COMMANDS, ConfigPlace, FilesConfig, RefusedByJob, parse_assignment
 from .doctor import add_doctor
 from .jobs import JobHere, add_job, one_job
 from .memory import add_memory, run_memory
@@ -71,6 +71,7 @@ __all__ = ["main", "parse_assignment"]
 _LAUNCHER, _LAUNCHER_ARGUMENTS = "elastic_ext.run", "elastic_ext.agent.arguments"  # import torch
 _PROGRAMS = ("elastic-ext", "elastic-run")
 _OF_VERSION = ("version", "reason", "apply_at_step")  # keys that `config set` does not take
+_SET_KEYS = tuple(path for path in KEYS if path not in _OF_VERSION)
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
@@ -99,6 +100,10 @@ def _run_config(options: argparse.Namespace) -> int:
         master = named_master(options, os.environ, is_other=options.file is not None or options.job is not None)
         place: ConfigPlace = FilesConfig.named(options, os.environ) if master is None else _masters_config(master)
         output = COMMANDS[options.command](place, options)
+    except RefusedByJob as error:
+        _print_on_terminal(error.output)
+        print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
+        return 2
     except (ConfigError, AgentRefused, MasterRefused, ValueError) as error:
         print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
         return 2
@@ -108,9 +113,14 @@ def _run_config(options: argparse.Namespace) -> int:
     except (ControlError, MasterError) as error:
         print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
         return 1
-    encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
-    sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
+    _print_on_terminal(output)
     return 0
+
+
+def _print_on_terminal(output: str) -> None:
+    """Write to stdout; what the terminal cannot show is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _run_ckpt(options: argparse.Namespace) -> int:
@@ -125,7 +135,7 @@ def _run_schema(options: argparse.Namespace) -> int:
 def _run_completion(options: argparse.Namespace) -> int:
     is_own = options.program == _PROGRAMS[0]
     parser = _parser() if is_own else importlib.import_module(_LAUNCHER_ARGUMENTS).parser()
-    keys = {"KEY=VALUE": [f"{path}=" for path in KEYS if path not in _OF_VERSION]}
+    keys = {"KEY=VALUE": [f"{path}=" for path in _SET_KEYS]}
     sys.stdout.write(script_for(options.shell, options.program, list(completed(parser, keys))))
     return 0
 
@@ -301,7 +311,7 @@ _TUNING_HELP = {
 }
 _HELP = {
     "show": "what the file holds",
-    "set": f"write the next version; keys: {', '.join(path for path in KEYS if '.' in path)}, user.NAME",
+    "set": f"write the next version; keys: {', '.join(_SET_KEYS)}, user.NAME",
     "diff": "what differs between two versions; by default the last two",
     "history": "every version, with its time, reason and changes",
     "undo": "write the content before this one as a new version",

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from elastic_ext.agent.config_writer import AgentsConfig, living_agent_of
+from elastic_ext.agent.event_files import EventFiles
+from elastic_ext.agent.status.files import read_run_directory
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory, HistoryEntry
+from elastic_ext.config.history import CONFIG_EVENTS, ConfigHistory, HistoryEntry, newest_accepted, refused_in
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import read_value, shown
+from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.text import counted, expanded, on_one_line
 
 from .jobs import config_file_in, one_job
 
-__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "parse_assignment"]
+__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "JobAnswer", "RefusedByJob", "parse_assignment"]
 
 _ALLOWED = (
     "--file FILE, --job NAME or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or "
     "ELASTIC_EXT_MASTER set"
 )
+_MOST_EVENT_BYTES = 1 << 20
+_MOST_REFUSED = 200  # as many versions as a history has
+_JUDGED_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 
 
 class ConfigPlace(Protocol):
     """A place with a config and all of its versions: a file, or a master.
 
-    ``taken`` gives how many nodes have a version, and how many there are; None where nobody tells.
+    ``refused`` gives why the ranks of the job have refused versions, by digest, and ``judged``, after a write, what
+    they make of the new one; None where that is not waited for. ``taken`` gives how many nodes have a version, and how
+    many there are; None where nobody tells.
     """
 
     name: str
@@ -43,18 +57,39 @@ class ConfigPlace(Protocol):
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig: ...
     def undo(self) -> ElasticConfig: ...
+    def refused(self) -> Mapping[str, str]: ...
+    def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAnswer:
+    """What a running job has made of a version that was written."""
+
+    outcome: Literal["in force", "refused", "pending"]
+    words: str
+    step: int | None = None
+    """The first step under the version; None where it is not in force."""
+
+
+class RefusedByJob(Exception):
+    """A version was written that the running job has refused; ``output`` is what there is to print of the write."""
+
+    def __init__(self, output: str, words: str) -> None:
+        self.output = output
+        super().__init__(words)
+
+
 class FilesConfig:
-    """A config file, written by the agent that has it, where one runs."""
+    """A config file, written by the agent that has it, where one runs; and what its job's ranks say of versions."""
 
     def __init__(self, path: Path, run_dirs: Sequence[Path], *, is_forced: bool) -> None:
-        """``run_dirs`` are where the agent that has the file may have its record."""
+        """``run_dirs`` are where the agent that has the file may have its record, and ranks theirs."""
         self._run_dirs = run_dirs
         self._is_forced = is_forced
         self._history = ConfigHistory(path)
         self.name = str(self._history.path)
+        self._told: list[tuple[str, Mapping[str, object]]] = []  # the events about versions so far
 
     @classmethod
     def named(cls, options: argparse.Namespace, environ: Mapping[str, str]) -> FilesConfig:
@@ -77,14 +112,65 @@ class FilesConfig:
     def set(
         self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
     ) -> ElasticConfig:
-        return self._writer().set(changes, remove=remove, reason=reason, at_step=at_step)
+        refused = list(self.refused())[-_MOST_REFUSED:]
+        return self._writer().set(changes, remove=remove, reason=reason, at_step=at_step, refused=refused)
 
     def undo(self) -> ElasticConfig:
-        return self._writer().undo()
+        return self._writer().undo(list(self.refused())[-_MOST_REFUSED:])
+
+    def refused(self) -> Mapping[str, str]:
+        """Why the job's ranks have refused versions, by the digest of their contents, as their events say it."""
+        self._look()
+        return refused_in(self._told)
+
+    def judged(self, new: ElasticConfig) -> JobAnswer | None:
+        """Wait a few seconds for the running job to take ``new`` or to refuse it; None where none follows the file.
+
+        Nor is one waited for that is to take it at a step to come.
+        """
+        now, host = time.time(), socket.gethostname()
+        found = [read_run_directory(each, now=now, host=host) for each in self._event_files]
+        ranks = [each for files in found for each in files.metrics if each.pid in files.living]
+        if not ranks or new.apply_at_step is not None:
+            return None
+        newest = max(ranks, key=lambda each: each.time)
+        deadline = time.monotonic() + _JUDGED_SECONDS
+        while True:
+            for event in self._look():
+                if event.details.get("version") != new.version:
+                    continue
+                if event.kind == "config-applied":
+                    on_all = f" on all {newest.world_size} ranks" if newest.world_size > 1 else ""
+                    words = f"in force from step {event.step}{on_all}"
+                    return JobAnswer(outcome="in force", words=words, step=event.step)
+                words = f"the job refuses version {new.version}, and version {newest.config_version} stays in force"
+                return JobAnswer(outcome="refused", words=f"{words}: {event.details.get('why')}")
+            if time.monotonic() >= deadline:
+                words = f"not in force after {_JUDGED_SECONDS:g} seconds: ranks take it between two steps"
+                return JobAnswer(outcome="pending", words=f"{words}; `elastic-ext status` says when it is")
+            threading.Event().wait(_LOOK_SECONDS)
 
     def taken(self, version: int) -> tuple[int, int] | None:
         """None: of a config file nobody tells which nodes have taken a version."""
         return None
+
+    def _look(self) -> list[JobEvent]:
+        """The events about versions of the config since the last look."""
+        found = [event for file in self._event_files.values() for event in file.look().events]
+        new = sorted((event for event in found if event.kind in CONFIG_EVENTS), key=lambda event: event.time)
+        self._told += [(event.kind, event.details) for event in new]
+        return new
+
+    @functools.cached_property
+    def _event_files(self) -> dict[Path, EventFiles]:
+        """The event files of the run directories whose job follows this config file."""
+        path = os.path.realpath(self._history.path)
+        folders = [each for each in dict.fromkeys([self._history.path.parent, *self._run_dirs]) if each.is_dir()]
+        return {
+            each: EventFiles(each, most_bytes=_MOST_EVENT_BYTES, of_agent=False)
+            for each in folders
+            if os.path.realpath(config_file_in(each)) == path
+        }
 
     def _writer(self) -> ConfigHistory | AgentsConfig:
         if self._is_forced:
@@ -119,17 +205,18 @@ def _set(place: ConfigPlace, options: argparse.Namespace) -> str:
     for path, value in pairs.items():
         if value is None and f"{path}=" not in options.assignments:
             raise _refused(f"{path} is null", f"a value, or {path}= to take the key out")
+    refused = place.refused()
     new = place.set(
         {path: value for path, value in pairs.items() if value is not None},
         remove=[path for path, value in pairs.items() if value is None],
         reason=options.reason,
         at_step=options.at_step,
     )
-    return _written(place, new, options)
+    return _written(place, new, options, refused)
 
 
 def _undo(place: ConfigPlace, options: argparse.Namespace) -> str:
-    return _written(place, place.undo(), options)
+    return _written(place, place.undo(), options, {})
 
 
 def _diff(place: ConfigPlace, options: argparse.Namespace) -> str:
@@ -164,21 +251,37 @@ COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "und
 _WRITING = ("set", "undo")
 
 
-def _written(place: ConfigPlace, new: ElasticConfig, options: argparse.Namespace) -> str:
-    """What was written; and where, if the command line does not name that."""
-    earlier = [entry.config for entry in place.entries() if entry.config.version < new.version]
-    before = earlier[-1] if earlier else ElasticConfig(version=0)
-    taken = place.taken(new.version)
-    if options.json:
-        record: dict[str, Any] = {"version": new.version, "place": place.name, "changes": _changes_record(before, new)}
-        if taken is not None:
-            record |= {"num_holding": taken[0], "num_nodes": taken[1]}
-        return _line(record)
+def _written(
+    place: ConfigPlace, new: ElasticConfig, options: argparse.Namespace, passed_over: Mapping[str, str]
+) -> str:
+    """What was written, and what the running job makes of it; and where, if the command line does not name that.
+
+    ``passed_over`` are the digests of versions from which ``new`` was not made, with the reasons. RefusedByJob where
+    the job refuses what was written.
+    """
+    earlier = [entry for entry in place.entries() if entry.config.version < new.version]
+    base = newest_accepted(earlier, passed_over)
+    before = ElasticConfig(version=0) if base is None else base.config
+    taken, verdict = place.taken(new.version), place.judged(new)
+    record: dict[str, Any] = {"version": new.version, "place": place.name, "changes": _changes_record(before, new)}
     is_named = any((options.file, options.job, options.master))
-    words = f"version {new.version} written{'' if is_named else f' to {place.name}'}\n{_changes(before, new)}"
+    words = f"version {new.version} written{'' if is_named else f' to {place.name}'}\n"
+    if earlier and earlier[-1] is not base:
+        refused = earlier[-1].config
+        why = on_one_line(passed_over[refused.digest])
+        words += f"made from version {before.version}, since the job has refused version {refused.version}: {why}\n"
+        record["made_from"] = before.version
+    words += _changes(before, new)
     if taken is not None:
+        record |= {"num_holding": taken[0], "num_nodes": taken[1]}
         words += f"taken by {taken[0]} of {counted(taken[1], 'node')}\n"
-    return words
+    if verdict is not None:
+        record |= {"outcome": verdict.outcome, "step": verdict.step, "words": verdict.words}
+        words += "" if verdict.outcome == "refused" else f"{verdict.words}\n"
+    output = _line(record) if options.json else words
+    if verdict is not None and verdict.outcome == "refused":
+        raise RefusedByJob(output, f"{verdict.words}; `elastic-ext config undo` puts back what is in force")
+    return output
 
 
 def _existing(place: ConfigPlace) -> ElasticConfig:

@@ -274,7 +274,8 @@ class Agreement:
         self._save = False  # asked for by all ranks since the last boundary
         self._stop_wanted = self._save_wanted = self._stopping = False
         self._leave_wanted = self._leaving = self._copy_wanted = self._copy = False
-        self._resumed_version: int | None = None
+        self.resumed_version: int | None = None
+        """The version of the config that was loaded from a checkpoint; None where none was."""
         self._started = False
         self._broken: RanksError | None = None
         ranks.progress = lambda: self._make_word(Purpose.ROUTINE).progress
@@ -284,12 +285,17 @@ class Agreement:
         """The config in force."""
         return self._rounds.config
 
+    @property
+    def base(self) -> ElasticConfig:
+        """What is in force where no file says otherwise: the start-up config, with a resumed one over it."""
+        return self._rounds.base
+
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section, on this rank, from the next change on."""
         self.appliers.add(applier)
 
-    def tell_refusals(self, tell: Callable[[int, str], None]) -> None:
-        """Have rank 0 call ``tell(version, why)`` for each version of the config file that ranks refuse."""
+    def tell_refusals(self, tell: Callable[[int, str, str], None]) -> None:
+        """Have rank 0 call ``tell(version, digest, why)`` for each version of the config file that ranks refuse."""
         self._rounds.on_refusal = tell
 
     def resume(self, config: ElasticConfig) -> None:
@@ -300,7 +306,7 @@ class Agreement:
         if self._num_boundaries:
             raise ElasticError("a config can be resumed only before the first step; load the checkpoint before it")
         self._rounds.resume(config)
-        self._resumed_version = config.version
+        self.resumed_version = config.version
         if self._started:
             self.rouse()
             self._applied = self._rounds.start_again(self._place)
@@ -316,7 +322,7 @@ class Agreement:
             self._exchange.compare_start({**mine, **self.compared_at_start})
             self._rank_interval.measure()
             applied = self._rounds.start(self._place)
-        if applied is not None and applied.new.checkpoint.now and applied.new.version != self._resumed_version:
+        if applied is not None and applied.new.checkpoint.now and applied.new.version != self.resumed_version:
             self.request_save()
         return applied
 

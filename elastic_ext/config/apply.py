@@ -9,7 +9,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from elastic_ext.errors import ApplyError, ConfigError, RanksDisagreeError, RanksFailedError
@@ -93,6 +93,8 @@ class Applied:
     new: ElasticConfig
     step: int
     """The first step that runs under the new config."""
+    effects: Mapping[str, str] = field(default_factory=dict)
+    """What holds on this rank of a dotted key whose new value does not say it all, in words."""
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
@@ -100,7 +102,10 @@ class Applied:
         return self.old.differences(self.new)
 
     def __str__(self) -> str:
-        changes = ", ".join(f"{path} {shown(old)} -> {shown(new)}" for path, (old, new) in self.changes.items())
+        effects = {path: f" ({words})" for path, words in self.effects.items()}
+        changes = ", ".join(
+            f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}" for path, (old, new) in self.changes.items()
+        )
         reason = f" ({shown(self.new.reason, 200)[1:-1]})" if self.new.reason else ""
         since = f"step {self.step}" if self.step else "the start"  # of this run, where a checkpoint is loaded later
         return f"{self.new.label} in force from {since}: {changes or 'nothing differs'}{reason}"
@@ -117,6 +122,8 @@ class Appliers:
         self._appliers: list[Applier] = []
         self.heartbeat = Heartbeat()
         """The heartbeat in which this rank notes that it checks or applies a config."""
+        self.effects: Callable[[], Mapping[str, str]] = dict
+        """Gives, after a config was applied, the ``effects`` of Applied."""
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section from the next change on."""
@@ -256,7 +263,8 @@ class ConfigRounds:
         self._ranks = ranks
         self._source = source
         self._appliers = appliers
-        self._base = base
+        self.base = base
+        """The start-up config, with a resumed one over it: what absent keys of a file mean."""
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
@@ -265,19 +273,22 @@ class ConfigRounds:
         self._warned_conflict = ""  # what the last round said of files that contradict each other
         self._looked_at: ElasticConfig | None = None  # what the source held when last looked for a stale file
         self._is_started = False
-        self.on_refusal: Callable[[int, str], None] | None = None
-        """Called on rank 0 with each version from outside the job that was refused, and why."""
+        self.on_refusal: Callable[[int, str, str], None] | None = None
+        """Called on rank 0 with each version from outside the job that was refused, its file's digest, and why.
+
+        The digest is empty where the version came too late for this run, and is not refused for what it holds.
+        """
 
     def resume(self, config: ElasticConfig) -> None:
         """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
-        self._base = config.over(self._base)
+        self.base = config.over(self.base)
         if not self._is_started:
-            self.config = self._base
+            self.config = self.base
 
     @property
     def startup_values(self) -> dict[str, object]:
         """The start-up values that must be the same on all ranks, by dotted key."""
-        return {**self._base.values(), "version": self._base.version, "revision": self._base.revision}
+        return {**self.base.values(), "version": self.base.version, "revision": self.base.revision}
 
     def start(self, place: RoundPlace) -> Applied | None:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
@@ -296,10 +307,10 @@ class ConfigRounds:
         choice, content = self._choose(self._unsettled_file(), place)
         applied = None
         if choice.kind == "file":
-            applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self._base)
+            applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self.base)
         if applied is None:
-            applied, reasons = self._put_in_force(self._base, place.step)
-            self._log_refusal(f"the resumed config {self._base.label}", _in_words(reasons))
+            applied, reasons = self._put_in_force(self.base, place.step)
+            self._log_refusal(f"the resumed config {self.base.label}", _in_words(reasons))
         if choice.kind == "revision":
             applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return None if self.config.digest == before.digest else applied
@@ -379,9 +390,8 @@ class ConfigRounds:
         late = self._newer_file()
         if late is not None:
             self._settled.add(_key(late))
-            self._tell_refusal(
-                late, f"it came after the last step boundary, of step {step}; the next run begins with it"
-            )
+            words = f"it came after the last step boundary, of step {step}; the next run begins with it"
+            self._tell_refusal(late, words, is_late=True)
 
     @property
     def _newest_agreed(self) -> ElasticConfig:
@@ -450,7 +460,7 @@ class ConfigRounds:
             self._tell_refusal(file, passed, otherwise)
             return None
         try:
-            new = file.over(self._base)
+            new = file.over(self.base)
         except ConfigError as error:
             self._tell_refusal(file, f"combined with the script's start-up values: {error}", otherwise)
             return None
@@ -509,18 +519,25 @@ class ConfigRounds:
         reasons = self._appliers.check(new) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
-        applied = Applied(old=self.config, new=new, step=step)
+        applied = Applied(old=self.config, new=new, step=step, effects=self._appliers.effects())
         self.config = new
         self._settled = {key for key in self._settled if key[0] >= new.version}
         if self._ranks.rank == 0 and new.digest != applied.old.digest:  # else it is in force already, and said
             _logger.info("config %s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
 
-    def _tell_refusal(self, file: ElasticConfig, why: str, otherwise: ElasticConfig | None = None) -> None:
-        """Have rank 0 warn that a version was refused, and call ``on_refusal``; nothing where there is no reason."""
-        self._log_refusal(f"config {file.label}", why, otherwise)
+    def _tell_refusal(
+        self, config: ElasticConfig, why: str, otherwise: ElasticConfig | None = None, *, is_late: bool = False
+    ) -> None:
+        """Have rank 0 warn that a version was refused, and call ``on_refusal``; nothing where there is no reason.
+
+        ``config`` is the file's, or that with the start-up values, as a scheduled one is.
+        """
+        self._log_refusal(f"config {config.label}", why, otherwise)
         if why and self._ranks.rank == 0 and self.on_refusal is not None:
-            self.on_refusal(file.version, why)
+            digests = [digest for version, digest in self._settled if version == config.version]
+            digest = config.digest if config.digest in digests else "".join(digests[:1])
+            self.on_refusal(config.version, "" if is_late else digest, why)
 
     def _log_refusal(self, what: str, why: str, otherwise: ElasticConfig | None = None) -> None:
         """Have rank 0 warn that something was refused, and why; nothing where there is no reason."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -26,12 +27,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+import psutil
 import torch
 
 from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat, begin_heartbeat
 from elastic_ext.ranks.notices import Trouble
+from elastic_ext.ranks.processes import process_of
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import (
@@ -145,9 +148,20 @@ class Reports:
         """When the next metrics are to be written, on the clock of ``time.perf_counter``."""
 
     def begin(self) -> None:
-        """Make the run directory."""
-        if self._directory is not None:
-            self._directory.prepare()
+        """Make the run directory; rank 0 warns of another run that writes there."""
+        if self._directory is None:
+            return
+        self._directory.prepare()
+        last = self._directory.last_metrics() if self._ranks.rank == 0 else None
+        if last is not None and last.host == self._ranks.host and last.pid != os.getpid() and _still_runs(last):
+            _logger.warning(
+                "process %d runs, and writes into the run directory %s too, as another run of job %s: both follow one "
+                "config file, and overwrite each other's metrics; end one of them, or give one a name of its own by "
+                "ELASTIC_EXT_JOB or a directory of its own by ELASTIC_EXT_RUN_DIR",
+                last.pid,
+                self._settings.run_dir,
+                last.job,
+            )
 
     def write_applied(self, applied: Applied) -> None:
         """Write the event that a config came into force."""
@@ -232,11 +246,21 @@ class Reports:
         self._directory.write_metrics(metrics)
 
 
+def _still_runs(metrics: RankMetrics) -> bool:
+    """Whether the process that wrote ``metrics`` on this machine runs; another one that has got its pid is not it."""
+    try:
+        return process_of(metrics.pid) is not None and psutil.Process(metrics.pid).create_time() <= metrics.time
+    except (OSError, psutil.Error):
+        return False
+
+
 # --- owns a watcher, an agreement and appliers, for training loops without ElasticTrainer ----------------------------
 
 _Default = TypeVar("_Default")
 _DOUBTFUL_SECONDS = 30.0  # how long to wait for ranks that may be waiting elsewhere for this one
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
+_SCRIPTS = "the script's"  # value of a key that the script has not told of
+_MOST_TOLD = 5
 
 
 def follow_config(
@@ -345,6 +369,7 @@ class ConfigFollower:
         self._knobs = UserKnobs()
         self.agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # what came into force at the start; until a step ends
+        self._has_told_of_file = False
         self._finished = False
         self._closed_by = ""  # what the user did, in words; empty until then
 
@@ -392,6 +417,37 @@ class ConfigFollower:
         self._found_at_start = applied
         self.heartbeat.note(Activity.OUTSIDE)
 
+    def tell_of_file(self) -> int:
+        """Have rank 0 warn, once, of what a file found at the start changes; gives the number of keys.
+
+        Called once a checkpoint is loaded, if there is one, and at the first boundary. Nothing is told of a file that
+        was in force before: where an agent has restarted the processes, and where the checkpoint has its version.
+        """
+        resumed_version = self.agreement.resumed_version
+        is_known = self.settings.restart > 0 or resumed_version == self.config.version
+        if self._has_told_of_file or self._found_at_start is None or is_known:
+            return 0
+        self._has_told_of_file = True
+        pairs = self.agreement.base.differences(self.config).items()
+        changes = {path: pair for path, pair in pairs if section_of(path) != "tuning" and path != "checkpoint.now"}
+        if changes and self.ranks.rank == 0:
+            told = [
+                f"{path} {_SCRIPTS if old is None else shown(old)} -> {shown(new)}"
+                for path, (old, new) in changes.items()
+            ]
+            more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+            removed = [shlex.quote(f"{path}=") for path, (_, new) in changes.items() if new is not None]
+            file = shlex.quote(str(self.settings.config_file))
+            _logger.warning(
+                "the config file %s was there at the start, and wins over the script%s: %s; to have the script's own "
+                "values, now or at the next start: %s",
+                self.settings.config_file,
+                "" if resumed_version is None else " and the checkpoint",
+                ", ".join(told[:_MOST_TOLD]) + more,
+                " ".join(["elastic-ext config set --file", file, *removed]),
+            )
+        return len(changes)
+
     @property
     def config(self) -> ElasticConfig:
         """The config in force."""
@@ -420,6 +476,7 @@ class ConfigFollower:
         a count of backward passes to compare between ranks.
         """
         self._raise_if_closed()
+        self.tell_of_file()
         with self.heartbeat.during(Activity.BOUNDARY):
             passed = self.agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
         self.heartbeat.pass_step(self.step)
@@ -612,9 +669,9 @@ class ConfigFollower:
             self.reports.write_applied(applied)
         self._write_metrics()
 
-    def _tell_refusal(self, version: int, why: str) -> None:
+    def _tell_refusal(self, version: int, digest: str, why: str) -> None:
         """Write the event of a version that was refused."""
-        details = {"version": version, "why": why}
+        details = {"version": version, "digest": digest, "why": why}
         self.reports.write_event(
             "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details
         )

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,17 @@ from elastic_ext.records.json import MAX_BYTES
 
 from .elastic_config import ElasticConfig
 
-__all__ = ["ConfigHistory", "HistoryEntry", "edited", "next_version", "restored", "undo_target"]
+__all__ = [
+    "CONFIG_EVENTS",
+    "ConfigHistory",
+    "HistoryEntry",
+    "edited",
+    "newest_accepted",
+    "next_version",
+    "refused_in",
+    "restored",
+    "undo_target",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,14 +76,47 @@ class HistoryEntry:
         return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
-def undo_target(entries: Sequence[HistoryEntry]) -> HistoryEntry:
+_SCRIPTS = HistoryEntry(time=0.0, config=ElasticConfig(version=0))
+"""What was in force before the first version: the script's own values, since the config has no key."""
+
+
+CONFIG_EVENTS = ("config-applied", "config-refused")
+"""The kinds of the events by which ranks say what became of a version of the config."""
+
+
+def refused_in(events: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, str]:
+    """Why the ranks of a job have refused versions, by the digest of their contents.
+
+    ``events`` are those of ranks, oldest first, each by its kind and details. A version that came into force later is
+    not refused.
+    """
+    refused: dict[str, tuple[object, str]] = {}
+    for kind, details in events:
+        version, digest = details.get("version"), details.get("digest")
+        if kind == "config-refused" and isinstance(digest, str) and digest:
+            refused[digest] = version, str(details.get("why"))
+        elif kind == "config-applied":
+            refused = {digest: row for digest, row in refused.items() if row[0] != version}
+    return {digest: why for digest, (_, why) in refused.items()}
+
+
+def newest_accepted(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) -> HistoryEntry | None:
+    """The newest entry whose digest is not ``refused``, from which the next version is made; None without one."""
+    return next((entry for entry in reversed(entries) if entry.config.digest not in refused), None)
+
+
+def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) -> HistoryEntry:
     """The entry that an undo goes back to: the one before the newest content was first written.
 
-    So each undo in a row goes one version further back.
+    So each undo in a row goes one version further back. Entries whose digest is ``refused`` are passed over: where the
+    newest is one, undo goes back to the newest that is none.
     """
-    for index in range(len(entries) - 1, 0, -1):
-        if entries[index].restores is None and entries[index].config.version == entries[-1].origin:
-            return entries[index - 1]
+    if entries and entries[-1].config.digest in refused:
+        return newest_accepted(entries, refused) or _SCRIPTS
+    kept = [entry for entry in entries if entry.config.digest not in refused]
+    for index in range(len(kept) - 1, 0, -1):
+        if kept[index].restores is None and kept[index].config.version == kept[-1].origin:
+            return kept[index - 1]
     raise _refused("there is no earlier version to go back to", "a file with at least two versions")
 
 
@@ -138,18 +181,32 @@ class ConfigHistory:
         return self._with_current(self._read(), self.current())
 
     def set(
-        self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
+        self,
+        changes: Mapping[str, object],
+        *,
+        remove: Sequence[str] = (),
+        reason: str,
+        at_step: int | None = None,
+        refused: Collection[str] = (),
     ) -> ElasticConfig:
-        """Write the next version with dotted keys changed or removed; nothing is written when anything is refused."""
+        """Write the next version with dotted keys changed or removed; nothing is written when anything is refused.
+
+        It is made from the newest version whose digest is not ``refused``.
+        """
         with self._alone() as recorded:
             current = self.current()
             entries = self._with_current(recorded, current)
             version = next_version(entries)
-            new = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
+            base = None if current is None else newest_accepted(entries, refused)
+            held = None if base is None else base.config
+            new = edited(held, changes, remove=remove, version=version, reason=reason, at_step=at_step)
             return self._write(new, entries)
 
-    def undo(self) -> ElasticConfig:
-        """Write the content before the present one as a new version; for a refused or lost file, its last content."""
+    def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
+        """Write the content before the present one as a new version; for a refused or lost file, its last content.
+
+        Versions whose digest is ``refused`` are passed over.
+        """
         with self._alone() as recorded:
             try:
                 current = self.current()
@@ -158,7 +215,8 @@ class ConfigHistory:
                     raise
                 current = None
             entries = self._with_current(recorded, current)
-            target = recorded[-1] if current is None and recorded else undo_target(entries)
+            is_lost = current is None and recorded
+            target = newest_accepted(recorded, refused) or _SCRIPTS if is_lost else undo_target(entries, refused)
             return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:

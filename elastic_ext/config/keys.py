@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import MAX_DEPTH, can_be_written, shown
-from elastic_ext.strategies import STRATEGIES
+from elastic_ext.strategies import STRATEGIES, strategies_in_words
 
 __all__ = [
     "DLROVERS_VERSIONED",
@@ -192,13 +192,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The rule of a key whose value is one of a few words."""
+    """The rule of a key whose value is one of a few words; ``listed`` is them in a message, where that says more."""
 
     words: tuple[str, ...]
+    listed: str = ""
 
     @property
     def allowed(self) -> str:
-        return "one of " + ", ".join(f'"{word}"' for word in self.words)
+        return "one of " + (self.listed or ", ".join(f'"{word}"' for word in self.words))
 
     @property
     def schema(self) -> Schema:
@@ -337,7 +338,8 @@ class KnobBoundsRule:
             if len(faults) == _MOST_KNOBS_SHOWN:
                 break
             if name not in self.rules:
-                faults.append(f'tunable keys; {shown(name)} is not one, the nearest is "{nearest(name, self.rules)}"')
+                told = f'{shown(name)} is not one, the nearest is "{nearest(name, self.rules)}"'
+                faults.append(f"the tunable keys that `elastic-ext config schema` lists; {told}")
                 continue
             try:
                 kept[name] = Bounds(self.rules[name]).check(bounds)
@@ -507,7 +509,7 @@ class ParallelismSection(Section):
 
     section: ClassVar[str] = "parallelism"
     strategy: str | None = row(
-        OneOf(tuple(STRATEGIES)),
+        OneOf(tuple(STRATEGIES), strategies_in_words()),
         "how parameters, gradients and optimizer state are sharded",
         knob=TunerKnob(words="strategy {}", cost="move"),
         replaces=("parallelism.shard_degree",),

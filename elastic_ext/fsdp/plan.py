@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.strategies import STRATEGIES, StrategyName
+from elastic_ext.strategies import STRATEGIES, StrategyName, strategies_in_words
 
 from .layout import Box, Cut, Layout, box_after
 
@@ -163,7 +163,7 @@ def _strategy(given: object) -> StrategyName:
     name = getattr(given, "name", given)  # torch's own is an enum
     if isinstance(name, str) and name.lower() in STRATEGIES:
         return name.lower()  # type: ignore[return-value]
-    raise ValueError(f"strategy is {given!r}; allowed: {', '.join(STRATEGIES)}")
+    raise ValueError(f"strategy is {given!r}; allowed: {strategies_in_words()}")
 
 
 def _ratio(given: object) -> float:

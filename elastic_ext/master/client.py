@@ -21,6 +21,7 @@ from elastic_ext.records.text import on_one_line
 
 from .address import MOST_MESSAGE_BYTES, MasterPlace
 from .credentials import read_token
+from .events import refused_versions
 from .wire import as_dict
 from .wire import master_pb2 as pb
 from .wire.master_pb2_grpc import MasterStub
@@ -264,6 +265,7 @@ def _certificates_in(path: Path) -> bytes:
 
 _TAKEN_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+_MOST_EVENTS = 1000
 
 
 class RemoteConfig:
@@ -309,6 +311,13 @@ class RemoteConfig:
     def undo(self) -> ElasticConfig:
         """Have the master write the content before the present one as a new version."""
         return ElasticConfig.parse(self._client.undo_config().text.encode())
+
+    def refused(self) -> dict[str, str]:
+        """Why ranks have refused versions, by the digest of their contents, as the newest events say it."""
+        return refused_versions(self._client.events(most=_MOST_EVENTS))
+
+    def judged(self, new: ElasticConfig) -> None:
+        """None: what ranks make of a version is not waited for; the events of the job say it."""
 
     def taken(self, version: int) -> tuple[int, int] | None:
         """Wait a few seconds for all nodes to hold ``version`` or a later one; how many do, and how many there are.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import HistoryEntry, edited, next_version, restored, undo_target
+from elastic_ext.config.history import HistoryEntry, edited, newest_accepted, next_version, restored, undo_target
 from elastic_ext.errors import ConfigError, Refusal
 
 __all__ = ["Author", "AuthoredVersion", "ConfigBook", "ConfigStream", "StaleVersion", "Unacknowledged", "Watchers"]
@@ -92,26 +92,29 @@ class ConfigBook:
         now: float,
         author: Author = "person",
         made_from: int | None = None,
+        refused: Collection[str] = (),
     ) -> AuthoredVersion:
         """The next version, made from the newest by ``changes`` and ``remove``; it is not entered yet.
 
-        ConfigError for an invalid config; StaleVersion where it was ``made_from`` another version.
+        Versions whose digest is ``refused`` are passed over. ConfigError for an invalid config; StaleVersion where it
+        was ``made_from`` another version.
         """
         if made_from is not None and made_from != self.version:
             raise StaleVersion(f"a change was made from version {made_from}, and version {self.version} is the newest")
-        current = self.newest.config if self.newest else None
+        base = newest_accepted([each.entry for each in self._versions], refused)
         version = self.version + 1
+        current = None if base is None else base.config
         config = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
         ElasticConfig.parse(config.to_json().encode())  # values that are allowed one by one can make too large a file
         return AuthoredVersion(entry=HistoryEntry(time=now, config=config), author=author)
 
-    def propose_undo(self, *, now: float) -> AuthoredVersion:
+    def propose_undo(self, *, now: float, refused: Collection[str] = ()) -> AuthoredVersion:
         """The next version, with the content from before the newest one; it is not entered yet.
 
-        Raises ConfigError where no earlier content is known.
+        Versions whose digest is ``refused`` are passed over. Raises ConfigError where no earlier content is known.
         """
         entries = [each.entry for each in self._versions]
-        target = undo_target(entries)
+        target = undo_target(entries, refused)
         config = restored(target, version=next_version(entries))
         return AuthoredVersion(entry=HistoryEntry(time=now, config=config, restores=target.origin), author="person")
 

@@ -5,13 +5,16 @@ Bounded, and pure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
+from elastic_ext.config.history import CONFIG_EVENTS, refused_in
 from elastic_ext.records.json import JsonRecord, object_of
 from elastic_ext.records.text import counted, on_one_line
 
-__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in"]
+__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in", "refused_versions"]
 
 
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
@@ -69,6 +72,27 @@ def refusal_in(event: EventRecord) -> tuple[int, str] | None:
     if type(version) is not int or not isinstance(why, str):
         return None
     return version, on_one_line(why[:_MOST_REASON])
+
+
+class _ConfigEvent(Protocol):
+    """The part of an event that says what became of a version of the config."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def details(self) -> str: ...
+
+
+def refused_versions(events: Iterable[_ConfigEvent]) -> dict[str, str]:
+    """Why ranks have refused versions of the config, by the digest of their contents, as ``events`` say it."""
+    told: list[tuple[str, Mapping[str, object]]] = []
+    for event in events:
+        if event.kind in CONFIG_EVENTS and event.rank >= 0:
+            with suppress(ValueError):
+                told.append((event.kind, object_of(event.details)))
+    return refused_in(told)
 
 
 # --- what happened in a job, numbered in the order in which the master heard of it -----------------------------------

@@ -20,7 +20,7 @@ from elastic_ext.tuner.decisions import Decision
 from .cluster import Machines
 from .collector import Collector
 from .configs import AuthoredVersion, ConfigBook
-from .events import EventLog, EventRecord, NodeRecord, refusal_in
+from .events import EventLog, EventRecord, NodeRecord, refusal_in, refused_versions
 from .machines import BadMachines
 from .nodes import (
     MOST_HARDWARE,
@@ -249,7 +249,12 @@ class Job:
                 raise RequestRefused("invalid", f"the value of {key[:100]} is no JSON: {text[:100]!r}") from None
         at_step = request.at_step if request.HasField("at_step") else None
         return self.book.propose(
-            changes, remove=list(request.remove), reason=request.reason, at_step=at_step, now=now.time
+            changes,
+            remove=list(request.remove),
+            reason=request.reason,
+            at_step=at_step,
+            now=now.time,
+            refused=refused_versions(self.log.after(0)),
         )
 
     def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
@@ -258,7 +263,7 @@ class Job:
         Raises ConfigError where no earlier content is known, RequestRefused for another job.
         """
         check_job(request.job, self.name)
-        return self.book.propose_undo(now=now.time)
+        return self.book.propose_undo(now=now.time, refused=refused_versions(self.log.after(0)))
 
     def decision_to_write(self, now: Now) -> Decision | None:
         """The tuner's decision that is to be written now as a config version; None where there is none."""

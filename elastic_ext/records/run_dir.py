@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import append_line, open_regular, write_whole
+from .files import append_line, open_regular, read_at_most, write_whole
 from .json import JsonRecord
 from .metrics import FILE as JOB_FILE
 from .metrics import JobEvent, JobFacts, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .text import expanded, path_given
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "RunDirectory", "StartSettings"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "RunDirectory", "StartSettings", "given_run_id"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ _logger = logging.getLogger(__name__)
 # depends on these files: a write that fails is one warning.
 
 _MOST_WINDOW_BYTES = 1 << 13
+_MOST_METRICS_BYTES = 64 << 10
 
 
 class RunDirectory:
@@ -61,6 +62,13 @@ class RunDirectory:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             self._warn(error)
+
+    def last_metrics(self) -> RankMetrics | None:
+        """What this rank's metrics file holds, of whichever process; None where that cannot be read."""
+        try:
+            return RankMetrics.from_json(read_at_most(self.metrics_file, _MOST_METRICS_BYTES).decode())
+        except (OSError, ValueError):
+            return None
 
     def write_metrics(self, metrics: RankMetrics) -> None:
         """Replace this rank's metrics file."""
@@ -135,6 +143,7 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("", "on", "1", "true", "yes")
+_RANDOM = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +205,8 @@ class StartSettings:
         for argument, path in (("run_dir", run_dir), ("config_file", config_file)):
             if path is not None:
                 path_given(argument, path)
-        name = job or environ.get("ELASTIC_EXT_JOB") or _launcher_job(environ) or _script_job(script)
+        launched = given_run_id(environ.get("TORCHELASTIC_RUN_ID"))
+        name = job or environ.get("ELASTIC_EXT_JOB") or launched or _script_job(script)
         folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or cls.run_dir_of(environ, name))
         pulse_dir = environ.get("ELASTIC_EXT_PULSE_DIR")
         file = Path(config_file or environ.get("ELASTIC_EXT_CONFIG_FILE") or folder / "config.json")
@@ -226,9 +236,9 @@ def _switched(name: str, environ: Mapping[str, str]) -> bool:
     raise ValueError(f"{name} is {word!r}; allowed: on or off; unset it to switch {what} on")
 
 
-def _launcher_job(environ: Mapping[str, str]) -> str:
-    name = environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name  # torchrun's word for "nobody gave one"
+def given_run_id(run_id: str | None) -> str:
+    """A launcher's run id, which names a job; empty for "none" and a random UUID, which torchrun makes at each start."""
+    return "" if run_id is None or run_id == "none" or _RANDOM.fullmatch(run_id) else run_id
 
 
 def _script_job(script: str) -> str:

@@ -250,6 +250,13 @@ class Batches:
         return 0 if self._full is None else max(map(sum, self._full[0].micro_batches))
 
     @property
+    def effect(self) -> str:
+        """What a rank takes at once, where that is less than the micro-batch size in force, in words; else empty."""
+        if self._plan is None or self.largest == self._plan.micro_batch:
+            return ""
+        return f"{self.largest} at once: a rank's share of a step is {self.share}"
+
+    @property
     def step_samples(self) -> int | None:
         """Samples of a full step over all ranks; None where that is not known."""
         return self._single.num_samples if self._full is None else self._global_batch

@@ -28,16 +28,20 @@ def description(training: Training, *, is_prepared: bool) -> str:
     return "\n".join(f"{name:<12} {words}" for name, words in rows)
 
 
-def start_line(training: Training) -> str:
-    """One line about a training that begins: its job, where it begins, its config file, and how to look at it."""
+def start_line(training: Training, num_keys: int) -> str:
+    """One line about a training that begins: its job, where it begins, its config file, and how to look at it.
+
+    ``num_keys`` is how many keys the config file, found at the start, sets otherwise than the script.
+    """
     settings, step, checkpoints = training.follower.settings, training.counts.global_step, training.checkpoints
     begins = "training begins"
     if step:
         path = None if checkpoints is None else checkpoints.path
         begins = f"training goes on after step {step}" + ("" if path is None else f" of {path}")
+    otherwise = f", which sets {counted(num_keys, 'key')} otherwise than the script" if num_keys else ""
     return (
         f"job {settings.job}, {counted(training.ranks.world_size, 'rank')}: {begins}; config file "
-        f"{settings.config_file}; to look at the job: {_status_command(training)}"
+        f"{settings.config_file}{otherwise}; to look at the job: {_status_command(training)}"
     )
 
 

@@ -263,6 +263,7 @@ class Session:
             self._loading.compare_shares(self._gradients.sharing.num_ranks, training.state.remarks)
             self._begin_batches(follower.config)
             follower.reports.measure = self._measure
+            follower.agreement.appliers.effects = self._effects
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, training.growing.check)
             follower.on_change("tuning", lambda old, new: self._learning.take_up(new))
@@ -431,7 +432,7 @@ class Session:
         self.follower.reports.write_event("training-began", step=step, text=text, details=details)
         self._training.facts.tell()
         if self.follower.ranks.rank == 0 and self.follower.settings.enabled:
-            line = start_line(self._training)
+            line = start_line(self._training, self.follower.tell_of_file())
             _logger.info("%s", line)
             if self._shows_start:  # a terminal that no log reaches
                 sys.stderr.write(f"elastic_ext: {on_one_line(line)}\n")
@@ -730,6 +731,14 @@ class Session:
                 if schedule.steps_within_steps:
                     schedule.look_at_length()
         self._learning.take_up(new)
+
+    def _effects(self) -> dict[str, str]:
+        """What holds of the keys whose values in force do not say it all, by dotted key, for the log and the events."""
+        effects = {
+            "dataloader.batch_size": self._batches.effect,
+            "optimizer.learning_rate": self._training.settings.optimizers[0].rates.effect,
+        }
+        return {path: words for path, words in effects.items() if words}
 
     def _take_up(self, config: ElasticConfig) -> None:
         """Bring batches, rates and learning in line with ``config``, at the start or after a state was loaded."""

@@ -16,6 +16,7 @@ from elastic_ext.cli.config import parse_assignment
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import ConfigHistory
 from elastic_ext.errors import ConfigError
+from tests.test_saved import ALL_KEYS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_WRITERS = 8
@@ -202,6 +203,14 @@ def test_a_folder_that_cannot_be_made_exits_1(tmp_path: Path, capsys: pytest.Cap
     run = Shell(tmp_path / "file" / "below" / "config.json", capsys)
     assert run("set", "user.x=1") == 1
     assert run.err.startswith("elastic-ext: ")
+
+
+@pytest.mark.parametrize("command", [["config", "--help"], ["config", "set", "--help"]])
+def test_help_lists_every_key_that_set_takes(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(command)
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {*words} >= {*ALL_KEYS, "user.NAME"} - {"user.größe"}
 
 
 # ---- diff, history, undo ----

@@ -119,6 +119,23 @@ def test_what_commands_say_can_be_had_as_json(shell: Shell, master: MasterThread
     assert all(isinstance(each["details"], dict) for each in events)
 
 
+def test_a_version_that_the_ranks_have_refused_is_passed_over_by_set_and_by_undo(
+    shell: Shell, node: LinkedNode
+) -> None:
+    assert shell.run("config", "set", "user.x=1") == 0
+    assert shell.run("config", "set", "global_batch_size=1") == 0
+    digest = ElasticConfig.parse((node.run_dir / "config.json").read_bytes()).digest
+    details = {"version": 2, "digest": digest, "why": "too few"}
+    event = JobEvent(time=time.time(), generation=0, rank=0, step=4, kind="config-refused", text="", details=details)
+    (node.run_dir / "events-0.jsonl").write_text(event.to_json() + "\n")
+    until(lambda: (shell.run("events", "--last", "0", "--json"), "config-refused" in shell.out)[1] or None)
+    assert shell.run("config", "set", "user.y=1") == 0
+    made = "version 3 written\nmade from version 1, since the job has refused version 2: too few\n"
+    assert shell.out == f"{made}user.y: absent -> 1\ntaken by 1 of 1 node\n"
+    assert shell.run("config", "undo") == 0
+    assert shell.out == "version 4 written\nuser.y: 1 -> absent\ntaken by 1 of 1 node\n"
+
+
 def test_a_config_that_cannot_be_is_refused_with_the_masters_words_and_nothing_is_written(shell: Shell) -> None:
     for change, words in (
         ("optimizer.learning_rate=-1", "optimizer.learning_rate is -1"),

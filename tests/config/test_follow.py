@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ import pytest
 import torch
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
+from elastic_ext.cli import main
+from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
 
@@ -263,11 +270,82 @@ def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metric
         assert (metrics["config_version"], metrics["config_revision"]) == (2, 1)
 
 
+LEFT = {
+    "version": 5,
+    "optimizer": {"learning_rate": 0.25},
+    "dataloader": {"num_workers": 4, "batch_size": 8},
+    "tuning": {"mode": "auto"},
+    "checkpoint": {"now": True},
+    "user": {"a b": 1, "c": 2, "d": 3, "e": 4},
+}
+"""What a run has left behind."""
+LEFT_TOLD = (
+    "optimizer.learning_rate 1.0 -> 0.25, dataloader.num_workers the script's -> 4, user.a b the script's -> 1, "
+    "user.c the script's -> 2, user.d the script's -> 3 and 1 more"
+)
+
+
+def told_of_file(log: list[str]) -> list[str]:
+    return [line for line in log if "was there at the start" in line]
+
+
+def test_a_file_that_the_last_run_has_left_is_warned_of_with_what_it_changes_and_the_way_back(folder: Path) -> None:
+    put(folder, 0, LEFT)
+    startup = {"optimizer.learning_rate": 1.0, "dataloader.batch_size": 8}
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        for _ in range(3):
+            take_step(follower, seen)
+    (line,) = told_of_file(seen.log)
+    file = folder / "0" / "config.json"
+    begin = f"WARNING the config file {file} was there at the start, and wins over the script: {LEFT_TOLD}; to have"
+    assert line.startswith(begin)
+    words = shlex.split(line.partition("next start: ")[2])
+    assert words[0] == "elastic-ext" and main(words[1:]) == 0
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        take_step(follower, seen)
+        assert follower.config.version == 6 and follower.config.values() == startup | {"tuning.mode": "auto"}
+    assert told_of_file(seen.log) == []
+
+
+@pytest.mark.parametrize(
+    ("restart", "resumed_version", "words"),
+    [("1", None, ""), ("0", 5, ""), ("0", 4, "wins over the script and the checkpoint: user.c the script's -> 2, ")],
+)
+def test_a_file_that_was_in_force_before_a_restart_is_not_told_of(
+    folder: Path, restart: str, resumed_version: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+    put(folder, 0, LEFT)
+    with seen_by() as seen, follower_in(folder) as follower:
+        if resumed_version is not None:
+            of_checkpoint = {key: LEFT[key] for key in ("optimizer", "dataloader")} | {"user": {"a b": 1}}
+            state = {"config": {**of_checkpoint, "version": resumed_version}, "revision": 2, "step": 9}
+            follower.load_state_dict(state)
+        take_step(follower, seen)
+    assert [words in line for line in told_of_file(seen.log)] == [True] * bool(words)
+
+
 def test_a_torch_that_was_never_tested_is_said_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for torch_version, num_told in ((torch.__version__, 0), ("2.12.1", 1)):
         monkeypatch.setattr(torch, "__version__", torch_version)
         with seen_by() as seen, follower_in(folder):
             assert sum("torch 2.12.1 was never tested" in line for line in seen.log) == num_told
+
+
+def test_another_run_that_writes_into_the_run_directory_is_warned_of(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        follower.boundary()
+    written = RankMetrics.from_json((folder / "0" / "metrics-0.json").read_text())
+    now = time.time() + 1.0
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for pid, written_at, num_warned in ((sleeper.pid, now, 1), (sleeper.pid, 0.0, 0), (os.getpid(), now, 0)):
+            (folder / "0" / "metrics-0.json").write_text(replace(written, pid=pid, time=written_at).to_json())
+            with seen_by() as seen, follower_in(folder):
+                assert sum(f"process {pid} runs, and writes into" in line for line in seen.log) == num_warned
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_training_goes_on_where_the_run_directory_cannot_be_written(tmp_path: Path) -> None:

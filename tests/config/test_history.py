@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory, HistoryEntry, undo_target
+from elastic_ext.config.history import ConfigHistory, HistoryEntry, refused_in, undo_target
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive
 from tests.support.configs import configs, unhurried
@@ -178,6 +178,32 @@ def test_undo_of_a_change_made_after_an_undo_undoes_that_change_only(history: Co
     history.undo()
     current = history.current()
     assert current is not None and current.values() == {"user.x": 1}
+
+
+@pytest.mark.parametrize(
+    ("refused", "undone", "set_on"),
+    [((), 2, 3), ((3,), 2, 2), ((2, 3), 1, 1), ((2,), 1, 3), ((1, 2, 3), None, None), ((1,), 2, 3)],
+)
+def test_versions_that_ranks_have_refused_are_passed_over(
+    tmp_path: Path, refused: tuple[int, ...], undone: int | None, set_on: int | None
+) -> None:
+    histories = [ConfigHistory(tmp_path / name / "config.json") for name in ("undo", "set")]
+    for history in histories:
+        written = {x: history.set({"user.x": x}, reason="").digest for x in (1, 2, 3)}
+    digests = [written[x] for x in refused]
+    assert histories[0].undo(digests).get("user.x") == undone
+    new = histories[1].set({"user.y": 1}, reason="", refused=digests)
+    assert (new.version, new.get("user.x"), new.get("user.y")) == (4, set_on, 1)
+
+
+def test_ranks_have_refused_what_their_last_event_of_a_version_says() -> None:
+    refused = ("config-refused", {"version": 2, "digest": "two", "why": "too few"})
+    late = ("config-refused", {"version": 3, "digest": "", "why": "it came too late"})
+    applied = ("config-applied", {"version": 2, "revision": 0})
+    earlier = ("config-refused", {"version": 2, "why": "of a version that told no digest"})
+    assert refused_in([refused, late, earlier, ("other", {"version": 2})]) == {"two": "too few"}
+    assert refused_in([refused, applied]) == {}
+    assert refused_in([applied, refused]) == {"two": "too few"}
 
 
 def test_undo_keeps_no_step_to_come(history: ConfigHistory) -> None:

@@ -23,7 +23,7 @@ import pytest
 from elastic_ext import ConfigError, ElasticConfig, ParallelPlan
 from elastic_ext.cli import main
 from elastic_ext.config.keys import KEYS, TuningSection, key_table
-from elastic_ext.strategies import STRATEGIES, StrategyName
+from elastic_ext.strategies import STRATEGIES, StrategyName, strategies_in_words
 from elastic_ext.tuner.explain import change_in_words
 from elastic_ext.tuner.space import Point, shape_of, space_of
 from tests.support.job_facts import ALL_CHOICES, made_facts
@@ -150,7 +150,7 @@ def test_a_sharding_strategy_is_added_by_its_row_alone(tmp_path: Path) -> None:
     before = "\nSTRATEGIES: Mapping[str, Sharding] = {\n"
     told = in_a_copy(tmp_path, "strategies.py", before, STRATEGY_ROW, "told_of_the_strategy")
     assert told["values"] == {"parallelism.strategy": STRATEGY}
-    allowed = ", ".join(f'"{name}"' for name in (STRATEGY, *STRATEGIES))
+    allowed = f'"{STRATEGY}", {strategies_in_words()}'
     assert told["refused"] == [f'parallelism.strategy is "quarter_shard"; allowed: one of {allowed}']
     assert told["degrees"] == [4, 2] and told["gathers again"] is False
     assert told["tried by"] == [[2, 2], [4, 4]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ext.fsdp.checkpoint.folder.claim import job_name
 from elastic_ext.records.run_dir import StartSettings
 from tests.support.configs import unhurried
 
@@ -122,11 +124,13 @@ def test_the_job_is_named_by_the_user_or_the_launcher(environ: dict[str, str], j
 
 
 def test_a_job_that_nobody_named_is_named_by_its_script_and_where_it_lies() -> None:
-    for environ in ({}, {"TORCHELASTIC_RUN_ID": "none"}):
+    made_up = str(uuid.uuid4())  # as by torchrun --standalone
+    for environ in ({}, {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": made_up}):
         one = StartSettings.resolve(environ, script="/a/train.py").job
         other = StartSettings.resolve(environ, script="/b/train.py").job
         assert one.startswith("train-") and other.startswith("train-") and one != other
         assert StartSettings.resolve(environ, script="/a/train.py").job == one
+        assert one == job_name(None, environ.get("TORCHELASTIC_RUN_ID"), "/a/train.py"), "as its checkpoints are named"
     assert StartSettings.resolve({}, script="").job.startswith("interactive-")
 
 

@@ -336,6 +336,21 @@ def test_a_log_has_the_line_of_the_start_with_the_step_that_training_goes_on_fro
         caplog.clear()
 
 
+def test_the_line_of_the_start_says_how_much_a_config_file_that_was_left_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "0").mkdir()
+    put(tmp_path, 0, {"version": 3, "optimizer": {"learning_rate": 0.025}, "user": {"a": 1}})
+    model = make_model()
+    with trainer_of(tmp_path, model, Slices(make_data(24), 2), global_batch_size=8) as trainer:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    (line,) = [each for each in caplog.messages if "to look at the job" in each]
+    assert "/config.json, which sets 2 keys otherwise than the script; to look at the job" in line
+    (warning,) = [each for each in caplog.messages if "was there at the start" in each]
+    assert "optimizer.learning_rate 0.1 -> 0.025, user.a the script's -> 1; to have the script's own values" in warning
+
+
 def test_a_trainer_describes_what_it_holds(tmp_path: Path) -> None:
     model, source = make_model(), ResumableSlices(make_data(24), 2)
     options: dict[str, Any] = {"checkpoint_interval": CheckpointInterval(steps=2), "shared_storage_path": tmp_path}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,27 @@ def test_without_a_global_batch_every_micro_step_commits_as_in_a_plain_loop(tmp_
     plain, _ = plain_losses(sgd, batches)
     ours = plain_loader_losses(0, tmp_path, data, None, 4)
     assert [step[0] / len(batch[0]) for step, batch in zip(ours, batches, strict=True)] == plain
+
+
+def test_a_micro_batch_larger_than_a_ranks_share_is_told_with_what_a_rank_takes_at_once(tmp_path: Path) -> None:
+    model, source = make_model(), Slices(make_data(64), 2, is_endless=True)
+    trainer = trainer_of(tmp_path, model, source, global_batch_size=8)
+    optimizer = trainer.prepare(sgd(list(model.parameters())))
+    with trainer:
+        asked = [16, 4, 6]
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+            if trainer.sync_gradients and trainer.global_step % 4 == 0:
+                if not asked:
+                    break
+                trainer.propose({"dataloader.batch_size": asked.pop(0)}, "")
+    events = [json.loads(line) for line in (tmp_path / "0" / "events-0.jsonl").read_text().splitlines()]
+    texts = [event["text"].partition(": ")[2] for event in events if event["kind"] == "config-applied"]
+    assert texts == [
+        "dataloader.batch_size 2 -> 16 (8 at once: a rank's share of a step is 8)",
+        "dataloader.batch_size 16 -> 4",
+        "dataloader.batch_size 4 -> 6 (4 at once: a rank's share of a step is 8)",
+    ]

@@ -97,6 +97,13 @@ class Rates:
         group = self._groups[0]
         return _RATE_BY_HAND in group and "initial_lr" not in group
 
+    @property
+    def effect(self) -> str:
+        """How the config's rate acts on rates that the loop writes, in words; empty where it is the rate itself."""
+        if self._rate_factor == 1.0 or not self.are_by_hand:
+            return ""
+        return f"a factor of {self._rate_factor:g} on the rates that the loop writes: {self.effective[0]:g} is used"
+
     def look(self) -> None:
         """See whether the loop has written rates or decays; called before every step for which ``must_look`` is set."""
         if self._is_fresh or not self._is_as_shown():

@@ -186,6 +186,11 @@ def test_a_config_that_changes_the_rate_is_a_factor_to_the_bit_seen_and_said_onc
     assert run.effective == run.used
     (said,) = said_in(caplog)
     assert "optimizer.learning_rate 0.25" in said and "factor of 2.5 (over 0.1)" in said
+    events = [json.loads(line) for line in (tmp_path / "0" / "events-0.jsonl").read_text().splitlines()]
+    texts = [event["text"] for event in events if event["kind"] == "config-applied"]
+    assert "optimizer.learning_rate 0.1 -> 0.25 (a factor of 2.5 on the rates that the loop writes: " in texts[0]
+    assert "optimizer.learning_rate 0.25 -> 0.05 (a factor of 0.5 on the rates that the loop writes: " in texts[1]
+    assert "optimizer.learning_rate 0.05 -> 0.1 (to see what changes)" in texts[2], "as the loop writes them"
 
 
 @pytest.mark.parametrize("write", [by_cosine, per_epoch], ids=["cosine", "epochs"])

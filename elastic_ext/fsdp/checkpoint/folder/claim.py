@@ -36,6 +36,7 @@ from elastic_ext.records.files import (
     write_whole,
 )
 from elastic_ext.records.json import JsonRecord
+from elastic_ext.records.run_dir import given_run_id
 
 from .commit import check_id
 
@@ -396,7 +397,6 @@ def _reader_at(mark: Path, now_ns: int) -> Reader | None:
 
 _MOST_CHARACTERS = 100
 _MOST_NAME_BYTES = 200  # of a file name's 255, less the time and what else is put to it
-_RANDOM = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}", re.IGNORECASE)
 _STAMP = re.compile(r"_(\d{8}-\d{6})")
 _STAMP_CHARACTERS = 16
 
@@ -404,15 +404,14 @@ _STAMP_CHARACTERS = 16
 def job_name(argument: str | None, run_id: str | None, script: str | None) -> str:
     """The name under which a job finds its checkpoints again when it is restarted.
 
-    ``argument`` if it is given; else the launcher's ``run_id``, unless that says nothing ("none") or is new at every
-    start (a random UUID, as of `torchrun --standalone`); else the script's name, with a mark of where it lies, so that
-    two scripts train.py do not share a folder. ValueError says what cannot be a name, and where there is none: a
+    ``argument`` if it is given; else the launcher's ``run_id``, unless torchrun has made it up; else the script's name,
+    with a mark of where it lies, so that two scripts train.py do not share a folder. ValueError says what cannot be a name, and where there is none: a
     notebook has no script of its own.
     """
     if argument is not None:
         return check_job(argument)
-    if run_id and run_id != "none" and _RANDOM.fullmatch(run_id) is None:
-        return check_job(run_id)
+    if name := given_run_id(run_id):
+        return check_job(name)
     if not script:
         raise ValueError(
             "the job has no name, and no script to be called after (a notebook, or python -c); give job=, by which its "

@@ -1,0 +1,155 @@
+"""elastic-ext config beside a job that runs: what its ranks make of a version is waited for, told and built upon."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ext import ConfigFollower, ElasticConfig, follow_config
+from elastic_ext.cli import main
+
+END_SECONDS = 60.0
+WHY = "rank 0: global_batch_size: 1 is too few"
+
+
+class Job:
+    """A job in this process, which takes steps while a command runs."""
+
+    def __init__(self, run_dir: Path, follower: ConfigFollower, capsys: pytest.CaptureFixture[str]) -> None:
+        self.run_dir = run_dir
+        self.follower = follower
+        self.out = self.err = ""
+        self._capsys = capsys
+
+    def run(self, *command: str) -> int:
+        self._capsys.readouterr()
+        end = time.monotonic() + END_SECONDS
+        with ThreadPoolExecutor(1) as pool:
+            status = pool.submit(main, ["config", *command, "--file", str(self.run_dir)])
+            while not status.done():
+                assert time.monotonic() < end
+                self.follower.boundary()
+                threading.Event().wait(0.001)
+        self.out, self.err = self._capsys.readouterr()
+        self.out = re.sub(r"step \d+", "step N", self.out)
+        return status.result()
+
+    @property
+    def in_file(self) -> Mapping[str, object]:
+        return ElasticConfig.parse((self.run_dir / "config.json").read_bytes()).values()
+
+
+@contextmanager
+def training(run_dir: Path) -> Iterator[ConfigFollower]:
+    """A job that refuses a global batch of one."""
+    follower = follow_config(run_dir=run_dir, job="test", agree_every_steps=1, poll_seconds=0.2)
+
+    def check(new: ElasticConfig) -> str | None:
+        return "1 is too few" if new.global_batch_size == 1 else None
+
+    follower.on_change("global_batch_size", lambda old, new: None, check)
+    with follower:
+        yield follower
+
+
+@pytest.fixture
+def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Job]:
+    with training(tmp_path / "run") as follower:
+        yield Job(tmp_path / "run", follower, capsys)
+
+
+def test_a_version_that_the_job_takes_is_told_with_its_first_step(job: Job) -> None:
+    assert job.run("set", "user.x=1") == 0
+    assert job.out == "version 1 written\nuser.x: absent -> 1\nin force from step N\n"
+    assert job.run("set", "user.x=2", "--json") == 0
+    told = json.loads(job.out.replace("step N", "step 0"))
+    assert told["version"] == 2 and told["outcome"] == "in force" and told["step"] <= job.follower.step
+
+
+def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one_is_made_from_what_is_in_force(
+    job: Job,
+) -> None:
+    assert job.run("set", "user.x=1") == 0
+    assert job.run("set", "global_batch_size=1") == 2
+    assert job.out == "version 2 written\nglobal_batch_size: absent -> 1\n"
+    words = f"the job refuses version 2, and version 1 stays in force: {WHY}; `elastic-ext config undo` puts back what"
+    assert job.err.startswith(f"elastic-ext: {words}")
+    assert job.run("set", "user.mixup=0.3") == 0
+    assert job.out == (
+        f"version 3 written\nmade from version 1, since the job has refused version 2: {WHY}\n"
+        "user.mixup: absent -> 0.3\nin force from step N\n"
+    )
+    assert job.in_file == job.follower.config.values() == {"user.x": 1, "user.mixup": 0.3}
+    assert job.run("undo") == 0
+    assert job.out == "version 4 written\nuser.mixup: 0.3 -> absent\nin force from step N\n", "version 2 is passed over"
+    assert job.run("set", "global_batch_size=1", "--json") == 2
+    assert json.loads(job.out)["outcome"] == "refused" and WHY in json.loads(job.out)["words"]
+
+
+def test_undo_goes_back_to_what_is_in_force_past_all_that_the_job_has_refused(job: Job) -> None:
+    assert job.run("set", "user.x=1") == 0
+    assert job.run("set", "user.x=2") == 0
+    for number in range(2):  # as an editor writes it
+        held = {"version": 3 + number, "global_batch_size": 1, "user": {"x": 2, "number": number}}
+        (job.run_dir / "config.json").write_text(json.dumps(held))
+        end = time.monotonic() + END_SECONDS
+        while f"version {3 + number} was refused" not in (job.run_dir / "events-0.jsonl").read_text():
+            assert time.monotonic() < end
+            job.follower.boundary()
+        assert main(["config", "history", "--file", str(job.run_dir)]) == 0
+    assert job.run("undo") == 0
+    assert job.out == (
+        "version 5 written\nglobal_batch_size: 1 -> absent\nuser.number: 1 -> absent\nin force from step N\n"
+    )
+    assert job.in_file == {"user.x": 2}
+    assert job.run("undo") == 0
+    assert job.in_file == {"user.x": 1}
+
+
+def test_undo_repairs_a_broken_file_with_what_is_in_force_and_not_with_what_was_refused(job: Job) -> None:
+    assert job.run("set", "user.x=1") == 0
+    assert job.run("set", "global_batch_size=1") == 2
+    (job.run_dir / "config.json").write_bytes(b"half a fi")
+    assert job.run("undo") == 0
+    assert job.out == "version 3 written\nglobal_batch_size: 1 -> absent\nin force from step N\n"
+    assert job.in_file == {"user.x": 1}
+
+
+def test_where_the_first_version_was_refused_undo_puts_the_scripts_own_values_back(job: Job) -> None:
+    assert job.run("set", "global_batch_size=1") == 2
+    assert job.run("undo") == 0
+    assert job.out == "version 2 written\nglobal_batch_size: 1 -> absent\nin force from step N\n"
+    assert job.in_file == {}
+
+
+def test_no_command_waits_for_a_version_that_no_job_is_to_take_now(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    assert main(["config", "set", "user.x=1", "--at-step", "9999", "--file", str(job.run_dir)]) == 0
+    assert main(["config", "set", "user.x=1", "--file", str(job.run_dir / "another.json")]) == 0
+    assert main(["config", "set", "user.x=1", "--file", str(tmp_path / "elsewhere" / "config.json")]) == 0
+    assert capsys.readouterr().out == "version 1 written\nuser.x: absent -> 1\n" * 3
+    assert time.monotonic() - began < 4.0, "it waits five seconds for a job"
+
+
+def test_a_version_that_came_too_late_for_its_run_is_built_upon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run" / "config.json"
+    with training(tmp_path / "run") as follower:
+        follower.boundary()
+        follower.finish()
+        path.write_text(json.dumps({"version": 1, "user": {"x": 1}}))
+    assert "it came after the last step boundary" in (tmp_path / "run" / "events-0.jsonl").read_text()
+    assert main(["config", "set", "user.y=1", "--file", str(path), "--at-step", "1"]) == 0
+    assert capsys.readouterr().out == "version 2 written\nuser.y: absent -> 1\n"
+    assert ElasticConfig.parse(path.read_bytes()).values() == {"user.x": 1, "user.y": 1}
