@@ -166,7 +166,7 @@ class ProgressStatus:
     step: int
     """Steps that had committed since training began, on the rank that has told of most."""
     epoch: int | None
-    """The epoch that the loop is in."""
+    """The epoch that the loop is in; None also where it has ended since the metrics that name it."""
     num_steps_left: int | None
     """Steps that are left of the epoch."""
     seconds_left: float | None
@@ -187,10 +187,15 @@ def progress_of(
     measures = Measures() if newest is None else newest.measures
     told = (each.measures for each in metrics.values() if each.measures.checkpoint_time is not None)
     saved = max(told, key=lambda each: each.checkpoint_time or 0.0, default=Measures())
-    left = measures.num_epoch_steps_left
+    step_told = steps[0] if newest is None else newest.step  # heartbeats tell of later steps than metrics
+    step, epoch, left = max(*steps, step_told), measures.epoch, measures.num_epoch_steps_left
+    if left is not None:
+        left -= step - step_told
+        if left < 0:
+            epoch = left = None
     return ProgressStatus(
-        step=max(steps),
-        epoch=measures.epoch,
+        step=step,
+        epoch=epoch,
         num_steps_left=left,
         seconds_left=_seconds_for(left, measures.steps_per_second) if is_running else None,
         checkpoint_step=saved.checkpoint_step,
