@@ -149,7 +149,8 @@ class RankStatus:
     activity_seconds: float | None
     trouble: str | None
     measures: Measures
-    """The metrics that the rank has written; a field above has the agent's value of its metric, if there is one."""
+    """The metrics that the rank has written, its rates at the steps per second that its agent has counted, if it has;
+    a field above has the agent's value of its metric, if there is one."""
 
     def to_dict(self) -> dict[str, Any]:
         """The status of a rank as values for JSON, its metrics beside the other values."""
@@ -372,7 +373,7 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         state = "ended"  # since the agent looked, or the agent has ended as well
     elif state == "running" and files.agent.host != files.host and not files.is_agent_running:
         state = "unknown"
-    measures = metrics.measures if metrics else Measures()
+    measures = _at_rate(metrics.measures if metrics else Measures(), worker.steps_per_second)
     return RankStatus(
         rank=worker.rank,
         local_rank=worker.local_rank,
@@ -381,7 +382,7 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         exit_code=worker.exit_code,
         seen_seconds=files.time - files.workers.time,
         step=_first(worker.step, metrics.step if metrics else None),
-        steps_per_second=_first(worker.steps_per_second, measures.steps_per_second),
+        steps_per_second=measures.steps_per_second,
         samples_per_second=measures.samples_per_second,
         memory_bytes=_first(worker.memory_bytes, measures.memory_bytes),
         accelerator_bytes=_first(worker.gpu_memory_bytes, measures.accelerator_bytes),
@@ -393,6 +394,23 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         trouble=worker.trouble,
         measures=measures,
     )
+
+
+def _at_rate(measures: Measures, steps_per_second: float | None) -> Measures:
+    """The measures of a rank with all its rates at the steps per second that its agent has counted, where it has.
+
+    Samples and tokens of a step are those of the metrics, so that the rates fit one another.
+    """
+    if steps_per_second is None:
+        return measures
+    known = measures.steps_per_second
+    rates: dict[str, Any] = {"steps_per_second": steps_per_second}
+    if known is not None and known >= _LEAST_SPEED:
+        for name in ("samples_per_second", "tokens_per_second"):
+            rate = getattr(measures, name)
+            if rate is not None and math.isfinite(rate / known * steps_per_second):
+                rates[name] = rate / known * steps_per_second
+    return replace(measures, **rates)
 
 
 def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:

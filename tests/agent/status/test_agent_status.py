@@ -128,6 +128,23 @@ def test_numbers_that_scripts_log_are_told_as_the_mean_of_the_ranks() -> None:
     assert "logged" not in words(status_of(PLAIN))
 
 
+@pytest.mark.parametrize(
+    ("steps", "speed"), [(10.0, "320 samples/s, 20,480 tokens/s"), (0.0, "0 samples/s, 0 tokens/s")]
+)
+def test_samples_and_tokens_go_at_the_steps_per_second_that_the_agent_has_counted(steps: float, speed: str) -> None:
+    measures = Measures(steps_per_second=8.0, samples_per_second=256.0, tokens_per_second=16384.0)
+    status = status_of(
+        replace(
+            WITH_AGENT,
+            metrics=(metrics(0, measures=measures), metrics(1, measures=measures)),
+            workers=replace(WORKERS, workers=(worker(0, steps_per_second=steps), worker(1))),
+        )
+    )
+    assert f"  speed          {speed} over all ranks\n" in words(status)
+    assert status.ranks[0].steps_per_second == status.to_dict()["ranks"][0]["steps_per_second"] == steps
+    assert (status.ranks[1].steps_per_second, status.ranks[1].samples_per_second) == (8.0, 256.0)
+
+
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
     status = status_of(RunFiles(path="/run", time=NOW, host=HOST, config=version(1)))
     assert status.state == "empty" and status.troubles == ()
