@@ -34,6 +34,7 @@ from .checkpoints.loop import Saving
 from .counters import Counts
 from .description import start_line
 from .endless import EndlessBatches
+from .facts import tell_of_model
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
@@ -475,6 +476,7 @@ class Session:
         self.follower.heartbeat.note_change()
         self._training.growing.forget()
         self._training.guarding.expect_more()
+        tell_of_model(self._training)
         if self.follower.ranks.rank == 0:
             _logger.info("the model was resharded: %s", report)
         step = self._counts.global_step
