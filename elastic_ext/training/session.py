@@ -387,7 +387,15 @@ class Session:
         self._training.facts.tell()
         logged = self._training.logged.newest()
         measured = self._training.profile_output.with_profile(self._speed.measure())
-        return replace(measured, logged=logged, **self._progress_made())
+        return replace(measured, logged=logged, **self._step_to_come(), **self._progress_made())
+
+    def _step_to_come(self) -> dict[str, Any]:
+        """The metrics of what a step takes and does, by what is in force."""
+        return {
+            "global_batch_size": self._batches.step_samples,
+            "micro_batch_size": self._batches.largest or None,
+            "learning_rate": self._training.settings.rate,
+        }
 
     def _progress_made(self) -> dict[str, Any]:
         """The metrics of how far training is, and of its newest checkpoint."""

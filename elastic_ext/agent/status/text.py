@@ -8,7 +8,7 @@ from datetime import datetime
 from elastic_ext.profile.summary import mfu_in_words, number_in_words
 from elastic_ext.records.agent import AgentRecord, MembershipPlan
 from elastic_ext.records.logged import logged_in_words
-from elastic_ext.records.measures import shown_in_words
+from elastic_ext.records.measures import Measures, shown_in_words, words_of
 from elastic_ext.records.metrics import ModelProfile
 from elastic_ext.records.text import age_in_words, counted, cut, size_in_words, wrapped
 
@@ -83,6 +83,12 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield "restarts", str(status.restart)
     if status.model is not None:
         yield "model", _model_in_words(status.model)
+    measured = next((each.measures for each in status.ranks if each.measures.global_batch_size is not None), None)
+    if measured is not None:
+        yield "batch", _batch_in_words(measured, status.world_size)
+    rate = next((each.measures.learning_rate for each in status.ranks if each.measures.learning_rate is not None), None)
+    if rate is not None:
+        yield "learning rate", words_of("learning_rate", {"learning_rate": rate})
     if status.progress is not None:
         yield "progress", _progress_in_words(status.progress)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
@@ -126,6 +132,18 @@ def _model_in_words(model: ModelProfile) -> str:
     held = model.parameter_bytes + model.buffer_bytes + model.optimizer_bytes
     words = f"{model.name}, {model.num_parameters} parameters ({model.by_dtype}), {model.optimizers}, {model.sharing}"
     return f"{words}; {size_in_words(held)} with its optimizers' state on rank {model.rank}"
+
+
+def _batch_in_words(measures: Measures, world_size: int | None) -> str:
+    """What a step takes and how ranks take it, such as ``64 samples a step: 2 ranks x 2 micro-batches of 16``."""
+    batch, size, num_replicas = measures.global_batch_size or 0, measures.micro_batch_size, measures.num_replicas
+    words = f"{counted(batch, 'sample')} a step"
+    if not size or not num_replicas:
+        return words
+    num = -(-batch // (num_replicas * size))
+    takers = counted(num_replicas, "rank" if num_replicas == world_size else "replica")
+    micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
+    return f"{words}: {takers} x {micro_batches} of {'' if num_replicas * num * size == batch else 'at most '}{size}"
 
 
 def _agent_in_words(agent: AgentRecord, now: float, *, is_running: bool) -> str:

@@ -145,6 +145,25 @@ def test_samples_and_tokens_go_at_the_steps_per_second_that_the_agent_has_counte
     assert (status.ranks[1].steps_per_second, status.ranks[1].samples_per_second) == (8.0, 256.0)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "micro_batch", "told"),
+    [
+        (2, 16, "64 samples a step: 2 ranks x 2 micro-batches of 16"),
+        (2, 32, "64 samples a step: 2 ranks x 1 micro-batch of 32"),
+        (2, 24, "64 samples a step: 2 ranks x 2 micro-batches of at most 24"),
+        (1, 16, "64 samples a step: 1 replica x 4 micro-batches of 16"),
+        (2, None, "64 samples a step"),
+    ],
+)
+def test_the_batch_and_the_learning_rate_in_use_are_told(replicas: int, micro_batch: int | None, told: str) -> None:
+    measures = Measures(
+        global_batch_size=64, micro_batch_size=micro_batch, num_replicas=replicas, learning_rate=1e-4 / 3
+    )
+    text = words(status_of(replace(PLAIN, metrics=(metrics(0, measures=measures), metrics(1, measures=measures)))))
+    assert f"  batch          {told}\n  learning rate  3.333e-05\n" in text
+    assert "  batch " not in words(status_of(PLAIN)) and "learning rate" not in words(status_of(PLAIN))
+
+
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
     status = status_of(RunFiles(path="/run", time=NOW, host=HOST, config=version(1)))
     assert status.state == "empty" and status.troubles == ()
