@@ -312,5 +312,5 @@ _COMPLETION = 'the script by which a shell completes command lines: eval "$(elas
 _SCHEMA = "the JSON Schema of the config file, by which an editor completes and checks it"
 _EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
 _STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
-of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,
-2 there is no such job."""
+of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default: the only one that runs in full, the
+others in a line each. Exit status: 0 healthy, 1 trouble, 2 there is no such job."""

@@ -672,7 +672,7 @@ def test_a_job_is_found_by_its_name_with_all_its_agents_on_this_machine(
         assert "job 'k' has no run directory" in (err := capsys.readouterr().err) and "other" in err
 
 
-def test_without_an_argument_the_only_job_is_shown_in_full_and_several_on_a_line_each(
+def test_without_an_argument_the_only_job_that_runs_is_shown_in_full_and_others_on_a_line_each(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status"]) == 2
@@ -684,11 +684,17 @@ def test_without_an_argument_the_only_job_is_shown_in_full_and_several_on_a_line
     with a_process() as process:
         write_all(cache / "runs", process, job="runs")
         assert main(["status"]) == 0  # what has ended counts no more
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.partition(":")[0] for line in lines] == ["runs", "died", "one of them in full"]
+        full, _, others = capsys.readouterr().out.partition("\n\n")
+        assert full.startswith("runs: running, 1 rank of 4 here\n  run directory ") and "\n  ranks\n" in full
+        starts = [line.partition(":")[0] for line in others.splitlines()]
+        assert starts == ["others, which do not run", "died", "one of them in full"]
         (cache / "runs" / WORKERS_FILE).write_bytes(b"{")
         assert main(["status"]) == 1
         assert [each["job"] for each in status_json(capsys)[1]] == ["runs", "died"]
+        write_all(cache / "runs too", process, job="runs too")
+        assert main(["status"]) == 1
+        starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+        assert sorted(starts[:2]) == ["runs", "runs too"] and starts[2:] == ["died", "one of them in full"]
 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "empty"])
