@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.breakdown import RankView, breakdown_of
 from elastic_ext.profile.reader import NodeProfiles, WindowsByRank, present_windows, rounds_of, view_of
 from elastic_ext.profile.stragglers import Straggler, Stragglers, rank_busy_times
 from elastic_ext.profile.summary import flops_share
@@ -48,6 +48,9 @@ class ProfileStatus:
     """Where the time of this node's ranks goes: over the last minute of steps, or the last window if that is longer."""
 
     verdict: Verdict
+    shares: Mapping[int, Mapping[str, float]]
+    """By rank, the share of training's time that each phase takes, as the verdict counts it; empty where it is not
+    known."""
     stragglers: tuple[Straggler, ...]
     """The stragglers among this node's ranks, the slowest first."""
     mfu: float | None
@@ -62,8 +65,14 @@ def profile_of(profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> Pr
         return None
     world_size = max(row[-1].world_size for row in present.values())
     views = _views(present, profiles, metrics)
+    judged = verdict(views, is_partial=world_size > len(metrics))
+    known = [] if judged.kind == "unknown" else [breakdown_of(view) for view in views]
     return ProfileStatus(
-        verdict=verdict(views, is_partial=world_size > len(metrics)),
+        verdict=judged,
+        shares={
+            each.rank: {phase.label: round(share, 4) for phase, share in each.shares_of_training.items() if share}
+            for each in known
+        },
         stragglers=_stragglers(windows, profiles, metrics),
         mfu=_mfu(views, metrics),
     )

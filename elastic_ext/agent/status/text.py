@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from elastic_ext.profile.summary import mfu_in_words, number_in_words
@@ -31,7 +31,7 @@ def words(status: NodeStatus, width: int | None = None) -> str:
     for name, text in _facts(status):
         lines += wrapped(text, width, first=f"  {name:<14} ", rest=" " * 17)
     if status.ranks:
-        lines += ["  ranks", *(cut(f"    {row}", width) for row in _table(status.ranks[:_MOST_ROWS]))]
+        lines += ["  ranks", *(cut(f"    {row}", width) for row in _table(status))]
         if len(status.ranks) > _MOST_ROWS:
             lines.append(f"    and {len(status.ranks) - _MOST_ROWS} more")
     for name, sentences in (("trouble", status.troubles), ("to know", status.notes)):
@@ -170,14 +170,15 @@ def _config_in_words(config: ConfigStatus) -> str:
     return f"version {', '.join(map(str, config.in_force))} in force, {file}"
 
 
-def _table(ranks: Sequence[RankStatus]) -> list[str]:
+def _table(status: NodeStatus) -> list[str]:
     """A row per rank, in columns of equal width; columns that are empty in all rows are left out."""
-    rows = [_row(each) for each in ranks]
+    shares = {} if status.profile is None else status.profile.shares
+    rows = [_row(each, shares.get(each.rank, each.measures.shares)) for each in status.ranks[:_MOST_ROWS]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width) for row in rows]
 
 
-def _row(rank: RankStatus) -> tuple[str, ...]:
+def _row(rank: RankStatus, shares: Mapping[str, float]) -> tuple[str, ...]:
     doing = rank.activity or ""
     if rank.activity and rank.activity_seconds is not None:
         doing = f"{rank.activity} for {age_in_words(rank.activity_seconds)}"
@@ -193,7 +194,7 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         *shown_in_words(values, "total"),
         version + (f", revision {rank.config_revision}" if version and rank.config_revision else ""),
         doing,
-        _largest_in_words(rank.measures.shares),
+        _largest_in_words(shares),
         f"seen {age_in_words(rank.seen_seconds)} ago",
     )
 
