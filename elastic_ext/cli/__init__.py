@@ -53,6 +53,7 @@ from elastic_ext.config.keys import KEYS
 from elastic_ext.config.schema import json_schema
 from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
 from elastic_ext.master.address import MasterPlace, add_master_arguments, master_in, named_master
+from elastic_ext.records.agent import MASTER_FILE
 from elastic_ext.records.text import on_one_line
 from elastic_ext.version import VERSION
 
@@ -177,6 +178,12 @@ def _run_tuning(options: argparse.Namespace) -> int:
         master, job = named_master(options, os.environ, is_other=options.job is not None), ""
         if master is None:
             folders = _named_or_found(options.job, writes=options.command != "log").newest_first()
+            if options.command == "log" and not any((each / MASTER_FILE).exists() for each in folders):
+                from .master import run_stored_log  # imports grpc
+
+                status = run_stored_log(folders, options, terminal)
+                if status is not None:
+                    return status
             master = master_in(folders, options, os.environ)
             job = next((agent.job for each in folders if (agent := agent_in(each)) is not None), "")
     except OSError as error:
