@@ -360,10 +360,7 @@ def _known(decision: wire.TuningDecision, name: Any) -> Any:
 
 
 def _standing(status: wire.TuningStatus) -> str:
-    words = f"the tuner's mode is {status.mode}; it is {status.standing}: {status.text}"
-    if status.HasField("best"):
-        words += f" (best so far: {status.best:.4g} samples/s)"
-    return on_one_line(words)
+    return on_one_line(f"the tuner's mode is {status.mode}; it is {status.standing}: {status.text}")
 
 
 def _changes(decision: wire.TuningDecision) -> Mapping[str, Any]:
