@@ -127,6 +127,8 @@ _MOST_NAMED = 8
 _MOST_STEPS = 1 << 53
 _LEAST_SPEED = 1e-6
 _BEGAN = "training-began"
+_INTERRUPTED = -signal.SIGINT
+"""The exit code of a rank that a person has ended, which is no failure."""
 
 RunState = Literal["running", "ended", "empty"]
 RankState = Literal["running", "succeeded", "failed", "left", "ended", "unknown"]
@@ -300,6 +302,8 @@ def status_of(files: RunFiles) -> NodeStatus:
             (troubles if is_trouble else notes).append(words)
     elif config.refusal:
         troubles.append(_refused_in_words(config))
+    if any(each.exit_code == _INTERRUPTED for each in ranks):
+        notes.append("its ranks were ended by SIGINT (Ctrl-C)")
     if goes_on_from is not None:
         notes.append(f"training was told to end, and can go on from step {goes_on_from}")
     elif not is_running and not is_empty and files.workers is None:
@@ -478,7 +482,7 @@ def _goes_on_from(files: RunFiles) -> int | None:
 
 def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_saved: bool) -> Iterator[str]:
     name = f"rank {rank.rank} (pid {rank.pid})"
-    if rank.state == "failed":
+    if rank.state == "failed" and rank.exit_code != _INTERRUPTED:
         yield f"{name} has failed: {_exit_in_words(rank.exit_code)}"
     if rank.state == "left" and not has_saved:
         yield f"{name} was told to end (exit code {rank.exit_code}), and says nothing of having saved: look at its log"

@@ -289,6 +289,16 @@ def test_a_job_that_was_told_to_end_and_saved_can_go_on_and_is_in_no_trouble() -
     assert status.troubles == ("rank 2 (pid 102) has failed: exit code 3",) and status.goes_on_from == 84
 
 
+def test_a_job_that_a_person_has_ended_with_ctrl_c_is_in_no_trouble() -> None:
+    ended = replace(WORKERS, workers=tuple(worker(rank, state="failed", exit_code=-2) for rank in range(2)))
+    status = status_of(replace(WITH_AGENT, is_agent_running=False, living=frozenset(), workers=ended))
+    assert (status.state, status.troubles) == ("ended", ())
+    assert status.notes == ("its ranks were ended by SIGINT (Ctrl-C)",)
+    one = replace(ended, workers=(*ended.workers, worker(2, state="failed", exit_code=-9)))
+    status = status_of(replace(WITH_AGENT, is_agent_running=False, living=frozenset(), workers=one))
+    assert status.troubles == ("rank 2 (pid 102) has failed: ended by SIGKILL",)
+
+
 @pytest.mark.parametrize(
     "events",
     [
