@@ -488,7 +488,16 @@ NAMED_FREELY = {"shares", "seconds", "processor_seconds", "typical", "details", 
 
 
 ADDED = {
-    "metrics-0.json measures": {"epoch", "num_epoch_steps_left", "checkpoint_step", "checkpoint_time", "logged"},
+    "metrics-0.json measures": {
+        "epoch",
+        "num_epoch_steps_left",
+        "checkpoint_step",
+        "checkpoint_time",
+        "logged",
+        "global_batch_size",
+        "micro_batch_size",
+        "learning_rate",
+    },
     "profile-0.jsonl": {"logged"},
 }
 """What records have got since, by where it stands: a reader of before passes over it."""

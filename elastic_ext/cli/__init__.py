@@ -53,6 +53,7 @@ from elastic_ext.config.keys import KEYS
 from elastic_ext.config.schema import json_schema
 from elastic_ext.errors import ConfigError, MasterError, MasterRefused, in_words
 from elastic_ext.master.address import MasterPlace, add_master_arguments, master_in, named_master
+from elastic_ext.records.agent import MASTER_FILE
 from elastic_ext.records.text import on_one_line
 from elastic_ext.version import VERSION
 
@@ -187,6 +188,12 @@ def _run_tuning(options: argparse.Namespace) -> int:
         master, job = named_master(options, os.environ, is_other=options.job is not None), ""
         if master is None:
             folders = _named_or_found(options.job, writes=options.command != "log").newest_first()
+            if options.command == "log" and not any((each / MASTER_FILE).exists() for each in folders):
+                from .master import run_stored_log  # imports grpc
+
+                status = run_stored_log(folders, options, terminal)
+                if status is not None:
+                    return status
             master = master_in(folders, options, os.environ)
             job = next((agent.job for each in folders if (agent := agent_in(each)) is not None), "")
     except OSError as error:
@@ -322,5 +329,5 @@ _COMPLETION = 'the script by which a shell completes command lines: eval "$(elas
 _SCHEMA = "the JSON Schema of the config file, by which an editor completes and checks it"
 _EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
 _STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
-of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,
-2 there is no such job."""
+of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default: the only one that runs in full, the
+others in a line each. Exit status: 0 healthy, 1 trouble, 2 there is no such job."""

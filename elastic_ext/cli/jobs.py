@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ __all__ = [
     "only_one",
 ]
 
+_OF_SCRIPT = re.compile(r"(.*)-[0-9a-f]{8}")
 _MOST_JOBS = 200
 _MOST_NAMED = 10
 _MOST_BYTES = 64 << 20
@@ -170,7 +172,11 @@ def folder_of(job: str, environ: Mapping[str, str]) -> Path:
     if Path(job).name == job != "..":  # a long name is shortened there, and listed so
         folders += [place / job for place in places]
     here = (each for each in folders if _run_directories(each))
-    return next(here, next((each for each in folders if os.path.isdir(each)), folders[0]))
+    found = next(here, next((each for each in folders if os.path.isdir(each)), None))
+    if found is None:  # the name of a script, whose job has a hash of the script's path behind that
+        of_script = [each.folder for place in places for each in _in_place(place) if _script_of(each.name) == job]
+        found = of_script[0] if len(of_script) == 1 else folders[0]
+    return found
 
 
 def _of_name(job: str, environ: Mapping[str, str]) -> JobHere:
@@ -179,7 +185,14 @@ def _of_name(job: str, environ: Mapping[str, str]) -> JobHere:
     if not found:
         there = [each for place in _jobs_folders(environ) for each in _in_place(place)]
         raise ValueError(f"job {job!r} has no run directory {folder}; jobs that have one: {_names(there) or 'none'}")
-    return JobHere(name=job, folder=folder, run_directories=tuple(found))
+    name = folder.name if _script_of(folder.name) == job else job
+    return JobHere(name=name, folder=folder, run_directories=tuple(found))
+
+
+def _script_of(name: str) -> str | None:
+    """The name of the script whose job is called so by default; None for another name."""
+    found = _OF_SCRIPT.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def _names(jobs: Sequence[JobHere]) -> str:

@@ -6,8 +6,9 @@ import argparse
 import json
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from elastic_ext.agent.master.report import wire_text
@@ -33,6 +34,7 @@ __all__ = [
     "moment_words",
     "run_events",
     "run_status",
+    "run_stored_log",
     "run_tuning",
     "status_words",
 ]
@@ -305,6 +307,29 @@ def run_tuning(place: MasterPlace, job: str, options: argparse.Namespace, termin
     return _DONE
 
 
+def run_stored_log(run_dirs: Sequence[Path], options: argparse.Namespace, terminal: Terminal) -> int | None:
+    """Do ``elastic-ext tuning log`` with what a master has stored that an agent had started, and that has ended.
+
+    Gives the exit status; None where none of the run directories has such a store.
+    """
+    from elastic_ext.agent.master.embedded import STATE_FOLDER  # these import all of a master
+    from elastic_ext.master.status import decision_message
+    from elastic_ext.master.store import StoreError, stored_decisions
+
+    try:
+        stores = (stored_decisions(each / STATE_FOLDER) for each in run_dirs)
+        found = next((each for each in stores if each is not None), None)
+    except StoreError as error:
+        terminal.complain(str(error))
+        return _TROUBLE
+    if found is None:
+        return None
+    for decision in map(decision_message, found[-options.last :]):
+        terminal.tell(decision_record(decision), decision_words(decision))
+    terminal.say(f"the job's master has ended; its tuner had made {counted(len(found), 'decision')}")
+    return _DONE
+
+
 def decision_record(decision: wire.TuningDecision) -> dict[str, Any]:
     """A decision of the tuner as a dictionary for JSON, with its changes as values."""
     return {**as_dict(decision), "changes": _changes(decision)}
@@ -335,10 +360,7 @@ def _known(decision: wire.TuningDecision, name: Any) -> Any:
 
 
 def _standing(status: wire.TuningStatus) -> str:
-    words = f"the tuner's mode is {status.mode}; it is {status.standing}: {status.text}"
-    if status.HasField("best"):
-        words += f" (best so far: {status.best:.4g} samples/s)"
-    return on_one_line(words)
+    return on_one_line(f"the tuner's mode is {status.mode}; it is {status.standing}: {status.text}")
 
 
 def _changes(decision: wire.TuningDecision) -> Mapping[str, Any]:

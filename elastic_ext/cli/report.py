@@ -11,7 +11,7 @@ from elastic_ext.errors import in_words
 from elastic_ext.records.files import open_regular, write_whole
 from elastic_ext.report.load import find_places, gather
 from elastic_ext.report.markup import percent, seconds_in_words
-from elastic_ext.report.page import MARK, page
+from elastic_ext.report.page import MARK, losses, page
 from elastic_ext.report.record import RunRecord
 from elastic_ext.version import VERSION
 
@@ -114,6 +114,8 @@ def _words(record: RunRecord, out: Path | None) -> str:
     ledger = record.ledger
     of_wall = f"{percent(ledger.goodput)} of {seconds_in_words(ledger.wall_seconds)} went into useful steps"
     lines = [f"{record.job or 'a job without a name'}: {of_wall}, to step {record.last_step}"]
+    lines.append(f"  {losses(record)}")
+    lines += [f"  {each.text}" for each in record.remarks[-1:]]  # under the config of the end
     lines += [f"  note: {each}" for each in record.notes]
     if out is not None:
         lines.append(f"the report is {out}")

@@ -70,8 +70,9 @@ def run_status(options: argparse.Namespace, environ: Mapping[str, str], terminal
         named = named_job(options.run_dir, options.job, environ)
         jobs = jobs_here(environ) if named is None else [named]
         now, host = time.time(), socket.gethostname()
-        found = [
-            status_of(read_run_directory(folder, now=now, host=host)) for job in jobs for folder in job.run_directories
+        of_jobs = [
+            [status_of(read_run_directory(folder, now=now, host=host)) for folder in job.run_directories]
+            for job in jobs
         ]
     except OSError as error:
         terminal.complain(in_words(error))
@@ -79,16 +80,20 @@ def run_status(options: argparse.Namespace, environ: Mapping[str, str], terminal
     except ValueError as error:
         terminal.complain(str(error))
         return REFUSED
-    is_list = len(jobs) > 1
-    if is_list:
-        found.sort(key=lambda each: (each.state == "running", _last_seen(each)), reverse=True)
-        for status in found:
-            terminal.tell(status.to_dict(), line_of(status, terminal.width))
+    running = [[each for each in of_job if each.state == "running"] for of_job in of_jobs]
+    running = [of_job for of_job in running if of_job]
+    full = of_jobs[0] if len(of_jobs) == 1 else running[0] if len(running) == 1 else []
+    others = [each for of_job in of_jobs for each in of_job if each not in full]
+    others.sort(key=lambda each: (each.state == "running", _last_seen(each)), reverse=True)
+    for number, status in enumerate(full):
+        terminal.tell(status.to_dict(), ("\n" if number else "") + words(status, terminal.width))
+    if full and others:
+        terminal.say("\nothers, which do not run:")
+    for status in others:
+        terminal.tell(status.to_dict(), line_of(status, terminal.width))
+    if others:
         terminal.say("one of them in full: elastic-ext status RUN_DIR, or --job NAME")
-    else:
-        for number, status in enumerate(found):
-            terminal.tell(status.to_dict(), ("\n" if number else "") + words(status, terminal.width))
-    counted = [each for each in found if not is_list or each.state == "running"]
+    counted = full or [each for of_job in running for each in of_job]
     return TROUBLE if any(each.troubles for each in counted) else HEALTHY
 
 

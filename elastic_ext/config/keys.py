@@ -530,7 +530,9 @@ class ParallelismSection(Section):
         knob=TunerKnob(words="{} of activations computed again", cost="wrap", choices=(0.0, 0.25, 0.5, 0.75, 1.0)),
     )
     prefetch: int | str | None = row(
-        OrTorch(Integer(0)), "units gathered ahead", knob=TunerKnob(words="{} units ahead", cost="wrap", choices=(1, 2))
+        OrTorch(Integer(0)),
+        "units gathered ahead",
+        knob=TunerKnob(words="{} units prefetched", cost="wrap", choices=(1, 2)),
     )
 
     def _refused_pairs(self) -> Iterator[Refusal]:
@@ -551,7 +553,7 @@ class CommunicationSection(Section):
     bucket_cap_mb: float | str | None = row(
         OrTorch(_MEBIBYTES),
         "size of a gradient bucket in MiB",
-        knob=TunerKnob(words="{} MiB per bucket", cost="wrap", choices=(1.0, 5.0, 25.0, 100.0)),
+        knob=TunerKnob(words="{} MiB per DDP bucket", cost="wrap", choices=(1.0, 5.0, 25.0, 100.0)),
     )
 
 

@@ -17,7 +17,15 @@ from .tuning import Tuning
 from .wire import filled
 from .wire import master_pb2 as wire
 
-__all__ = ["StatusCache", "config_history", "event_message", "job_status", "newest_events", "tuning_report"]
+__all__ = [
+    "StatusCache",
+    "config_history",
+    "decision_message",
+    "event_message",
+    "job_status",
+    "newest_events",
+    "tuning_report",
+]
 
 
 # --- what a master knows, as the messages that people are shown ------------------------------------------------------
@@ -77,7 +85,7 @@ def tuning_report(tuning: Tuning, *, most: int = 0, after: int = 0) -> wire.Tuni
     """The state of the tuner and its decisions after number ``after``, the newest ``most`` of them, or all for 0."""
     found = [each for each in tuning.decisions if each.number > after]
     return wire.TuningReport(
-        status=_tuning_status(tuning), decisions=[_decision_message(each) for each in found[-most:]]
+        status=_tuning_status(tuning), decisions=[decision_message(each) for each in found[-most:]]
     )
 
 
@@ -106,7 +114,8 @@ def _tuning_status(tuning: Tuning) -> wire.TuningStatus:
     )
 
 
-def _decision_message(decision: Decision) -> wire.TuningDecision:
+def decision_message(decision: Decision) -> wire.TuningDecision:
+    """The protobuf message of a decision of the tuner."""
     message = filled(wire.TuningDecision(), replace(decision, changes={}))
     message.changes.update({path: json.dumps(value) for path, value in decision.changes.items()})
     return message

@@ -25,7 +25,16 @@ from .events import EventLog, EventRecord, NodeRecord
 from .nodes import MembershipPlans, Node, Nodes
 from .tuning import Tuning
 
-__all__ = ["JobStore", "StoreError", "Stored", "Superseded", "Unsaved", "UnsavedChanges", "network_in_words"]
+__all__ = [
+    "JobStore",
+    "StoreError",
+    "Stored",
+    "Superseded",
+    "Unsaved",
+    "UnsavedChanges",
+    "network_in_words",
+    "stored_decisions",
+]
 
 
 # --- what a master must know again after it was ended, in one sqlite file on a local disk ----------------------------
@@ -283,6 +292,23 @@ class JobStore:
             raise StoreError(f"{self.path} cannot be {done}: {error}{advice if is_damaged else ''}") from error
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise StoreError(f"{self.path} holds what no master has written: {error}") from error
+
+
+def stored_decisions(folder: Path) -> list[Decision] | None:
+    """The tuner's decisions in the store in ``folder``, oldest first, of a master that has ended; None without a store.
+
+    Nothing is changed there. StoreError where the store is damaged.
+    """
+    path = folder / _FILE
+    if not path.is_file():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            if db.execute(_STRANGE).fetchone() is not None:
+                raise ValueError("it holds what no master has written")
+            return [Decision.from_json(text) for (text,) in db.execute("SELECT record FROM decisions ORDER BY number")]
+    except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:

@@ -130,6 +130,16 @@ class RankBreakdown:
         return min(self.step_share_of_wall / training, 1.0) if training > 0 else 0.0
 
     @property
+    def shares_of_training(self) -> dict[Phase, float]:
+        """The share of training's time that each phase takes, as verdicts count it: within steps by the median step."""
+        left_out = (Phase.STARTUP, Phase.OUTSIDE)
+        of_wall = {phase: share for phase, share in self.shares.items() if phase not in left_out}
+        training = sum(of_wall.values()) or 1.0
+        of_step = self.step_share_of_training / (self.step_seconds or 1.0)
+        in_steps = {phase: seconds * of_step for phase, seconds in self.step.items()}
+        return {phase: share / training for phase, share in of_wall.items()} | in_steps
+
+    @property
     def step_share_of_wall(self) -> float:
         """The share of all of this rank's time that goes to steps."""
         return sum(self.shares.get(phase, 0.0) for phase in IN_STEPS)

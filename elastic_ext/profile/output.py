@@ -193,18 +193,24 @@ class ProfileOutput:
             self._keep(window)
 
     def with_profile(self, measures: Measures) -> Measures:
-        """The measures of a rank with facts of the training, and with where the time went in the last window."""
+        """The measures of a rank with facts of the training, and with where the time went in the last window.
+
+        Tokens per second are the tokens of a sample in that window at the samples per second of ``measures``.
+        """
         known = self._facts()
         measures = replace(measures, **asdict(known))
         last = None if self._last is None else summary_of([self._last], num_replicas=known.num_replicas)
         if last is None:
             return measures
+        tokens, samples = last.tokens_per_second, measures.samples_per_second
+        if tokens is not None and samples is not None and last.samples_per_second:
+            tokens *= samples / last.samples_per_second  # over the time that samples are counted in
         return replace(
             measures,
             shares={label: round(share, 4) for label, share in last.shares.items()},
             step_seconds=last.step_seconds,
             slow_step_seconds=last.slow_step_seconds,
-            tokens_per_second=last.tokens_per_second,
+            tokens_per_second=tokens,
         )
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ _STEPS = MetricUnit(name="steps", most=2**53, in_words=lambda value: counted(int
 _SECONDS = MetricUnit(name="seconds", most=1e9, in_words=lambda value: f"{value:.3g} s")
 _TIME = MetricUnit(name="seconds since 1970", most=1e11, in_words=lambda value: f"{value:.0f}")
 _NUMBER = MetricUnit(name="number", most=2**53, in_words=lambda value: f"{value:g}", is_whole=True)
+_REAL = MetricUnit(name="number", most=1e18, in_words=lambda value: f"{value:.4g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,23 @@ class Measures:
         Metric("Workers of the rank's dataloader; 0 where the rank loads samples itself.", _NUMBER, is_told=False)
     )
     num_micro_steps: int | None = _row(Metric("Micro-steps of a step.", _NUMBER, is_told=False))
+    global_batch_size: int | None = _row(
+        Metric("Samples of a full step, over all ranks; null where that is not known.", _NUMBER, is_told=False)
+    )
+    micro_batch_size: int | None = _row(
+        Metric(
+            "The most samples that the rank takes at once in a full step; null where that is not known.",
+            _NUMBER,
+            is_told=False,
+        )
+    )
+    learning_rate: float | None = _row(
+        Metric(
+            "The learning rate in use, of the first parameter group: with its schedule, and as the config changed it.",
+            _REAL,
+            is_told=False,
+        )
+    )
     num_replicas: int | None = _row(
         Metric("Replicas of the model, each of which takes samples of its own.", _NUMBER, is_told=False)
     )

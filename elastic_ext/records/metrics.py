@@ -206,7 +206,7 @@ class NodeCalibration(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile(JsonRecord):
-    """The model that a rank trains, and its memory on that rank, as training begins."""
+    """The model that a rank trains, and its memory on that rank, as training begins or the model was last resharded."""
 
     time: float
     rank: int

@@ -29,7 +29,18 @@ from .markup import LABELS, MEANINGS, ORDER, amount, elapsed_in_words, moment, p
 from .record import ON_PAGE, RankRecord, RunRecord
 from .style import script, style
 
-__all__ = ["MARK", "config_table", "event_table", "ledger_table", "notes", "page", "rank_table", "summary", "tiles"]
+__all__ = [
+    "MARK",
+    "config_table",
+    "event_table",
+    "ledger_table",
+    "losses",
+    "notes",
+    "page",
+    "rank_table",
+    "summary",
+    "tiles",
+]
 
 
 # --- what a page begins with: the numbers that matter, a sentence, and what was left out -----------------------------
@@ -110,19 +121,23 @@ def summary(record: RunRecord) -> str:
     ledger = record.ledger
     if ledger.wall_seconds <= 0:
         return "The files of the run tell of no time."
-    lost = sorted((each for each in ORDER if each not in USEFUL), key=lambda each: -ledger.seconds[each])
-    named = [
-        f"{LABELS[each]} ({percent(ledger.seconds[each] / ledger.wall_seconds)})"
-        for each in lost[:_MOST_LOSSES]
-        if ledger.seconds[each] / ledger.wall_seconds >= _LEAST_SHARE
-    ]
     exposed = ledger.seconds[TimeUse.COMMUNICATION] / ledger.wall_seconds
     text_of = f"Of {seconds_in_words(ledger.wall_seconds)}, {percent(ledger.goodput)} went into useful steps"
     if exposed >= _LEAST_SHARE:
         text_of += f", {percent(exposed)} of the wall time being exposed communication in these steps"
-    return f"{text_of}. " + (
-        f"Of the rest, most went into {_listed(named)}." if named else "Hardly any time went elsewhere."
-    )
+    return f"{text_of}. {losses(record)}."
+
+
+def losses(record: RunRecord) -> str:
+    """What most of the time went into that was not useful, with the shares of the wall time."""
+    ledger, wall = record.ledger, record.ledger.wall_seconds
+    lost = sorted((each for each in ORDER if each not in USEFUL), key=lambda each: -ledger.seconds[each])
+    named = [
+        f"{LABELS[each]} ({percent(ledger.seconds[each] / wall)})"
+        for each in lost[:_MOST_LOSSES]
+        if wall > 0 and ledger.seconds[each] / wall >= _LEAST_SHARE
+    ]
+    return f"Of the rest, most went into {_listed(named)}" if named else "Hardly any time went elsewhere"
 
 
 def _listed(names: list[str]) -> str:

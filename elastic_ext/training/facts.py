@@ -29,7 +29,7 @@ from .parallelism import values_of
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["FactsOfJob", "profile_of"]
+__all__ = ["FactsOfJob", "profile_of", "tell_of_model"]
 
 
 # --- what can be changed in the job, and what is in force ------------------------------------------------------------
@@ -279,9 +279,24 @@ def _processors() -> int:
 
 
 # --- what a rank reports of its model --------------------------------------------------------------------------------
-# What a rank reports of its model, once, as training begins: for those who say how it could be trained better.
+# What a rank reports of its model as training begins, and each time that the model was resharded: for people, and those
+# who say how it could be trained better.
 
 _MOST_BLOCKS = 8
+
+
+def tell_of_model(training: Training) -> None:
+    """Write which model is trained, and how it is spread now."""
+    plan, sharing = training.spread.plan, training.gradients.sharing.name
+    training.follower.reports.write_model(
+        profile_of(
+            training.model,
+            training.optimizers,
+            rank=training.ranks.rank,
+            sharing=sharing,
+            plan=None if plan is None else str(plan),
+        )
+    )
 
 
 def profile_of(

@@ -39,7 +39,7 @@ from .checks import (
     check_shared,
     check_updates,
 )
-from .facts import FactsOfJob, profile_of
+from .facts import FactsOfJob, tell_of_model
 from .gradients.noise import Learning
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
@@ -192,7 +192,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
         follower.on_change(*applier)
     training.checkpoints = _checkpoints(training, launched)
     session.start()
-    _tell_of_model(training)
+    tell_of_model(training)
     _have_batches_seen(training)
 
 
@@ -257,20 +257,6 @@ def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
         )
         undo.pop_all()
     return checkpoints
-
-
-def _tell_of_model(training: Training) -> None:
-    """Report which model is trained, for people and the tuner."""
-    plan, sharing = training.spread.plan, training.gradients.sharing.name
-    training.follower.reports.write_model(
-        profile_of(
-            training.model,
-            training.optimizers,
-            rank=training.ranks.rank,
-            sharing=sharing,
-            plan=None if plan is None else str(plan),
-        )
-    )
 
 
 def _have_batches_seen(training: Training) -> None:

@@ -34,6 +34,7 @@ from .checkpoints.loop import Saving
 from .counters import Counts
 from .description import start_line
 from .endless import EndlessBatches
+from .facts import tell_of_model
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
@@ -387,7 +388,15 @@ class Session:
         self._training.facts.tell()
         logged = self._training.logged.newest()
         measured = self._training.profile_output.with_profile(self._speed.measure())
-        return replace(measured, logged=logged, **self._progress_made())
+        return replace(measured, logged=logged, **self._step_to_come(), **self._progress_made())
+
+    def _step_to_come(self) -> dict[str, Any]:
+        """The metrics of what a step takes and does, by what is in force."""
+        return {
+            "global_batch_size": self._batches.step_samples,
+            "micro_batch_size": self._batches.largest or None,
+            "learning_rate": self._training.settings.rate,
+        }
 
     def _progress_made(self) -> dict[str, Any]:
         """The metrics of how far training is, and of its newest checkpoint."""
@@ -482,6 +491,7 @@ class Session:
         self.follower.heartbeat.note_change()
         self._training.growing.forget()
         self._training.guarding.expect_more()
+        tell_of_model(self._training)
         if self.follower.ranks.rank == 0:
             _logger.info("the model was resharded: %s", report)
         step = self._counts.global_step

@@ -15,7 +15,7 @@ from .batch_size_trials import GlobalBatchTrials
 from .costs import Budget
 from .course import Course
 from .decisions import Book, Decision, Kind, Stand, TuningStanding
-from .explain import listed, rate_in_words, way_in_words, why_edited
+from .explain import listed, nothing_new_in_words, rate_in_words, way_in_words, why_edited
 from .measurements import StepReport, changed_facts, why_untrusted
 from .space import KEYS, Point, point_of, space_of, values_of
 
@@ -130,7 +130,7 @@ class Controller:
         if is_requested and sizes.is_going_back:
             return self._begin(now, is_back=True)
         if other and not is_requested:
-            return self._begin(now, f"the search begins again: {other}")
+            return self._begin(now, f"the search for faster settings begins again: {other}")
         if sizes.is_back(facts):
             return self._begin(now, is_back=True)
         if not sizes.is_trying and facts.config_version > course.version:  # which was waited for in vain before
@@ -264,7 +264,7 @@ class Controller:
         rate = course.rate(best.seconds) if course and best else None
         stand, sentence = self._stand()
         if rate is not None:
-            sentence = f"{sentence}; {rate_in_words(rate)} at best so far"
+            sentence = f"{sentence}; of the best config so far it expects {rate_in_words(rate)}"
         return TuningStanding(stand=stand, sentence=sentence, best_rate=rate)
 
     # ---- parts ----
@@ -395,7 +395,7 @@ class Controller:
         """Tell people what is not tuned in this job, and why, each reason once."""
         news = [why for why in reasons_not_tuned(facts, self._tuning) if why not in self._told]
         self._told.update(news)
-        return [each for why in news for each in self._hold(now, why)]
+        return [self._say(now, "hold", why) for why in news]
 
     def _abandon(self) -> list[Decision]:
         """Give up what is being tried, which is no longer in force."""
@@ -449,7 +449,7 @@ class Controller:
         return self._course.leave(now, why) if self._course is not None else []
 
     def _hold(self, now: float, why: str) -> list[Decision]:
-        return [self._say(now, "hold", f"nothing is decided: {why}")]
+        return [self._say(now, "hold", nothing_new_in_words(why))]
 
     def _say(self, now: float, kind: Kind, reason: str) -> Decision:
         return self._book.add(time=now, kind=kind, reason=reason, base=self._version)

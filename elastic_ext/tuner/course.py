@@ -16,7 +16,7 @@ from elastic_ext.records.metrics import JobFacts
 
 from .costs import Advice, Budget
 from .decisions import Book, Decision, Kind
-from .explain import change_in_words, rate_in_words, why_try
+from .explain import change_in_words, nothing_new_in_words, rate_in_words, why_try
 from .measurements import PROBE_STEPS, PaceWatch, PointMeasurement, SlowdownCheck, StepReport, Trial, changed_facts
 from .space import KEYS, Point, Value, point_of, values_of
 
@@ -248,7 +248,7 @@ class Course:
             self._budget.change_pace(ratio)
             self.search = self.search.begun_again()
             times = f"steps take {ratio:.2f} times as long as when the same config was measured before"
-            return self._say(now, "reopen", f"the search begins again: {times}")
+            return self._say(now, "reopen", f"the search for faster settings begins again: {times}")
         if aside is not None:
             self.search.tell(aside)
         elif best is not None and before is None and best.point != measured.point:
@@ -263,7 +263,7 @@ class Course:
         self._num_scattered += 1
         self._trial = self._trial_of(self._base)
         if self._num_scattered == 1:
-            return self._say(now, "hold", f"nothing is decided: {why}")
+            return self._say(now, "hold", nothing_new_in_words(why))
         return self.leave(now, f"what was tried cannot be measured: {why}")
 
     def _close(self, measured: PointMeasurement) -> list[Decision]:
@@ -282,9 +282,8 @@ class Course:
         if self._num_elsewhere != _PATIENCE:
             return []
         written = f"version {self._base.version} was written {_PATIENCE} reports ago"
-        return self._say(
-            now, "hold", f"nothing is decided: steps are taken under version {report.version}, and {written}"
-        )
+        why = f"steps are taken under version {report.version}, and {written}"
+        return self._say(now, "hold", nothing_new_in_words(why))
 
     def _changed_inside(self, report: StepReport) -> list[Decision]:
         """Note that the job itself has put another revision in force, as when memory runs out; the point is refused."""
@@ -352,7 +351,7 @@ class Course:
         self.search = self.search.begun_again()
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
         self._slowdown_check = SlowdownCheck()
-        return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
+        return self._say(now, "reopen", f"the search for faster settings begins again: {self._watch.why(change)}")
 
     def _why(self, proposal: PointProposal, best: PointMeasurement) -> str:
         return why_try(proposal, best, self.here, self._facts.global_batch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from elastic_ext.config.keys import TORCH
 
 from .measurements import PointMeasurement
 from .space import KNOBS, Point, Value
@@ -15,6 +17,7 @@ __all__ = [
     "change_in_words",
     "listed",
     "longest_wait_in_words",
+    "nothing_new_in_words",
     "number_in_words",
     "rate_in_words",
     "size_change_in_words",
@@ -47,12 +50,18 @@ def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
 
 
 def _one_in_words(name: str, new: Value, old: Value) -> str:
-    return f"{KNOBS[name].words.format(_value(name, new))} instead of {_value(name, old)}"
+    before, after = _value(name, old), _value(name, new)
+    if after in _DEFAULTS.values():  # which has no number that the unit could follow
+        return f"{after} instead of {KNOBS[name].words.format(before)}"
+    return f"{KNOBS[name].words.format(after)} instead of {before}"
+
+
+_DEFAULTS: Mapping[Value, str] = {None: "the default", TORCH: "torch's default"}
 
 
 def _value(name: str, value: Value) -> str:
-    if value is None:
-        return "the usual" if KNOBS[name].words.startswith("{}") else "as usual"
+    if value in _DEFAULTS:
+        return _DEFAULTS[value]
     if isinstance(value, bool):
         return "on" if value else "off"
     if name == "activation_checkpoint" and isinstance(value, float):
@@ -91,10 +100,15 @@ def why_try(proposal: PointProposal, best: PointMeasurement, here: Point, num_sa
     rate, now = num_samples / proposal.seconds, num_samples / best.seconds
     words = f"{change_in_words(proposal.point, here)}: {rate_in_words(rate)} predicted"
     if rate < now:
-        words = f"{words} (up to {number_in_words(num_samples / proposal.least_seconds)})"
-    words = f"{words}, {number_in_words(now)} {'now' if best.point == here else 'at best so far'}"
+        words += f" ({number_in_words(num_samples / proposal.least_seconds)} if all goes well)"
+    words += f", {number_in_words(now)} {'now' if best.point == here else 'with the best config so far'}"
     wait = longest_wait_in_words(best)
     return f"{words}; {wait}" if wait else words
+
+
+def nothing_new_in_words(why: str) -> str:
+    """That the tuner puts no other config in force to measure it, and why."""
+    return f"the tuner tries nothing new: {why}"
 
 
 def why_edited(author: str, version: int, edited: Sequence[str]) -> str:

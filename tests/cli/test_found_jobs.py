@@ -55,6 +55,24 @@ def job(name: str) -> JobHere:
 # ---- which job ----
 
 
+def test_a_job_is_found_by_the_name_of_its_script_where_only_one_is_called_so(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_all(cache / "train_slow-ff9f5fbd", RUNNING, job="train_slow-ff9f5fbd")
+    write_all(cache / "train_slow-too", ENDED, job="train_slow-too")
+    assert main(["status", "--job", "train_slow"]) == 0
+    assert capsys.readouterr().out.startswith("train_slow-ff9f5fbd: running")
+    assert main(["config", "set", "user.x=1", "--job", "train_slow"]) == 0
+    found = named_job(None, "train_slow", os.environ)
+    assert found is not None and found.name == "train_slow-ff9f5fbd"
+    write_all(cache / "train_slow-00000000", ENDED, job="train_slow-00000000")
+    with pytest.raises(ValueError, match="job 'train_slow' has no run directory .*: .*train_slow-ff9f5fbd"):
+        named_job(None, "train_slow", os.environ)
+    write_all(cache / "train_slow", ENDED, job="train_slow")
+    found = named_job(None, "train_slow", os.environ)
+    assert found is not None and found.name == "train_slow"
+
+
 def test_the_only_job_that_runs_is_meant_and_where_none_runs_the_only_one() -> None:
     a, b = job("a"), job("b")
     assert only_one([a, b], [b], ways="--job NAME") == b

@@ -41,7 +41,7 @@ END_SECONDS = 120.0
 
 def test_progress_is_told_with_the_time_to_the_epochs_end_and_the_age_of_the_last_checkpoint() -> None:
     far = Measures(
-        epoch=3, num_epoch_steps_left=300, steps_per_second=2.5, checkpoint_step=20, checkpoint_time=NOW - 90
+        epoch=3, num_epoch_steps_left=301, steps_per_second=2.5, checkpoint_step=20, checkpoint_time=NOW - 90
     )
     status = status_of(replace(PLAIN, metrics=(metrics(0, measures=far), metrics(1, step=41))))
     assert status.progress is not None
@@ -59,14 +59,16 @@ def test_progress_is_told_with_the_time_to_the_epochs_end_and_the_age_of_the_las
     [
         (Measures(), "step 50\n"),
         (Measures(epoch=0), "step 50 in epoch 0\n"),
-        (Measures(epoch=0, num_epoch_steps_left=1), "step 50 in epoch 0; 1 step left of the epoch\n"),
-        (Measures(num_epoch_steps_left=9, steps_per_second=0.0), "step 50; 9 steps left of the epoch\n"),
+        (Measures(epoch=0, num_epoch_steps_left=11), "step 50 in epoch 0; 1 step left of the epoch\n"),
+        (Measures(epoch=0, num_epoch_steps_left=10), "step 50 in epoch 0; 0 steps left of the epoch\n"),
+        (Measures(epoch=0, num_epoch_steps_left=9), "step 50\n"),
+        (Measures(num_epoch_steps_left=19, steps_per_second=0.0), "step 50; 9 steps left of the epoch\n"),
         (Measures(num_epoch_steps_left=10**400, steps_per_second=1.0), "left of the epoch\n"),
-        (Measures(num_epoch_steps_left=9, steps_per_second=5e-324), "step 50; 9 steps left of the epoch\n"),
+        (Measures(num_epoch_steps_left=19, steps_per_second=5e-324), "step 50; 9 steps left of the epoch\n"),
         (Measures(checkpoint_step=8, checkpoint_time=NOW + 9), "step 50; last checkpoint of step 8, 0 s ago\n"),
     ],
 )
-def test_what_is_not_known_of_the_progress_is_not_guessed(measures: Measures, told: str) -> None:
+def test_progress_is_of_one_step_and_what_is_not_known_of_it_is_not_guessed(measures: Measures, told: str) -> None:
     status = status_of(replace(WITH_AGENT, metrics=(metrics(0, measures=measures), metrics(1, time=NOW - 9))))
     assert told in words(status)
     assert json.dumps(status.to_dict(), allow_nan=False)

@@ -140,7 +140,7 @@ def test_a_key_is_added_by_its_row_alone(tmp_path: Path) -> None:
     assert told["shown"] == {"version": 1, "dataloader": {"read_ahead_mb": 64}}
     assert told["documented"] == [f"| `{KEY}` | an integer >= 1 and <= 512 | MiB of files read ahead |"]
     assert told["choices"] == [[16, 32, 64], [16, 32]]
-    assert told["words"] == "64 MiB read ahead instead of the usual"
+    assert told["words"] == "64 MiB read ahead instead of the default"
     assert told["seconds"] == [pytest.approx(0.4)], "it waits for workers, as other keys of their cost do"
     assert told["apart"] == [3, 3], "points that differ by it are others to the search, which learns what it does"
     assert told["without a loader"].startswith("read_ahead_mb cannot change: no dataloader was given to the trainer")

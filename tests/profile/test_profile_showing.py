@@ -337,6 +337,8 @@ def test_metrics_say_where_the_time_went_of_late(tmp_path: Path) -> None:
     measures = output.with_profile(Measures())
     assert measures.shares == {"data": 0.4, "forward": 0.2, "backward": 0.3, "optimizer": 0.1}
     assert measures.step_seconds == pytest.approx(0.01) and measures.tokens_per_second == pytest.approx(200)
+    measures = output.with_profile(Measures(samples_per_second=320.0))  # a sixteenth of a token a sample
+    assert measures.tokens_per_second == pytest.approx(20), "samples and tokens are counted over unlike times"
 
 
 def test_a_minute_of_windows_costs_little(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

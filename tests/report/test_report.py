@@ -30,7 +30,7 @@ from elastic_ext.report.axes import AmountScale, TimeScale, nice_ends, nice_top
 from elastic_ext.report.events import Period, Quartiles
 from elastic_ext.report.load import Broken, events_in, find_places, gather, windows_in
 from elastic_ext.report.markup import amount, elapsed_in_words, number, percent, seconds_in_words, tag, text
-from elastic_ext.report.page import MARK, page
+from elastic_ext.report.page import MARK, page, summary
 from elastic_ext.report.record import Bins, Remark, RunRecord
 from tests.support.profiles import calibration, census
 from tests.support.run_profiles import (
@@ -481,7 +481,11 @@ def test_report_is_written_where_it_is_told_and_here_by_default(
     monkeypatch.chdir(tmp_path)
     assert main(["report", "run"]) == 0
     assert (tmp_path / "report.html").read_text().startswith(f"<!DOCTYPE html>\n{MARK}")
-    assert "went into useful steps" in capsys.readouterr().out
+    told, record = capsys.readouterr().out.splitlines(), gathered(tmp_path / "run")
+    assert "went into useful steps" in told[0]
+    assert told[1].startswith("  Of the rest, most went into ") and "startup (" in told[1]
+    assert told[1][2:] in summary(record)
+    assert told[2] == f"  {record.remarks[-1].text}" and told[-1] == "the report is report.html"
     assert main(["report", "run", "--out", "other.html"]) == 0
     monkeypatch.setenv("ELASTIC_EXT_RUN_DIR", str(tmp_path / "run"))
     assert main(["report"]) == 0  # a report is replaced

@@ -13,6 +13,8 @@ from elastic_ext import ElasticTrainer, FollowOptions
 from elastic_ext.records.metrics import ModelProfile
 from elastic_ext.training.facts import profile_of
 from tests.support.ranks import RankPool
+from tests.support.resharding import FULL, WHOLE
+from tests.support.retraining import Retraining
 
 
 class Block(nn.Module):
@@ -73,6 +75,29 @@ def test_a_trainer_reports_the_whole_model_and_its_own_part(ranks: RankPool, tmp
         found = ModelProfile.from_json((tmp_path / str(rank) / f"model-{rank}.json").read_text())
         assert (found.num_parameters, found.parameter_bytes) == (144, 144 * 4 // 2)
         assert found.rank == rank and "fully_shard" in found.sharing
+
+
+def reshard(rank: int, folder: Path) -> None:
+    told: list[ModelProfile] = []
+
+    def look(run: Retraining) -> None:
+        told.append(ModelProfile.from_json((run.folder / str(rank) / f"model-{rank}.json").read_text()))
+
+    run = Retraining(rank, folder, WHOLE)
+    with run.trainer:
+        run.train(9, {0: look, 1: FULL, 4: look, 5: WHOLE, 8: look})
+    first, sharded, last = told
+    assert [(each.sharing, each.plan) for each in told] == [
+        ("DDP", str(WHOLE)),
+        ("fully_shard", str(FULL)),
+        ("DDP", str(WHOLE)),
+    ]
+    assert sharded.parameter_bytes < first.parameter_bytes == last.parameter_bytes
+    assert sharded.optimizer_bytes < first.optimizer_bytes == last.optimizer_bytes
+
+
+def test_a_model_that_was_resharded_is_reported_as_it_lies_now(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, reshard, tmp_path)
 
 
 @pytest.mark.parametrize(

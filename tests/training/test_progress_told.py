@@ -53,3 +53,30 @@ def test_the_metrics_of_a_rank_have_the_steps_left_of_the_epoch_and_the_newest_c
     assert (measures["epoch"], measures["num_epoch_steps_left"], measures["checkpoint_step"]) == (None, None, 12)
     assert began - 1.0 <= measures["checkpoint_time"] <= time.time()
     assert config_file_in(run_dir) == tmp_path / "own.json"
+
+
+def test_the_metrics_of_a_rank_have_the_batch_and_the_learning_rate_in_use(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    loader = ElasticDataLoader(DATA, batch_size=2)
+    following = FollowOptions(job="j", run_dir=tmp_path, agree_every_steps=1)
+    trainer = ElasticTrainer(model, loader, global_batch_size=4, follow_options=following)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, schedule = trainer.prepare(inner, torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5))
+
+    def told() -> list[float]:
+        measures = json.loads((tmp_path / "metrics-0.json").read_text())["measures"]
+        return [measures[name] for name in ("global_batch_size", "micro_batch_size", "learning_rate")]
+
+    with trainer:
+        assert told() == [4, 2, 0.05]
+        changes = {"optimizer.learning_rate": 0.3, "dataloader.batch_size": 1, "global_batch_size": 3}
+        proposal = trainer.propose(changes, "to see that it happens")
+        with trainer.epoch(0):
+            for (inputs,) in loader:
+                with trainer.step():
+                    model(inputs).sum().backward()
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        assert proposal.outcome == "in force"
+        assert told() == pytest.approx([3, 1, 0.15])

@@ -408,7 +408,7 @@ def test_a_slower_job_is_tuned_anew_and_whoever_is_slow_is_named_first() -> None
     named = "rank 3 on host b takes 1.50 times as long as is usual"
     told = job.run(2, slow_rank=named) + job.run(200)
     reopened = [each for each in told if each.kind == "reopen"]
-    assert reopened and reopened[0].reason.startswith(f"the search begins again: {named}")
+    assert reopened and reopened[0].reason.startswith(f"the search for faster settings begins again: {named}")
     assert "times as long as before" in reopened[0].reason
     assert job.point != before and job.rate() > 1.2 * job.rate(before)
 

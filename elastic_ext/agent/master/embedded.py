@@ -28,7 +28,7 @@ from elastic_ext.records.text import expanded, on_one_line
 from .identity import NodeSelf, next_incarnation, node_id_of
 from .link import FoundMaster, GivenMaster, MasterLink
 
-__all__ = ["MasterChoice", "OwnMaster", "link_with", "master_choice", "tuning_mode"]
+__all__ = ["STATE_FOLDER", "MasterChoice", "OwnMaster", "link_with", "master_choice", "tuning_mode"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ _logger = logging.getLogger(__name__)
 # ends with the agent, however that ends: the process holds one end of a pipe, and the agent the other.
 
 _HOST = "127.0.0.1"
-_PORT_FILE, _TOKEN_FILE, _STATE_FOLDER, _LOG_FILE = "master.port", "master.token", "master", "master.log"
+STATE_FOLDER = "master"
+"""The folder in the agent's run directory that holds the master's store."""
+_PORT_FILE, _TOKEN_FILE, _LOG_FILE = "master.port", "master.token", "master.log"
 _MOST_STARTS = 10
 """The most starts of the master, one after another, that did not last ``_STEADY_SECONDS``."""
 _STEADY_SECONDS = 60.0
@@ -135,7 +137,7 @@ class OwnMaster:
 
     def _arguments(self, lifeline: int) -> list[str]:
         run_dir = self._run_dir
-        files = ["--port-file", run_dir / _PORT_FILE, "--state-dir", run_dir / _STATE_FOLDER]
+        files = ["--port-file", run_dir / _PORT_FILE, "--state-dir", run_dir / STATE_FOLDER]
         files += ["--token-file", run_dir / _TOKEN_FILE]
         often = ["--beat-seconds", str(_BEAT_SECONDS), "--tuning", self._tuning]
         return [

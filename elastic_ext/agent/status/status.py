@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from elastic_ext.profile.breakdown import RankView
+from elastic_ext.profile.breakdown import RankView, breakdown_of
 from elastic_ext.profile.reader import NodeProfiles, WindowsByRank, present_windows, rounds_of, view_of
 from elastic_ext.profile.stragglers import Straggler, Stragglers, rank_busy_times
 from elastic_ext.profile.summary import flops_share
@@ -48,6 +48,9 @@ class ProfileStatus:
     """Where the time of this node's ranks goes: over the last minute of steps, or the last window if that is longer."""
 
     verdict: Verdict
+    shares: Mapping[int, Mapping[str, float]]
+    """By rank, the share of training's time that each phase takes, as the verdict counts it; empty where it is not
+    known."""
     stragglers: tuple[Straggler, ...]
     """The stragglers among this node's ranks, the slowest first."""
     mfu: float | None
@@ -62,8 +65,14 @@ def profile_of(profiles: NodeProfiles, metrics: Mapping[int, RankMetrics]) -> Pr
         return None
     world_size = max(row[-1].world_size for row in present.values())
     views = _views(present, profiles, metrics)
+    judged = verdict(views, is_partial=world_size > len(metrics))
+    known = [] if judged.kind == "unknown" else [breakdown_of(view) for view in views]
     return ProfileStatus(
-        verdict=verdict(views, is_partial=world_size > len(metrics)),
+        verdict=judged,
+        shares={
+            each.rank: {phase.label: round(share, 4) for phase, share in each.shares_of_training.items() if share}
+            for each in known
+        },
         stragglers=_stragglers(windows, profiles, metrics),
         mfu=_mfu(views, metrics),
     )
@@ -118,6 +127,8 @@ _MOST_NAMED = 8
 _MOST_STEPS = 1 << 53
 _LEAST_SPEED = 1e-6
 _BEGAN = "training-began"
+_INTERRUPTED = -signal.SIGINT
+"""The exit code of a rank that a person has ended, which is no failure."""
 
 RunState = Literal["running", "ended", "empty"]
 RankState = Literal["running", "succeeded", "failed", "left", "ended", "unknown"]
@@ -149,7 +160,8 @@ class RankStatus:
     activity_seconds: float | None
     trouble: str | None
     measures: Measures
-    """The metrics that the rank has written; a field above has the agent's value of its metric, if there is one."""
+    """The metrics that the rank has written, its rates at the steps per second that its agent has counted, if it has;
+    a field above has the agent's value of its metric, if there is one."""
 
     def to_dict(self) -> dict[str, Any]:
         """The status of a rank as values for JSON, its metrics beside the other values."""
@@ -166,7 +178,7 @@ class ProgressStatus:
     step: int
     """Steps that had committed since training began, on the rank that has told of most."""
     epoch: int | None
-    """The epoch that the loop is in."""
+    """The epoch that the loop is in; None also where it has ended since the metrics that name it."""
     num_steps_left: int | None
     """Steps that are left of the epoch."""
     seconds_left: float | None
@@ -187,10 +199,15 @@ def progress_of(
     measures = Measures() if newest is None else newest.measures
     told = (each.measures for each in metrics.values() if each.measures.checkpoint_time is not None)
     saved = max(told, key=lambda each: each.checkpoint_time or 0.0, default=Measures())
-    left = measures.num_epoch_steps_left
+    step_told = steps[0] if newest is None else newest.step  # heartbeats tell of later steps than metrics
+    step, epoch, left = max(*steps, step_told), measures.epoch, measures.num_epoch_steps_left
+    if left is not None:
+        left -= step - step_told
+        if left < 0:
+            epoch = left = None
     return ProgressStatus(
-        step=max(steps),
-        epoch=measures.epoch,
+        step=step,
+        epoch=epoch,
         num_steps_left=left,
         seconds_left=_seconds_for(left, measures.steps_per_second) if is_running else None,
         checkpoint_step=saved.checkpoint_step,
@@ -285,6 +302,8 @@ def status_of(files: RunFiles) -> NodeStatus:
             (troubles if is_trouble else notes).append(words)
     elif config.refusal:
         troubles.append(_refused_in_words(config))
+    if any(each.exit_code == _INTERRUPTED for each in ranks):
+        notes.append("its ranks were ended by SIGINT (Ctrl-C)")
     if goes_on_from is not None:
         notes.append(f"training was told to end, and can go on from step {goes_on_from}")
     elif not is_running and not is_empty and files.workers is None:
@@ -367,7 +386,7 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         state = "ended"  # since the agent looked, or the agent has ended as well
     elif state == "running" and files.agent.host != files.host and not files.is_agent_running:
         state = "unknown"
-    measures = metrics.measures if metrics else Measures()
+    measures = _at_rate(metrics.measures if metrics else Measures(), worker.steps_per_second)
     return RankStatus(
         rank=worker.rank,
         local_rank=worker.local_rank,
@@ -376,7 +395,7 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         exit_code=worker.exit_code,
         seen_seconds=files.time - files.workers.time,
         step=_first(worker.step, metrics.step if metrics else None),
-        steps_per_second=_first(worker.steps_per_second, measures.steps_per_second),
+        steps_per_second=measures.steps_per_second,
         samples_per_second=measures.samples_per_second,
         memory_bytes=_first(worker.memory_bytes, measures.memory_bytes),
         accelerator_bytes=_first(worker.gpu_memory_bytes, measures.accelerator_bytes),
@@ -388,6 +407,23 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         trouble=worker.trouble,
         measures=measures,
     )
+
+
+def _at_rate(measures: Measures, steps_per_second: float | None) -> Measures:
+    """The measures of a rank with all its rates at the steps per second that its agent has counted, where it has.
+
+    Samples and tokens of a step are those of the metrics, so that the rates fit one another.
+    """
+    if steps_per_second is None:
+        return measures
+    known = measures.steps_per_second
+    rates: dict[str, Any] = {"steps_per_second": steps_per_second}
+    if known is not None and known >= _LEAST_SPEED:
+        for name in ("samples_per_second", "tokens_per_second"):
+            rate = getattr(measures, name)
+            if rate is not None and math.isfinite(rate / known * steps_per_second):
+                rates[name] = rate / known * steps_per_second
+    return replace(measures, **rates)
 
 
 def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
@@ -446,7 +482,7 @@ def _goes_on_from(files: RunFiles) -> int | None:
 
 def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_saved: bool) -> Iterator[str]:
     name = f"rank {rank.rank} (pid {rank.pid})"
-    if rank.state == "failed":
+    if rank.state == "failed" and rank.exit_code != _INTERRUPTED:
         yield f"{name} has failed: {_exit_in_words(rank.exit_code)}"
     if rank.state == "left" and not has_saved:
         yield f"{name} was told to end (exit code {rank.exit_code}), and says nothing of having saved: look at its log"

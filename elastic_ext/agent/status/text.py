@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from elastic_ext.profile.summary import mfu_in_words, number_in_words
 from elastic_ext.records.agent import AgentRecord, MembershipPlan
 from elastic_ext.records.logged import logged_in_words
-from elastic_ext.records.measures import shown_in_words
+from elastic_ext.records.measures import Measures, shown_in_words, words_of
 from elastic_ext.records.metrics import ModelProfile
 from elastic_ext.records.text import age_in_words, counted, cut, size_in_words, wrapped
 
@@ -31,7 +31,7 @@ def words(status: NodeStatus, width: int | None = None) -> str:
     for name, text in _facts(status):
         lines += wrapped(text, width, first=f"  {name:<14} ", rest=" " * 17)
     if status.ranks:
-        lines += ["  ranks", *(cut(f"    {row}", width) for row in _table(status.ranks[:_MOST_ROWS]))]
+        lines += ["  ranks", *(cut(f"    {row}", width) for row in _table(status))]
         if len(status.ranks) > _MOST_ROWS:
             lines.append(f"    and {len(status.ranks) - _MOST_ROWS} more")
     for name, sentences in (("trouble", status.troubles), ("to know", status.notes)):
@@ -83,6 +83,12 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield "restarts", str(status.restart)
     if status.model is not None:
         yield "model", _model_in_words(status.model)
+    measured = next((each.measures for each in status.ranks if each.measures.global_batch_size is not None), None)
+    if measured is not None:
+        yield "batch", _batch_in_words(measured, status.world_size)
+    rate = next((each.measures.learning_rate for each in status.ranks if each.measures.learning_rate is not None), None)
+    if rate is not None:
+        yield "learning rate", words_of("learning_rate", {"learning_rate": rate})
     if status.progress is not None:
         yield "progress", _progress_in_words(status.progress)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
@@ -128,6 +134,18 @@ def _model_in_words(model: ModelProfile) -> str:
     return f"{words}; {size_in_words(held)} with its optimizers' state on rank {model.rank}"
 
 
+def _batch_in_words(measures: Measures, world_size: int | None) -> str:
+    """What a step takes and how ranks take it, such as ``64 samples a step: 2 ranks x 2 micro-batches of 16``."""
+    batch, size, num_replicas = measures.global_batch_size or 0, measures.micro_batch_size, measures.num_replicas
+    words = f"{counted(batch, 'sample')} a step"
+    if not size or not num_replicas:
+        return words
+    num = -(-batch // (num_replicas * size))
+    takers = counted(num_replicas, "rank" if num_replicas == world_size else "replica")
+    micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
+    return f"{words}: {takers} x {micro_batches} of {'' if num_replicas * num * size == batch else 'at most '}{size}"
+
+
 def _agent_in_words(agent: AgentRecord, now: float, *, is_running: bool) -> str:
     text = f"{agent.node_id}, pid {agent.pid} on {agent.host}, elastic_ext {agent.version}"
     if is_running:
@@ -152,14 +170,15 @@ def _config_in_words(config: ConfigStatus) -> str:
     return f"version {', '.join(map(str, config.in_force))} in force, {file}"
 
 
-def _table(ranks: Sequence[RankStatus]) -> list[str]:
+def _table(status: NodeStatus) -> list[str]:
     """A row per rank, in columns of equal width; columns that are empty in all rows are left out."""
-    rows = [_row(each) for each in ranks]
+    shares = {} if status.profile is None else status.profile.shares
+    rows = [_row(each, shares.get(each.rank, each.measures.shares)) for each in status.ranks[:_MOST_ROWS]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width) for row in rows]
 
 
-def _row(rank: RankStatus) -> tuple[str, ...]:
+def _row(rank: RankStatus, shares: Mapping[str, float]) -> tuple[str, ...]:
     doing = rank.activity or ""
     if rank.activity and rank.activity_seconds is not None:
         doing = f"{rank.activity} for {age_in_words(rank.activity_seconds)}"
@@ -175,7 +194,7 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         *shown_in_words(values, "total"),
         version + (f", revision {rank.config_revision}" if version and rank.config_revision else ""),
         doing,
-        _largest_in_words(rank.measures.shares),
+        _largest_in_words(shares),
         f"seen {age_in_words(rank.seen_seconds)} ago",
     )
 

@@ -12,6 +12,7 @@ the script's rate where the loop wrote before its first step, else the config's 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -384,6 +385,13 @@ class OptimizerSettings:
         self._told: set[str] = set()
         for optimizer in optimizers:
             optimizer.rates.tell = self._tell
+
+    @property
+    def rate(self) -> float | None:
+        """The learning rate in use, of the first optimizer's first group; None where there is none that is finite."""
+        rates = self.optimizers[0].rates
+        rate = float(self.optimizers[0].inner.param_groups[0].get("lr", math.nan)) * rates.factor
+        return rate if math.isfinite(rate) else None
 
     def startup_values(self) -> dict[str, object]:
         """The first optimizer's rate and weight decay, as the script gave them, as values of config keys."""

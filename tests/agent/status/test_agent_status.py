@@ -128,6 +128,42 @@ def test_numbers_that_scripts_log_are_told_as_the_mean_of_the_ranks() -> None:
     assert "logged" not in words(status_of(PLAIN))
 
 
+@pytest.mark.parametrize(
+    ("steps", "speed"), [(10.0, "320 samples/s, 20,480 tokens/s"), (0.0, "0 samples/s, 0 tokens/s")]
+)
+def test_samples_and_tokens_go_at_the_steps_per_second_that_the_agent_has_counted(steps: float, speed: str) -> None:
+    measures = Measures(steps_per_second=8.0, samples_per_second=256.0, tokens_per_second=16384.0)
+    status = status_of(
+        replace(
+            WITH_AGENT,
+            metrics=(metrics(0, measures=measures), metrics(1, measures=measures)),
+            workers=replace(WORKERS, workers=(worker(0, steps_per_second=steps), worker(1))),
+        )
+    )
+    assert f"  speed          {speed} over all ranks\n" in words(status)
+    assert status.ranks[0].steps_per_second == status.to_dict()["ranks"][0]["steps_per_second"] == steps
+    assert (status.ranks[1].steps_per_second, status.ranks[1].samples_per_second) == (8.0, 256.0)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "micro_batch", "told"),
+    [
+        (2, 16, "64 samples a step: 2 ranks x 2 micro-batches of 16"),
+        (2, 32, "64 samples a step: 2 ranks x 1 micro-batch of 32"),
+        (2, 24, "64 samples a step: 2 ranks x 2 micro-batches of at most 24"),
+        (1, 16, "64 samples a step: 1 replica x 4 micro-batches of 16"),
+        (2, None, "64 samples a step"),
+    ],
+)
+def test_the_batch_and_the_learning_rate_in_use_are_told(replicas: int, micro_batch: int | None, told: str) -> None:
+    measures = Measures(
+        global_batch_size=64, micro_batch_size=micro_batch, num_replicas=replicas, learning_rate=1e-4 / 3
+    )
+    text = words(status_of(replace(PLAIN, metrics=(metrics(0, measures=measures), metrics(1, measures=measures)))))
+    assert f"  batch          {told}\n  learning rate  3.333e-05\n" in text
+    assert "  batch " not in words(status_of(PLAIN)) and "learning rate" not in words(status_of(PLAIN))
+
+
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
     status = status_of(RunFiles(path="/run", time=NOW, host=HOST, config=version(1)))
     assert status.state == "empty" and status.troubles == ()
@@ -251,6 +287,16 @@ def test_a_job_that_was_told_to_end_and_saved_can_go_on_and_is_in_no_trouble() -
     one = replace(LEFT, workers=(*LEFT.workers, worker(2, state="failed", exit_code=3)))
     status = status_of(replace(ended, workers=one))
     assert status.troubles == ("rank 2 (pid 102) has failed: exit code 3",) and status.goes_on_from == 84
+
+
+def test_a_job_that_a_person_has_ended_with_ctrl_c_is_in_no_trouble() -> None:
+    ended = replace(WORKERS, workers=tuple(worker(rank, state="failed", exit_code=-2) for rank in range(2)))
+    status = status_of(replace(WITH_AGENT, is_agent_running=False, living=frozenset(), workers=ended))
+    assert (status.state, status.troubles) == ("ended", ())
+    assert status.notes == ("its ranks were ended by SIGINT (Ctrl-C)",)
+    one = replace(ended, workers=(*ended.workers, worker(2, state="failed", exit_code=-9)))
+    status = status_of(replace(WITH_AGENT, is_agent_running=False, living=frozenset(), workers=one))
+    assert status.troubles == ("rank 2 (pid 102) has failed: ended by SIGKILL",)
 
 
 @pytest.mark.parametrize(
@@ -636,7 +682,7 @@ def test_a_job_is_found_by_its_name_with_all_its_agents_on_this_machine(
         assert "job 'k' has no run directory" in (err := capsys.readouterr().err) and "other" in err
 
 
-def test_without_an_argument_the_only_job_is_shown_in_full_and_several_on_a_line_each(
+def test_without_an_argument_the_only_job_that_runs_is_shown_in_full_and_others_on_a_line_each(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status"]) == 2
@@ -648,11 +694,17 @@ def test_without_an_argument_the_only_job_is_shown_in_full_and_several_on_a_line
     with a_process() as process:
         write_all(cache / "runs", process, job="runs")
         assert main(["status"]) == 0  # what has ended counts no more
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.partition(":")[0] for line in lines] == ["runs", "died", "one of them in full"]
+        full, _, others = capsys.readouterr().out.partition("\n\n")
+        assert full.startswith("runs: running, 1 rank of 4 here\n  run directory ") and "\n  ranks\n" in full
+        starts = [line.partition(":")[0] for line in others.splitlines()]
+        assert starts == ["others, which do not run", "died", "one of them in full"]
         (cache / "runs" / WORKERS_FILE).write_bytes(b"{")
         assert main(["status"]) == 1
         assert [each["job"] for each in status_json(capsys)[1]] == ["runs", "died"]
+        write_all(cache / "runs too", process, job="runs too")
+        assert main(["status"]) == 1
+        starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+        assert sorted(starts[:2]) == ["runs", "runs too"] and starts[2:] == ["died", "one of them in full"]
 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "empty"])
