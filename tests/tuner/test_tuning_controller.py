@@ -118,6 +118,7 @@ def test_nothing_is_tried_that_may_not_fit_into_memory() -> None:
         tried.add(int(job.point.batch_size or 1))
     assert 8 < max(tried) <= 25, "with 5 parts of state, and 6 percent to be left free"
     assert all(each.predicted_bytes for each in job.told if each.kind == "probe")
+    assert " 32 samples at once by the present plan would take " in job.last("settle").reason
 
 
 def test_advice_is_given_once_and_nothing_is_written() -> None:
