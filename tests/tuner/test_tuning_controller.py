@@ -508,6 +508,16 @@ def test_a_paused_master_that_was_restarted_can_take_changes_back() -> None:
     assert again.point != before
 
 
+def test_undo_of_what_a_restarted_master_finds_open_says_no_second_time_that_the_tuner_is_paused() -> None:
+    job = _in_a_probe()
+    probe = dataclasses.replace(job.last("probe"), version=job.version)
+    controller = Controller(mode="auto", decisions=[probe])
+    assert [each.kind for each in controller.pause(job.now, "a person wants to look at it")] == ["pause"]
+    config = ElasticConfig.from_values(job.configs[job.version], version=job.version)
+    assert controller.take_config(job.now, config, "generated") == []
+    assert [each.kind for each in controller.undo(job.now)] == ["probe", "undo"]
+
+
 def test_what_changes_what_is_learned_is_not_tuned_and_that_is_said() -> None:
     knobs = {"optimizer.learning_rate": (1e-4, 1e-2), "global_batch_size": (64, 128)}
     job = TunedJob(config={"tuning.knobs": knobs})
