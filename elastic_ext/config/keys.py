@@ -607,10 +607,12 @@ class TuningSection(Section):
     knobs: Mapping[str, KnobBounds] | None = row(
         KnobBoundsRule({path: key.rule for path, key in _TUNABLE.items()}), "what the tuner may choose from"
     )
-    headroom: float | None = row(Number(at_least=0.0, at_most=0.5), "share of memory to leave free")
+    headroom: float | None = row(Number(at_least=0.0, at_most=0.5), "share of memory to leave free; absent: 0.06")
     memory_bytes: int | None = row(Integer(1), "device memory that one rank may use; absent: all of it")
-    probe_steps: int | None = row(Integer(1), "steps measured per trial")
-    probe_budget: float | None = row(Number(at_least=0.0, at_most=1.0), "share of training's time that trials may cost")
+    probe_steps: int | None = row(Integer(1), "steps measured per trial; absent: 3")
+    probe_budget: float | None = row(
+        Number(at_least=0.0, at_most=1.0), "share of training's time that trials may cost; absent: 0.1"
+    )
     goal: float | None = row(
         Number(above=0.0), "stop tuning at this many samples per second; absent: as many as possible"
     )

@@ -134,7 +134,7 @@ class _PrefetchedBatch:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _BatchToHandOut:
     """A batch that is to be handed out, and the prefetched batches from which it is cut, in order."""
 
@@ -388,8 +388,10 @@ class IndexedLoop:
             if (prefetched[0].start, prefetched[0].stop) == (chunk.start, chunk.stop):
                 raise
             # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
-            again = self._maker.submit(self._rest.indices(chunk.start, chunk.stop), batch_index=self._num_begun)
-            return self._maker.take(again)
+            again = self._submit(chunk.start, chunk.stop, self._num_begun)
+            self._release(asked)
+            again.num_uses, asked.prefetched = 1, (again,)
+            return self._taken(again)
 
     def _taken(self, prefetched: _PrefetchedBatch) -> Any:
         if prefetched.batch is _NOT_TAKEN:

@@ -119,9 +119,12 @@ class Surveyor:
         """Begin a step and choose what is measured of it; a step that is taken again is measured again."""
         if self._census is not None or not self._has_census:
             self._has_census = True
-            if self._why_no_census() is None:
+            why_not = self._why_no_census()
+            if why_not is None:
                 self._census = Census(lambda: self._timeline.phase == Phase.OPTIMIZER)
                 self._num_micro_steps, self._num_rows = 0, self._probe.num_rows
+            elif self._name.rank == 0:
+                _logger.info("the model's operations are not counted, so that its MFU is not known: %s", why_not)
         elif self._trace is None and time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if self._needs_trace() and can_trace():

@@ -5,6 +5,7 @@ when they are asked for.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import mmap
@@ -56,7 +57,7 @@ class OwnStacks:
     """A thread that writes the stacks of all threads to the open ``file`` when asked to through ``pipe``."""
 
     def __init__(self, pipe: Path, file: int) -> None:
-        """Make the pipe and start the thread; OSError where there can be no such pipe."""
+        """Make the pipe and start the thread; OSError where there can be no such pipe or thread."""
         self._path = pipe
         self._file = file
         pipe.unlink(missing_ok=True)
@@ -64,7 +65,11 @@ class OwnStacks:
         self._pipe = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
         self._inode = os.fstat(self._pipe).st_ino
         self._thread = OwnedThread(self._run, name="elastic_ext stacks", wake=self._wake)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # this process, or its user, may have no more threads
+            self.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def close(self) -> None:
         """End the thread, and remove the pipe."""
@@ -229,6 +234,8 @@ class FileHeartbeat(Heartbeat):
                 self._own_stacks = OwnStacks(stacks_pipe(path.parent, rank), self._stacks_descriptor)
         except OSError:
             self._withdraw_stacks()
+            with contextlib.suppress(OSError):
+                path.unlink()  # it would say that this rank starts, for ever
             raise
         do_in_forked_processes(self, FileHeartbeat.leave_to_parent)
 

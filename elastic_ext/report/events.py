@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +24,7 @@ __all__ = [
     "in_step_seconds",
     "last_word",
     "launches_of",
+    "num_failures_of",
     "periods_of",
     "spread_of",
     "within",
@@ -154,6 +156,16 @@ def history_of(
         stopped=tuple(_stopped(journals)),
         has_launcher=any(launches_of(journal) for journal in journals),
     )
+
+
+def num_failures_of(journals: Sequence[Sequence[JobEvent]], begin: float, end: float) -> int:
+    """The number of failures from ``begin`` to ``end``: one for each time the workers ran, however many of them failed.
+
+    Agents write each event with the number of failures before it, alike on all nodes: it tells the rounds apart.
+    """
+    launches = [until for _, until in _stopped(journals)]
+    told = (each for journal in journals for each in journal if each.kind in _FAILURES and begin <= each.time < end)
+    return len({(bisect(launches, each.time), each.generation) for each in told})
 
 
 def last_word(journals: Sequence[Sequence[JobEvent]], begin: float, end: float) -> float:

@@ -38,6 +38,7 @@ from .events import (
     in_step_seconds,
     last_word,
     launches_of,
+    num_failures_of,
     periods_of,
     spread_of,
     within,
@@ -448,7 +449,8 @@ class _Gathering:
         if is_first:
             self.witness, self.witness_speeds = slices, speeds
             self.num_restarts = sum(each.is_whole for each in processes[1:])
-            self.num_failures = len(self.chosen.history.failures) or max(each.restart for each in processes)
+            found = num_failures_of(self.chosen.journals, self.chosen.begin, self.chosen.end)
+            self.num_failures = found or max(each.restart for each in processes)
 
     def _add_logged(self, piece: Slice, window: StepWindow) -> None:
         """Add up the logged numbers of a window, each weighed by the window's steps."""

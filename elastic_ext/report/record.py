@@ -202,6 +202,7 @@ class RunRecord:
     """The mean step times of the first rank's windows."""
     num_restarts: int
     num_failures: int
+    """How many times workers failed; workers that failed together, on however many nodes, count as one."""
     spent: Bins
     """Seconds of all ranks by ledger entry, in intervals of time."""
     periods: tuple[Period, ...]

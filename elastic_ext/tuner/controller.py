@@ -253,8 +253,7 @@ class Controller:
         taken = self._sizes.undo(now, last, back, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
-        paused = [] if self._is_paused else self._pause(now, f"{why}; {_RESUME}")
-        return [*abandoned, *closed, *taken, *paused]
+        return [*abandoned, *closed, *taken, *self._pause(now, f"{why}; {_RESUME}")]
 
     @property
     def standing(self) -> TuningStanding:
@@ -417,6 +416,9 @@ class Controller:
         return _some(made)
 
     def _pause(self, now: float, why: str) -> list[Decision]:
+        """Pause the tuner, and say so where it was not paused."""
+        if self._is_paused:
+            return []
         self._is_paused = True
         return [self._say(now, "pause", why)]
 

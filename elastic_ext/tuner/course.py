@@ -211,7 +211,9 @@ class Course:
             return self._settle(now, best, "as fast as tuning.goal asks for")
         proposal = self.search.propose(self.here, self._budget, self._probe_steps)
         if proposal is None:
-            return self._settle(now, best, "nothing else is expected to be faster")
+            too_large = self.search.why_micro_batch_stays()
+            reasons = ["nothing else is expected to be faster", *([too_large] if too_large else [])]
+            return self._settle(now, best, "; ".join(reasons))
         if not proposal.is_affordable:
             return self._save_up(now, best, proposal)
         self.stage = "probing"

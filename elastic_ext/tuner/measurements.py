@@ -358,7 +358,9 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
         return f"the job has {ranks}, before {before.num_local} with {before.device}"
     if now.global_batch != before.global_batch:
         return f"a step has {now.global_batch:,} samples instead of {before.global_batch:,}"
-    if now.share != before.share or now.num_replicas != before.num_replicas:
+    if now.num_replicas != before.num_replicas:
+        return f"{now.num_replicas} replicas of the model have samples of their own instead of {before.num_replicas}"
+    if now.share != before.share:
         return f"a rank has {now.share:,} samples of a step instead of {before.share:,}"
     if _plain(now.choices) != _plain(before.choices) or dict(now.fixed) != dict(before.fixed):
         return "the keys that the job can change while it trains, or their values, are not those of before"

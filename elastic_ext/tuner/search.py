@@ -18,7 +18,7 @@ from .costs import Budget
 from .measurements import LEAST_GAIN, PROBE_STEPS, PointMeasurement, merged_step_times
 from .memory import JobMemory
 from .performance_model import Fitted, Floats, Prior, columns_of, fit, prior_of
-from .space import KEYS, Point, knobs_of_cost, micro_batches_of, space_of
+from .space import KEYS, Point, knobs_of_cost, micro_batches_of, shape_of, space_of
 
 __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 
@@ -365,6 +365,15 @@ class Search:
     def fits_in_memory(self, point: Point, facts: JobFacts) -> bool:
         """Whether ``point`` fits into memory with the global batch size of ``facts``."""
         return not self._memory_at(facts).why_not(self._at_most(point, facts))
+
+    def why_micro_batch_stays(self) -> str:
+        """Why memory might not suffice for the next larger micro-batch at the best point, as a sentence; else empty."""
+        best = self.best
+        if best is None:
+            return ""
+        now = shape_of(best.point, self._facts).micro_batch
+        larger = [each for each in self._space.choices["batch_size"] if isinstance(each, int) and each > now]
+        return self._memory.why_not(best.point._replace(batch_size=min(larger))) if larger else ""
 
     def _memory_at(self, facts: JobFacts) -> JobMemory:
         return JobMemory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from elastic_ext.data.batch_plan import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
-from elastic_ext.data.prefetch import cut, join
+from elastic_ext.data.order import SequentialOrder
+from elastic_ext.data.prefetch import BatchNotReady, IndexedLoop, cut, join
 from tests.support.loading import changed
 
 
@@ -111,3 +114,50 @@ def test_batches_of_a_type_that_default_collate_was_taught_are_made_again(monkey
     next(batches)
     changed(loader, batch_size=4)
     assert [batch.sum().item() for batch in batches] == pytest.approx([1.0] * 4)
+
+
+class LateMaker:
+    """Makes no batch of more than two samples, and each other one only when it is taken for the second time."""
+
+    num_ahead = 1
+
+    def __init__(self) -> None:
+        self.submitted: list[list[int]] = []
+        self.kept: set[int] = set()
+        self.late: set[int] = set()
+
+    def submit(self, indices: list[int], *, batch_index: int) -> int:
+        self.submitted.append(indices)
+        self.kept.add(number := len(self.submitted) - 1)
+        return number
+
+    def take(self, number: int) -> torch.Tensor:
+        indices = self.submitted[number]
+        if len(indices) <= 2 and number not in self.late:
+            self.late.add(number)
+            raise BatchNotReady("it is still being made")
+        self.kept.remove(number)
+        if len(indices) > 2:
+            raise ValueError("one of the samples cannot be made")
+        return torch.tensor(indices)
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        return numbers[0]
+
+    def forget(self, number: int) -> None:
+        self.kept.remove(number)
+
+
+def test_a_batch_made_again_that_is_late_is_asked_for_once_and_comes_later() -> None:
+    maker = LateMaker()
+    large, small = (BatchPlan(global_batch=size, num_ranks=1, micro_batch=size) for size in (4, 2))
+    loop = IndexedLoop(SequentialOrder(4), 0, maker, large, 0, can_recut=True)
+    loop.plan(small, 0)
+    for samples in ([0, 1], [2, 3]):
+        with pytest.raises(BatchNotReady):
+            next(loop)
+        assert next(loop).tolist() == samples
+        loop.commit()
+    assert maker.submitted == [[0, 1, 2, 3], [0, 1], [2, 3]] and not maker.kept
+    with pytest.raises(StopIteration):
+        next(loop)

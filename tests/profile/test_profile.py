@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import threading
 import time
 import warnings
@@ -395,6 +396,17 @@ def test_a_model_with_such_operators_trains_through_the_step_that_is_counted(tmp
     model = Attending()
     windows = train(tmp_path, model, ElasticDataLoader(data_of(8 * 30), batch_size=4), global_batch_size=8)
     assert windows[-1].step == 30
+
+
+def test_training_says_once_why_a_models_operations_are_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(make_model(torch.float32))
+    model[0].compile(backend="eager")
+    with caplog.at_level(logging.INFO, logger="elastic_ext.profile"):
+        train(tmp_path, model, ElasticDataLoader(data_of(8 * 30), batch_size=4), global_batch_size=8)
+    (said,) = [each for each in caplog.messages if "not counted" in each]
+    assert said.startswith("the model's operations are not counted, so that its MFU is not known: it is compiled, and")
 
 
 def test_compiled_and_scripted_models_are_not_counted() -> None:

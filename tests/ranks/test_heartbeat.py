@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,18 @@ def test_without_an_agent_nothing_is_written(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone_leaves_training_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert type(begin_heartbeat(tmp_path / "gone", rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
     assert "rank 1 cannot write its heartbeat" in caplog.text
+
+
+def test_where_no_thread_can_be_started_training_is_left_alone_and_no_pulse_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    assert type(begin_heartbeat(tmp_path, rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
+    assert "rank 1 cannot write its heartbeat" in caplog.text and "can't start new thread" in caplog.text
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_is_no_pulse_is_read_as_none(tmp_path: Path, pulse: FileHeartbeat) -> None:

@@ -425,6 +425,26 @@ def test_run_directories_of_several_nodes_are_one_job(tmp_path: Path) -> None:
     assert copied.ledger == record.ledger
 
 
+def test_workers_that_failed_together_are_one_failure_however_many_tell_of_it(tmp_path: Path) -> None:
+    write_windows(tmp_path, 0, list(life(START, START + 60.0)))
+
+    def told(host: str, *kinds_by_launch: list[list[str]], late: float = 0.0) -> None:
+        events, time = [], START + late
+        for launch in kinds_by_launch:
+            rounds = [["started"], *[["workers-started", *kinds] for kinds in launch]]
+            for place, kinds in enumerate(rounds):
+                for kind in kinds:
+                    time += 1.0
+                    events.append(replace(agent_event(time, kind, "told"), generation=max(place - 1, 0)))
+        write_events(tmp_path / "nodes" / host, "agent", events)
+
+    told("a", [["hang", "worker-failed", "worker-failed"], [], ["worker-failed"] * 2 + ["failed"]], [["failed"]])
+    told("b", [["worker-failed"], ["worker-failed"], ["over", "failed"]], late=0.5)
+    record = gathered(tmp_path)
+    assert record.num_failures == 4  # three rounds of the first launch, and one of the second
+    assert "4 failures" in check_page(shown(record)).words
+
+
 def test_rank_that_moved_to_another_node_is_one_rank(tmp_path: Path) -> None:
     write_windows(tmp_path / "nodes" / "b", 0, list(life(START, START + 60.0)))
     write_windows(tmp_path / "nodes" / "a", 0, list(life(START + 70.0, START + 100.0, restart=1, first_step=550)))

@@ -63,6 +63,8 @@ def test_whoever_was_slow_long_ago_is_not_named() -> None:
         ({"restart": 1}, "started again"),
         ({"num_local": 2}, "the job has 2 ranks with cpu per machine, before 4 with cpu"),
         ({"global_batch": 512}, "a step has 512 samples instead of 256"),
+        ({"num_replicas": 2}, "2 replicas of the model have samples of their own instead of 4"),
+        ({"num_replicas": 2, "share": 128}, "2 replicas of the model have samples of their own instead of 4"),
         ({"share": 32}, "a rank has 32 samples of a step instead of 64"),
         ({"choices": {}}, "the keys that the job can change"),
         ({"fixed": {"dataloader.num_workers": "why"}}, "the keys that the job can change"),

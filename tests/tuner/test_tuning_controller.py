@@ -118,6 +118,7 @@ def test_nothing_is_tried_that_may_not_fit_into_memory() -> None:
         tried.add(int(job.point.batch_size or 1))
     assert 8 < max(tried) <= 25, "with 5 parts of state, and 6 percent to be left free"
     assert all(each.predicted_bytes for each in job.told if each.kind == "probe")
+    assert " 32 samples at once by the present plan would take " in job.last("settle").reason
 
 
 def test_advice_is_given_once_and_nothing_is_written() -> None:
@@ -505,6 +506,16 @@ def test_a_paused_master_that_was_restarted_can_take_changes_back() -> None:
     again = TunedJob(decisions=list({each.number: each for each in job.told}.values()), configs=job.configs)
     again.take(again.controller.undo(again.now))
     assert again.point != before
+
+
+def test_undo_of_what_a_restarted_master_finds_open_says_no_second_time_that_the_tuner_is_paused() -> None:
+    job = _in_a_probe()
+    probe = dataclasses.replace(job.last("probe"), version=job.version)
+    controller = Controller(mode="auto", decisions=[probe])
+    assert [each.kind for each in controller.pause(job.now, "a person wants to look at it")] == ["pause"]
+    config = ElasticConfig.from_values(job.configs[job.version], version=job.version)
+    assert controller.take_config(job.now, config, "generated") == []
+    assert [each.kind for each in controller.undo(job.now)] == ["probe", "undo"]
 
 
 def test_what_changes_what_is_learned_is_not_tuned_and_that_is_said() -> None:

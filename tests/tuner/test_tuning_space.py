@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.keys import TuningSection
+from elastic_ext.config.keys import KEYS, TuningSection
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.tuner.costs import Budget
 from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.measurements import PROBE_STEPS
+from elastic_ext.tuner.memory import HEADROOM
 from elastic_ext.tuner.space import MOST_POINTS, Point, Space, point_of, space_of, values_of
 from tests.support.job_facts import ALL_CHOICES, made_facts
 
@@ -168,3 +171,11 @@ def test_facts_and_decisions_can_be_written_and_read_again() -> None:
     for broken in (dataclasses.replace(facts, share=0), dataclasses.replace(facts, world_size=-1)):
         with pytest.raises(ValueError, match="share"):
             JobFacts.from_json(broken.to_json())
+
+
+def test_the_table_of_keys_tells_what_the_tuner_takes_where_a_key_is_absent() -> None:
+    def absent(name: str) -> float:
+        return float(KEYS[f"tuning.{name}"].meaning.rpartition("; absent: ")[2])
+
+    assert (absent("headroom"), absent("probe_steps")) == (HEADROOM, PROBE_STEPS)
+    assert Budget(absent("probe_budget"))._least_pace == Budget()._least_pace

@@ -32,12 +32,13 @@ _MOST_LEFT_OUT = 32
 _MOST_SKIPPED = 100
 """After how many skipped steps in a row a second warning says that training does not go on."""
 
+_ONCE = "this warning is logged once, the metric num_not_finite counts on"
 _REMEDY = "lower the learning rate, clip gradients, or look at these samples"
 _TEXTS: Mapping[WhenNotFinite, str] = {
     "warn": (
         "{found} in the step after step {step}, and optimizers have used them: parameters may not be finite from here "
         f'on; {_REMEDY}; when_not_finite="skip" leaves such steps out, "stop" takes the first one back, and '
-        "trainer.rewind() goes back to a checkpoint; this warning is logged once, the metric num_not_finite counts on"
+        f"trainer.rewind() goes back to a checkpoint; {_ONCE}"
     ),
     "skip": (
         "{found} in the step after step {step}, which was left out: its samples are consumed, global_step and "
@@ -49,12 +50,15 @@ _TEXTS: Mapping[WhenNotFinite, str] = {
         'or have when_not_finite="skip" leave such steps out'
     ),
 }
+_NO_WAY_ON = (
+    "training does not go on; where parameters are not finite no further step mends that: call trainer.rewind() for an "
+    "earlier checkpoint, or start again with a lower learning rate"
+)
 _NOTHING_BUT = (
-    "{number} steps in a row were left out after step {step}, since gradients are not finite: training does not go on; "
-    "where parameters are not finite no further step mends that: call trainer.rewind() for an earlier checkpoint, or "
-    "start again with a lower learning rate"
+    f"{{number}} steps in a row were left out after step {{step}}, since gradients are not finite: {_NO_WAY_ON}"
 )
 _BY_SCALER = "the scaler has left out {number} steps in a row for gradients that are not finite at any scale"
+_AT_NO_SCALE = f"{{found}}, after step {{step}}: {_NO_WAY_ON}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,13 +230,13 @@ class FiniteGradients:
         counts = self._counts
         counts.measured["num_not_finite"] += 1
         if not self._is_left_out:
-            self._tell("warn", finding)
+            self._tell(f"{_AT_NO_SCALE}; {_ONCE}" if finding.num_by_scaler else _TEXTS["warn"], finding)
             return
         counts.measured["num_skipped"] += 1
         committed, number = self._skipped
         number = number + 1 if committed == counts.global_step else 1
         self._skipped = counts.global_step, number
-        self._tell("skip", finding)
+        self._tell(_TEXTS["skip"], finding)
         if number >= _MOST_SKIPPED and not self._has_told_again:
             self._has_told_again = True
             self._say(_NOTHING_BUT.format(number=number, step=self._after))
@@ -240,14 +244,14 @@ class FiniteGradients:
     def _stop(self) -> None:
         finding = self._finding()
         self._counts.measured["num_not_finite"] += 1
-        text = _TEXTS["stop"].format(found=finding, step=self._after)
+        text = (_AT_NO_SCALE if finding.num_by_scaler else _TEXTS["stop"]).format(found=finding, step=self._after)
         self._report(text)
         raise StepError(text)
 
-    def _tell(self, when: WhenNotFinite, finding: NotFinite) -> None:
+    def _tell(self, text: str, finding: NotFinite) -> None:
         if not self._has_told:
             self._has_told = True
-            self._say(_TEXTS[when].format(found=finding, step=self._after))
+            self._say(text.format(found=finding, step=self._after))
 
     def _say(self, text: str) -> None:
         # What one rank alone has seen of gradients that are shared out, it says itself.

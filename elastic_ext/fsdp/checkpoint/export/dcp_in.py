@@ -419,11 +419,11 @@ def _own_names(
     """By each name in ``tied``, the one name that its tensor is kept under; CheckpointError where contents differ."""
     sets: dict[str, set[str]] = {}
     for pair in tied:
-        strange = set(pair) - names
+        strange = sorted(set(pair) - names)
         if strange:
             raise CheckpointError(f"tied (--tied) names {', '.join(strange)}, and {folder.path} has no such tensor")
         together = set().union(*(sets.get(name, {name}) for name in pair))
-        for name in together:
+        for name in sorted(together):
             sets[name] = together
     own = {name: min(together) for name, together in sets.items()}
     digests = {name: _digest(folder, folder.tensors[of_model[name]]) for name in own}

@@ -67,7 +67,7 @@ _logger = logging.getLogger(__name__)
 
 GARBAGE = ".garbage-"
 _META = "meta"
-_KEPT = re.compile(r"([0-9a-f]{32})\.json")
+_META_FILE = re.compile(r"([0-9a-f]{32})\.json")
 
 
 class Hold(Protocol):
@@ -166,7 +166,7 @@ class Clearing:
         it again. Gives the names of what was removed.
         """
         self.put_all_aside(begun=begun)
-        garbage = [*self.garbage(begun=begun), *self._unused_metas(metas)]
+        garbage = [*self.garbage(begun=begun), *self._unnamed_metas(metas)]
         self._claim.check()
         return [str(path.relative_to(self._path)) for path in garbage if remove_or_warn(path)]
 
@@ -191,14 +191,14 @@ class Clearing:
                 garbage += [folder / name for name in sorted(os.listdir(folder)) if self._is_left(folder / name)]
         return garbage
 
-    def _unused_metas(self, used: Collection[str]) -> list[Path]:
-        """The metadata files in meta/ that neither ``used`` nor any checkpoint here names, abandoned ones included."""
-        try:
-            kept = {meta_path(self._path, name): name for name in _kept_metas(self._path / _META)}
-        except FileNotFoundError:
-            return []
+    def _unnamed_metas(self, used: Collection[str]) -> list[Path]:
+        """The metadata files in meta/ that neither ``used`` nor any checkpoint here names, abandoned ones included.
+
+        Unlike in ``unused_metas`` a checkpoint that cannot be read does not count: it has links of its own.
+        """
+        kept = _kept_metas(self._path)
         named = {*used, *(checksum for name in os.listdir(self._path) for checksum in _metas_of(self._path / name))}
-        return [path for path, checksum in sorted(kept.items()) if checksum not in named]
+        return [meta_path(self._path, checksum) for checksum in kept if checksum not in named]
 
     def _is_left(self, path: Path) -> bool:
         """Whether a file is a temporary one of an earlier run, or the mark of a reader that has died."""
@@ -247,8 +247,11 @@ def meta_path(folder: Path, checksum: str) -> Path:
 
 
 def _kept_metas(folder: Path) -> list[str]:
-    """The checksums of the metadata files in ``folder``."""
-    found = map(_KEPT.fullmatch, os.listdir(folder))
+    """The checksums of the metadata files in meta/ of a job's ``folder``, in order; none where there is no meta/."""
+    try:
+        found = map(_META_FILE.fullmatch, sorted(os.listdir(folder / _META)))
+    except FileNotFoundError:
+        return []
     return [match[1] for match in found if match is not None]
 
 
@@ -302,8 +305,6 @@ def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:
 # --- takes away the checkpoints that are not to be kept, so that whatever is killed leaves whole ones or none --------
 # COMMIT goes first: from then on there is no checkpoint. Then the folder gets a name under which everybody takes it for
 # garbage, and its files go last. Who dies in between leaves what the next one removes.
-
-_META_FILE = re.compile(r"([0-9a-f]{32})\.json")
 
 
 def apply_retention(
@@ -374,15 +375,8 @@ def unused_metas(folder: Path, *, without: Collection[str] = ()) -> list[str]:
         return []
     found = [one for listing in listings for one in listing.found if one.name not in without]
     used = {checksum for one in found for checksum in one.commit.metas.values()}
-    metas = folder / "meta"
-    try:
-        names = sorted(os.listdir(metas))
-    except FileNotFoundError:
-        return []
-    unused = [
-        name for name in names if (match := _META_FILE.fullmatch(name)) is not None and match.group(1) not in used
-    ]
-    return [f"{metas.name}/{name}" for name in unused]
+    unused = [meta_path(folder, checksum) for checksum in _kept_metas(folder) if checksum not in used]
+    return [str(path.relative_to(folder)) for path in unused]
 
 
 def _carried_out(verdict: RetentionVerdict, check: Callable[[], None]) -> RetentionVerdict:

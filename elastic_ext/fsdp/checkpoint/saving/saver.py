@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from elastic_ext.errors import CheckpointError
+from elastic_ext.errors import CheckpointError, in_words
 from elastic_ext.fsdp.checkpoint.contents import KINDS, VALUES, Contents, FileKind, Inventory, meta_of
 from elastic_ext.fsdp.checkpoint.coordination import (
     agree_and_gather,
@@ -346,6 +346,7 @@ class Saver:
         self.drop_held()
         if mode.starts:
             self._under_way = save
+        is_staged = False
         try:
             later: list[tuple[WrittenPart, memoryview]] = []
             save.shards = staging.hold(agreed.parts, later if mode.overlaps else None)
@@ -353,14 +354,17 @@ class Saver:
             save.copying = self._copying = Copying(later, keep) if later else None
             if not later:
                 keep()
+            is_staged = True
             if mode.starts:
                 save.start()
             else:
                 self._held = save
-        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
+        except Exception as error:
             self._give_up_copying()
-            save.fail(CheckpointError(f"there is no memory for the staged copy of this save: {error}"))
-            if not mode.starts:
+            save.fail(CheckpointError(_why_not_begun(error, is_staged=is_staged)))
+            if mode.starts:
+                _logger.warning("%s failed on rank %d", _beginning(request.name), self._ranks.rank, exc_info=error)
+            else:
                 _logger.warning(
                     "the state of this step was not staged, and training goes on without a staged copy: %s", save.error
                 )
@@ -593,6 +597,15 @@ class Saver:
 def _beginning(name: str) -> str:
     """What a save is doing when ranks first meet, in words for errors."""
     return f"beginning checkpoint {name}"
+
+
+def _why_not_begun(error: Exception, *, is_staged: bool) -> str:
+    """Why an async save did not begin on this rank, in words."""
+    if is_staged:
+        return f"the thread that writes this save cannot be started: {error}"
+    if isinstance(error, (MemoryError, OSError, RuntimeError)):  # what torch raises where there is no memory
+        return f"there is no memory for the staged copy of this save: {error}"
+    return f"the state of this step cannot be staged: {in_words(error)}"
 
 
 def _piece(part: WrittenPart) -> TensorToWrite:

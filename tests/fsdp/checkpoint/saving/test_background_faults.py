@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.checkpoint.format.shardfile import laid_out
 from elastic_ext.fsdp.checkpoint.saving import saver
+from elastic_ext.fsdp.checkpoint.saving.background import THREAD_NAME
 from tests.support.file_operations import FileOperations, Gate, Strike
 from tests.support.ranks import RankPool
 from tests.support.saving import (
@@ -39,31 +42,56 @@ _SOON_SECONDS = 15.0  # on a busy machine, and half of what ranks have for each 
 # --- a rank that fails ----------------------------------------------------------------------------------------------
 
 
-def without_memory(rank: int, storage: Path) -> list[str]:
-    """Rank 1 has no memory for its part the first time."""
+UNABLE = {
+    "memory": "there is no memory for the staged copy of this save: ",
+    "names": "the state of this step cannot be staged: two tensors are named 'a'; give each a name of its own",
+    "thread": "the thread that writes this save cannot be started: can't start new thread",
+}
+
+
+def unable_to(what: str, patch: pytest.MonkeyPatch, staging: Any) -> None:
+    """Have this process unable to begin an async save."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == THREAD_NAME:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if what == "memory":
+        patch.setattr(staging, "hold", lambda *_: bytearray(1 << 60))
+    elif what == "names":
+        patch.setattr(staging, "hold", lambda *_: laid_out([("a", "float32", (1,))] * 2, generation=""))
+    else:
+        patch.setattr(threading.Thread, "start", start_others)
+
+
+def unable(rank: int, storage: Path, what: str) -> list[str]:
+    """Rank 1 cannot begin the first save."""
     model, optimizer = make_state()
     errors = []
-    with checkpointer_of(storage, in_background=True) as checkpointer:
+    with checkpointer_of(storage, in_background=True) as checkpointer, pytest.MonkeyPatch.context() as patch:
         checkpointer.load(model, optimizer)
-        staging: Any = checkpointer._job.saver._staging
         if rank == 1:
-            hold, staging.hold = staging.hold, lambda *_: bytearray(1 << 60)
+            unable_to(what, patch, checkpointer._job.saver._staging)
         checkpointer.save(2, model, optimizer, extra_of(2))
         try:
             checkpointer.wait()
         except CheckpointError as error:
             errors.append(str(error))
-        if rank == 1:
-            staging.hold = hold
+        patch.undo()
         fill(model, optimizer, 2)
         checkpointer.save(2, model, optimizer, extra_of(2))
     return errors
 
 
-def test_a_rank_without_memory_is_an_error_on_all_and_the_next_save_works(ranks: RankPool, storage: Path) -> None:
-    for end in run_one(ranks, storage.parent / "ends", Trial(fn=without_memory, args=(storage,))):
+@pytest.mark.parametrize("what", UNABLE)
+def test_a_rank_that_cannot_begin_a_save_is_an_error_on_all_and_the_next_save_works(
+    what: str, ranks: RankPool, storage: Path
+) -> None:
+    for end in run_one(ranks, storage.parent / "ends", Trial(fn=unable, args=(storage, what))):
         assert end.error is None, end
-        assert ["rank 1: there is no memory for the staged copy of this" in text for text in end.value] == [True], end
+        assert [f"rank 1: {UNABLE[what]}" in text for text in end.value] == [True], end
     assert newest_of(storage) == 2
 
 
