@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.ranks.board import BoardGone
-from elastic_ext.records.json import record_of, records_of
+from elastic_ext.records.json import records_of
 
 from .meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from .records import NodeHardware
@@ -304,14 +305,12 @@ class Notes:
         hello = Hello(pid=os.getpid(), holds_store=is_holder, hardware=hardware.to_json())
         self._meeting.tell("hello", asdict(hello))
         for index, row in self._meeting.hear_from_all("hello").items():
-            try:
+            with _reading(index, "hardware record"):
                 (hello,) = records_of(Hello, [row])
                 self._pids[index] = hello.pid
                 if hello.holds_store:
                     self.holders.add(index)
                 self._hardware[index] = NodeHardware.from_json(hello.hardware)
-            except ValueError as error:  # of a node with another version of this library
-                _logger.warning("node %d: its hardware record cannot be read: %s", index, error)
 
     def measure(self) -> None:
         """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""
@@ -338,7 +337,9 @@ class Notes:
                 for index in pair:
                     row = self._meeting.hear(index, f"pair/{number}") if index != self._meeting.index else None
                     if row is not None:
-                        self._take(record_of(CheckedPair, row))
+                        with _reading(index, f"record of the pair of nodes {pair[0]} and {pair[1]}"):
+                            (checked,) = records_of(CheckedPair, [row])
+                            self._take(checked)
 
     def label(self, index: int) -> str:
         """The name of a node for people: its number, host and pid."""
@@ -371,6 +372,15 @@ class Notes:
         before = self._pairs.get(key)
         if before is None or pair.trouble is not None or (pair.latency_seconds and before.trouble is None):
             self._pairs[key] = pair
+
+
+@contextlib.contextmanager
+def _reading(index: int, what: str) -> Iterator[None]:
+    """A warning, and no error, where a node's message is invalid, as from another version of this library."""
+    try:
+        yield
+    except ValueError as error:
+        _logger.warning("node %d: its %s cannot be read: %s", index, what, error)
 
 
 def _own_gpu() -> str | None:
