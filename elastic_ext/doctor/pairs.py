@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -282,6 +282,16 @@ class Hello:
     """The NodeHardware of the node's machine, as JSON."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """The second message of a node: how fast it computes, and the GPU that it exchanges data from."""
+
+    matmul: Mapping[str, Sequence[float]]
+    """Floating-point operations per second in each window of time, by device."""
+    gpu: str | None
+    """The GPU's id; None where NCCL is not asked for, or there is none to use it with."""
+
+
 class Notes:
     """What this node knows of all nodes: what it measured, and what the others have told."""
 
@@ -315,10 +325,13 @@ class Notes:
     def measure(self) -> None:
         """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""
         speeds = {device: matmul(device) for device in devices()}
-        self._meeting.tell("measured", {"matmul": speeds, "gpu": _own_gpu() if self._with_nccl else None})
-        for index, measured in self._meeting.hear_from_all("measured").items():
-            self._matmul[index] = {device: tuple(windows) for device, windows in measured["matmul"].items()}
-            self._gpus[index] = measured["gpu"]
+        own = Measured(matmul=speeds, gpu=_own_gpu() if self._with_nccl else None)
+        self._meeting.tell("measured", asdict(own))
+        for index, row in self._meeting.hear_from_all("measured").items():
+            with _reading(index, "record of how fast it computes"):
+                (measured,) = records_of(Measured, [row])
+                self._gpus[index] = measured.gpu
+                self._matmul[index] = {device: tuple(map(float, each)) for device, each in measured.matmul.items()}
 
     def backend_of(self, first: int, second: int) -> str:
         """The backend for a pair: nccl where both nodes ask for it and have GPUs, not the same one; else gloo."""
@@ -379,7 +392,7 @@ def _reading(index: int, what: str) -> Iterator[None]:
     """A warning, and no error, where a node's message is invalid, as from another version of this library."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         _logger.warning("node %d: its %s cannot be read: %s", index, what, error)
 
 
