@@ -232,6 +232,21 @@ def test_every_command_says_that_no_job_or_several_are_there(
     assert "job 'micro' has no run directory" in capsys.readouterr().err
 
 
+def test_a_home_folder_that_nobody_has_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "~nobody-is-called-so/run"
+
+    def is_refused(command: list[str]) -> bool:
+        return main(command) == 2 and f"{path}: " in (said := capsys.readouterr().err) and "allowed: a path" in said
+
+    for command in (["report", path], ["tuning", "memory", "--file", path]):
+        assert is_refused(command)
+    monkeypatch.setenv("ELASTIC_EXT_RUN_DIR", path)
+    for command in (["report"], ["status"], ["events"], ["tuning", "memory"]):
+        assert is_refused(command)
+
+
 # ---- its config file ----
 
 
