@@ -87,7 +87,8 @@ def test_a_command_that_writes_takes_no_job_that_it_was_not_told_and_does_not_ru
 
 
 @pytest.mark.parametrize(
-    "command", [["config", "show"], ["config", "set", "user.x=1"], ["tuning", "log"], ["ckpt", "ls"], ["events"]]
+    "command",
+    [["config", "show"], ["config", "set", "user.x=1"], ["tuning", "log"], ["ckpt", "ls"], ["events"], ["report"]],
 )
 def test_two_runs_of_one_script_are_not_taken_for_one(
     cache: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
