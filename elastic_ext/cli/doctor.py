@@ -9,10 +9,12 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from elastic_ext.master.address import add_master_arguments, named_master
+from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.records.text import expanded
 
 from .ckpt import Terminal, path_of
@@ -24,7 +26,6 @@ WRONG = 1
 """Exit status where there is a warning or an error."""
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 _INTERRUPTED = 130
-_RUN_DIR = Path("~/.cache/elastic_ext")
 _WITH_OTHERS = "doctor_pairs"  # imports torch
 _RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "local_addr", "pair_backend", "silence")
 
@@ -42,7 +43,10 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         help="look at the file system there too: of checkpoints, of data; may be given several times",
     )
     parser.add_argument(
-        "--run-dir", type=path_of, default=_RUN_DIR, metavar="DIR", help=f"the run directory; default: {_RUN_DIR}"
+        "--run-dir",
+        type=path_of,
+        metavar="DIR",
+        help="the run directory; default: ELASTIC_EXT_RUN_DIR, or where those of jobs are by default",
     )
     pairs = parser.add_argument_group(
         "pairs of nodes",
@@ -119,9 +123,9 @@ def _check(options: argparse.Namespace, terminal: Terminal) -> int:
     from elastic_ext.doctor.hardware import look  # loads what the other commands can do without
 
     try:
-        run_dir = expanded(options.run_dir)
+        run_dir = _run_dir(options.run_dir, os.environ)
     except ValueError as error:
-        options.refuse(f"--run-dir {error}")
+        options.refuse(f"the run directory: {error}")
     hardware = look(options.path, run_dir=run_dir)
     num_nodes = options.nnodes[1] if options.nnodes else 1
     found = findings(hardware, num_nodes=num_nodes)
@@ -135,6 +139,12 @@ def _check(options: argparse.Namespace, terminal: Terminal) -> int:
         is_bad |= bool(importlib.import_module(f".{_WITH_OTHERS}", __package__).run(options, terminal, hardware))
     sys.stdout.flush()
     return WRONG if is_bad else FINE
+
+
+def _run_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
+    """The run directory that is given or set, or else the folder that has those of jobs by default; ValueError."""
+    named = given or environ.get("ELASTIC_EXT_RUN_DIR")
+    return expanded(named) if named else StartSettings.jobs_folder(environ)
 
 
 def _num_nodes(text: str) -> tuple[int, int]:

@@ -115,13 +115,18 @@ def one_job(
         jobs = jobs_here(environ)
         running = [each for each in jobs if each.is_running()] if writes or len(jobs) > 1 else []
         found = only_one(jobs, running, ways=ways, writes=writes)
-    agents = found.living_agents()
+    _refuse_several_runs(found)
+    return found
+
+
+def _refuse_several_runs(job: JobHere) -> None:
+    """Raise ValueError where several runs of a job go on at once on this machine."""
+    agents = job.living_agents()
     if len({each.run_id for each in agents.values()}) > 1:
         raise ValueError(
-            f"several runs of job {found.name} go on at once on this machine, in {_listed(map(str, agents))}; set "
+            f"several runs of job {job.name} go on at once on this machine, in {_listed(map(str, agents))}; set "
             "ELASTIC_EXT_RUN_DIR to the one that is meant, without --job"
         )
-    return found
 
 
 def only_one(jobs: Sequence[JobHere], running: Sequence[JobHere], *, ways: str, writes: bool = False) -> JobHere:
@@ -163,6 +168,16 @@ def jobs_here(environ: Mapping[str, str]) -> list[JobHere]:
 
 
 def folder_of(job: str, environ: Mapping[str, str]) -> Path:
+    """The folder of the job of this name, whose run directories may all be of other machines.
+
+    ValueError where several runs of the job go on at once on this machine.
+    """
+    folder = _folder_of(job, environ)
+    _refuse_several_runs(JobHere(name=job, folder=folder, run_directories=tuple(_run_directories(folder))))
+    return folder
+
+
+def _folder_of(job: str, environ: Mapping[str, str]) -> Path:
     """The folder of the job of this name: the first with run directories of this machine, or else the first there is.
 
     Where there is none it is the one that the job would have.
@@ -180,7 +195,7 @@ def folder_of(job: str, environ: Mapping[str, str]) -> Path:
 
 
 def _of_name(job: str, environ: Mapping[str, str]) -> JobHere:
-    folder = folder_of(job, environ)
+    folder = _folder_of(job, environ)
     found = _run_directories(folder)
     if not found:
         there = [each for place in _jobs_folders(environ) for each in _in_place(place)]

@@ -50,10 +50,8 @@ _NUM_PHASES = 2
 
 
 def is_healthy(status: wire.JobStatus) -> bool:
-    """Whether a job's status has no trouble, lost node or worker in trouble."""
-    nodes = status.nodes
-    is_bad = any(each.state == "lost" or each.troubles or any(one.trouble for one in each.workers) for each in nodes)
-    return not status.troubles and not is_bad
+    """Whether a job's status has no trouble that is shown: of its master, its nodes, their machines or its workers."""
+    return not any(_troubles(status))
 
 
 def status_words(status: wire.JobStatus, address: str, width: int | None = None) -> str:

@@ -20,7 +20,7 @@ from elastic_ext.master.facts import MOST_FACTS, checked_facts
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES, read_value
 from elastic_ext.records.metrics import FILE, JobFacts, MemoryFacts
-from elastic_ext.records.text import age_in_words, counted, on_one_line, size_in_words
+from elastic_ext.records.text import age_in_words, counted, expanded, on_one_line, size_in_words
 from elastic_ext.strategies import STRATEGIES, StrategyName
 from elastic_ext.tuner.memory import HEADROOM, JobMemory, usable_bytes
 from elastic_ext.tuner.space import Point, Shape, point_of, shape_of
@@ -504,8 +504,7 @@ def _value_of(key: str) -> Callable[[str], Any]:
 def _facts_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
     """The file of facts that the arguments or the environment name; ValueError where there is none."""
     if options.file is not None:
-        found: Path = options.file.expanduser()
-        return found
+        return expanded(options.file)
     if options.run_dir is not None:
         folders: Sequence[Path] = [options.run_dir]
     else:

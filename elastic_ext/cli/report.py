@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastic_ext.errors import in_words
 from elastic_ext.records.files import open_regular, write_whole
+from elastic_ext.records.text import expanded
 from elastic_ext.report.load import find_places, gather
 from elastic_ext.report.markup import percent, seconds_in_words
 from elastic_ext.report.page import MARK, losses, page
@@ -81,11 +82,11 @@ def _folder(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -
     if run_dir is not None and job is not None:
         raise ValueError("both RUN and --job are given; allowed: one of them")
     if run_dir is not None:
-        return run_dir.expanduser()
+        return expanded(run_dir)
     if job is not None:
         return folder_of(job, environ)
     if environ.get("ELASTIC_EXT_RUN_DIR"):
-        return Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser()
+        return expanded(environ["ELASTIC_EXT_RUN_DIR"])
     try:
         return one_job(None, None, environ, ways="RUN, or --job NAME").folder
     except ValueError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.ranks.board import BoardGone
-from elastic_ext.records.json import record_of, records_of
+from elastic_ext.records.json import records_of
 
 from .meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from .records import NodeHardware
@@ -281,6 +282,16 @@ class Hello:
     """The NodeHardware of the node's machine, as JSON."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """The second message of a node: how fast it computes, and the GPU that it exchanges data from."""
+
+    matmul: Mapping[str, Sequence[float]]
+    """Floating-point operations per second in each window of time, by device."""
+    gpu: str | None
+    """The GPU's id; None where NCCL is not asked for, or there is none to use it with."""
+
+
 class Notes:
     """What this node knows of all nodes: what it measured, and what the others have told."""
 
@@ -304,22 +315,23 @@ class Notes:
         hello = Hello(pid=os.getpid(), holds_store=is_holder, hardware=hardware.to_json())
         self._meeting.tell("hello", asdict(hello))
         for index, row in self._meeting.hear_from_all("hello").items():
-            try:
+            with _reading(index, "hardware record"):
                 (hello,) = records_of(Hello, [row])
                 self._pids[index] = hello.pid
                 if hello.holds_store:
                     self.holders.add(index)
                 self._hardware[index] = NodeHardware.from_json(hello.hardware)
-            except ValueError as error:  # of a node with another version of this library
-                _logger.warning("node %d: its hardware record cannot be read: %s", index, error)
 
     def measure(self) -> None:
         """Measure how fast this node multiplies matrices, tell the other nodes, and read what they measured."""
         speeds = {device: matmul(device) for device in devices()}
-        self._meeting.tell("measured", {"matmul": speeds, "gpu": _own_gpu() if self._with_nccl else None})
-        for index, measured in self._meeting.hear_from_all("measured").items():
-            self._matmul[index] = {device: tuple(windows) for device, windows in measured["matmul"].items()}
-            self._gpus[index] = measured["gpu"]
+        own = Measured(matmul=speeds, gpu=_own_gpu() if self._with_nccl else None)
+        self._meeting.tell("measured", asdict(own))
+        for index, row in self._meeting.hear_from_all("measured").items():
+            with _reading(index, "record of how fast it computes"):
+                (measured,) = records_of(Measured, [row])
+                self._gpus[index] = measured.gpu
+                self._matmul[index] = {device: tuple(map(float, each)) for device, each in measured.matmul.items()}
 
     def backend_of(self, first: int, second: int) -> str:
         """The backend for a pair: nccl where both nodes ask for it and have GPUs, not the same one; else gloo."""
@@ -338,7 +350,9 @@ class Notes:
                 for index in pair:
                     row = self._meeting.hear(index, f"pair/{number}") if index != self._meeting.index else None
                     if row is not None:
-                        self._take(record_of(CheckedPair, row))
+                        with _reading(index, f"record of the pair of nodes {pair[0]} and {pair[1]}"):
+                            (checked,) = records_of(CheckedPair, [row])
+                            self._take(checked)
 
     def label(self, index: int) -> str:
         """The name of a node for people: its number, host and pid."""
@@ -371,6 +385,15 @@ class Notes:
         before = self._pairs.get(key)
         if before is None or pair.trouble is not None or (pair.latency_seconds and before.trouble is None):
             self._pairs[key] = pair
+
+
+@contextlib.contextmanager
+def _reading(index: int, what: str) -> Iterator[None]:
+    """A warning, and no error, where a node's message is invalid, as from another version of this library."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        _logger.warning("node %d: its %s cannot be read: %s", index, what, error)
 
 
 def _own_gpu() -> str | None:

@@ -331,7 +331,6 @@ class MetricsServer:
     def __init__(
         self,
         render: Callable[[], str],
-        is_healthy: Callable[[], bool],
         *,
         token: str | None = None,
         read_seconds: float = _READ_SECONDS,
@@ -339,10 +338,9 @@ class MetricsServer:
     ) -> None:
         """``render`` makes the page of metrics, at most once a second; with a ``token`` its readers have to give that.
 
-        ``is_healthy`` answers /healthz, which needs no token.
+        /healthz needs no token.
         """
         self._render = render
-        self._is_healthy = is_healthy
         self._credentials = None if token is None else f"Bearer {token}".encode()
         self._read_seconds = read_seconds
         self._most_connections = most_connections
@@ -424,8 +422,7 @@ class MetricsServer:
         if request.method not in ("GET", "HEAD"):
             return _Answer(status=405, text="the method must be GET or HEAD\n", headers={"Allow": "GET, HEAD"})
         if request.path == "/healthz":
-            is_healthy = self._is_healthy()
-            return _Answer(status=200 if is_healthy else 503, text="ok\n" if is_healthy else "the master ends\n")
+            return _Answer(status=200, text="ok\n")
         if self._credentials is not None and not self._has_token(request):
             text = "give the master's token, as a bearer token\n"
             return _Answer(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})

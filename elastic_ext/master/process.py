@@ -288,7 +288,7 @@ async def _metrics(
         return exposition(job_status(job, moment(), request), counts, guard.refusals, num_ranks=num_ranks)
 
     tls = None
-    server = MetricsServer(render, lambda: True, token=token)
+    server = MetricsServer(render, token=token)
     try:
         if options.tls_cert is not None and options.tls_key is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

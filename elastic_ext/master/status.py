@@ -12,6 +12,7 @@ from elastic_ext.tuner.decisions import Decision
 from .configs import ConfigBook
 from .events import EventRecord
 from .job import Job, Now
+from .machines import named
 from .nodes import Node
 from .tuning import Tuning
 from .wire import filled
@@ -123,7 +124,6 @@ def decision_message(decision: Decision) -> wire.TuningDecision:
 
 def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
     facts = job.machines.facts(node.node_id)
-    troubles = [each for each in (node.trouble, node.refusal) if each]
     return wire.NodeStatus(
         node=filled(wire.Node(), node),
         state=node.state,
@@ -131,8 +131,15 @@ def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.
         config_version=node.held_version,
         workers=job.collector.workers(node.node_id) if with_workers else [],
         machine=facts.in_words if facts is not None else "",
-        troubles=[*troubles, *(facts.troubles if facts is not None else ())],
+        troubles=_node_troubles(job, node),
     )
+
+
+def _node_troubles(job: Job, node: Node) -> list[str]:
+    """The troubles of a node: those that its agent tells, and what is wrong with its machine."""
+    facts = job.machines.facts(node.node_id)
+    told = [each for each in (node.trouble, node.refusal) if each]
+    return told if facts is None else [*told, *facts.troubles]
 
 
 def _config_status(job: Job, now: Now) -> wire.ConfigStatus:
@@ -158,8 +165,12 @@ def _troubles(job: Job) -> list[str]:
     troubles += [f"node {each.node_id} on {each.host} is lost" for each in lost[:20]]
     if len(lost) > 20:
         troubles.append(f"... and {len(lost) - 20} nodes more")
+    nodes_by_trouble: dict[str, list[str]] = {}  # machines of one kind have the same troubles, and may be thousands
     for node in job.nodes.present:
-        troubles += [f"node {node.node_id}: {each}" for each in (node.trouble, node.refusal) if each]
+        for each in _node_troubles(job, node):
+            nodes_by_trouble.setdefault(each, []).append(node.node_id)
+    for each, nodes in nodes_by_trouble.items():
+        troubles.append(f"node{'s' if len(nodes) > 1 else ''} {named(nodes)}: {each}")
     return troubles
 
 

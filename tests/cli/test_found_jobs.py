@@ -105,7 +105,8 @@ def test_a_command_that_writes_takes_no_job_that_it_was_not_told_and_does_not_ru
 
 
 @pytest.mark.parametrize(
-    "command", [["config", "show"], ["config", "set", "user.x=1"], ["tuning", "log"], ["ckpt", "ls"], ["events"]]
+    "command",
+    [["config", "show"], ["config", "set", "user.x=1"], ["tuning", "log"], ["ckpt", "ls"], ["events"], ["report"]],
 )
 def test_two_runs_of_one_script_are_not_taken_for_one(
     cache: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -248,6 +249,21 @@ def test_every_command_says_that_no_job_or_several_are_there(
     assert "no job runs on this machine, and 2 have run there: " in err and "nano" in err and "mini" in err
     assert main([*command, "--job", "micro"]) == 2
     assert "job 'micro' has no run directory" in capsys.readouterr().err
+
+
+def test_a_home_folder_that_nobody_has_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "~nobody-is-called-so/run"
+
+    def is_refused(command: list[str]) -> bool:
+        return main(command) == 2 and f"{path}: " in (said := capsys.readouterr().err) and "allowed: a path" in said
+
+    for command in (["report", path], ["tuning", "memory", "--file", path]):
+        assert is_refused(command)
+    monkeypatch.setenv("ELASTIC_EXT_RUN_DIR", path)
+    for command in (["report"], ["status"], ["events"], ["tuning", "memory"]):
+        assert is_refused(command)
 
 
 # ---- its config file ----

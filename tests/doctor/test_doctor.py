@@ -292,6 +292,26 @@ def test_the_command_says_what_it_found_and_whether_something_is_wrong(
     assert "below cannot be written to" in capsys.readouterr().out
 
 
+def test_the_run_directory_is_that_of_the_environment_where_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def looked_at() -> list[str]:
+        main(["doctor", "--json"])
+        hardware = NodeHardware.from_json(capsys.readouterr().out.splitlines()[0])
+        return [one.path for one in hardware.storage if one.use == "run directory"]
+
+    monkeypatch.delenv("ELASTIC_EXT_RUN_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert looked_at() == [str(tmp_path / "cache" / "elastic_ext")]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ELASTIC_EXT_RUN_DIR", "~/run")
+    assert looked_at() == [str(tmp_path / "run")]
+    monkeypatch.setenv("ELASTIC_EXT_RUN_DIR", "~nobody-is-called-so/run")
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert "the run directory: ~nobody-is-called-so/run: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elastic_ext.doctor.findings import Finding
 from elastic_ext.doctor.meeting import Meeting, MeetingFailed, Rendezvous, holds_store
-from elastic_ext.doctor.pairs import Hello, Notes
+from elastic_ext.doctor.pairs import NUM_WINDOWS, Hello, Notes, matching
 from elastic_ext.doctor.report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.support.machines import GOOD_MACHINE as GOOD
 from tests.support.masters import master_on_thread
@@ -161,6 +161,45 @@ def test_a_node_whose_first_words_cannot_be_read_is_told_of_and_the_others_are_k
     assert notes.label(1) == f"node 1 ({GOOD.network.host}, pid 7)" and notes.holders == {1}
     assert [notes.label(2), notes.label(3)] == ["node 2", "node 3"]
     assert [record.message.partition(":")[0] for record in caplog.records] == ["node 2", "node 3"]
+
+
+def test_a_node_whose_speeds_cannot_be_read_is_told_of_and_those_of_the_others_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    own, *others = (Meeting(store, index, 6, where="here", silence_seconds=60) for index in range(6))
+    notes = Notes(own, GOOD, Rendezvous(endpoint="/a/file", run_id="none", min_nodes=6, max_nodes=6), with_nccl=False)
+    rows = (
+        {"matmul": {"cpu": [1e9, 2e9]}, "gpu": None, "more": 1},
+        {"matmul": {"cpu": [1e9]}},
+        {"gpu": None},
+        {"matmul": {"cpu": 1e9}, "gpu": None},
+        [],
+    )
+    for other, words in zip(others, rows, strict=True):
+        other.tell("measured", words)
+    notes.measure()
+    own_speeds, first, *rest = (node.matmul for node in notes.report(None).nodes)
+    assert len(own_speeds["cpu"]) == NUM_WINDOWS and first == {"cpu": (1e9, 2e9)} and rest == [{}] * 4
+    assert [record.message.partition(":")[0] for record in caplog.records] == [f"node {index}" for index in range(2, 6)]
+
+
+def test_a_pair_whose_record_cannot_be_read_is_told_of_and_the_other_pairs_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    own, first, second = (Meeting(store, index, 3, where="here", silence_seconds=60) for index in range(3))
+    notes = Notes(own, GOOD, Rendezvous(endpoint="/a/file", run_id="none", min_nodes=3, max_nodes=3), with_nccl=False)
+    good, _, other = (dataclasses.asdict(pair) for pair in _report(3).pairs)
+    rounds = {pair: number for number, pairs in enumerate(matching(3)) for pair in pairs}
+    first.tell(f"pair/{rounds[0, 1]}", good)
+    second.tell(f"pair/{rounds[0, 2]}", {**good, "bandwidth": "much"})
+    second.tell(f"pair/{rounds[1, 2]}", [])
+    first.tell(f"pair/{rounds[1, 2]}", other)
+    notes.read_all()
+    assert {(pair.first, pair.second) for pair in notes.report(None).pairs} == {(0, 1), (1, 2)}
+    words = {record.message.partition(" cannot be read: ")[0] for record in caplog.records}
+    assert words == {f"node 2: its record of the pair of nodes {index} and 2" for index in (0, 1)}
 
 
 def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store(forked_jobs: None, tmp_path: Path) -> None:

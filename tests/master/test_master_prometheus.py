@@ -254,7 +254,7 @@ def serving(test: Callable[[Client], Awaitable[None]], **settings: object) -> No
     numbers = itertools.count(1)
 
     async def run() -> None:
-        server = MetricsServer(lambda: f"page {next(numbers)}\n", lambda: True, **settings)  # type: ignore[arg-type]
+        server = MetricsServer(lambda: f"page {next(numbers)}\n", **settings)  # type: ignore[arg-type]
         port = await server.start("127.0.0.1", 0)
         try:
             await asyncio.wait_for(test(Client(server, port)), 30)
@@ -307,16 +307,6 @@ def test_with_a_token_metrics_are_for_those_who_have_it_and_health_for_all() -> 
         assert (await client.get("/healthz"))[0] == 200
 
     serving(test, token=_TOKEN)
-
-
-def test_a_master_that_ends_is_not_healthy() -> None:
-    async def run() -> None:
-        server = MetricsServer(lambda: "", lambda: False)
-        port = await server.start("127.0.0.1", 0)
-        assert (await Client(server, port).get("/healthz"))[0] == 503
-        await server.close()
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -394,7 +384,7 @@ def test_connections_that_are_too_many_are_told_so_and_others_are_served_after()
 
 def test_who_never_reads_does_not_hold_up_the_end() -> None:
     async def run() -> None:
-        server = MetricsServer(lambda: "x" * 50_000_000, lambda: True)
+        server = MetricsServer(lambda: "x" * 50_000_000)
         port = await server.start("127.0.0.1", 0)
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from elastic_ext.cli.master import is_healthy, status_words
 from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
@@ -97,6 +98,23 @@ def test_machines_are_told_of_in_a_line_and_unlike_ones_are_named(caller: Caller
     assert caller.beat("c").wants_hardware
     caller.beat("c", hardware="{ nothing of the kind")
     assert any("cannot be read" in each for node in caller.status().nodes for each in node.troubles)
+
+
+def test_what_is_wrong_with_machines_is_a_trouble_of_the_job_once_for_all_of_them(caller: Caller) -> None:
+    bad = dataclasses.replace(machine(), network=dataclasses.replace(machine().network, interfaces=())).to_json()
+    assert not caller.status().troubles
+    for node_id in ("a", "b"):
+        caller("Join", join_request(node_id, hardware=bad))
+    until(lambda: len(caller.states()) == 2)  # a status may be kept for some milliseconds
+    status = caller.status()
+    assert status.nodes[0].troubles
+    assert [*status.troubles] == [f"nodes a, b: {each}" for each in status.nodes[0].troubles]
+    assert not is_healthy(status) and all(each in status_words(status, "here:1") for each in status.troubles)
+    for node_id in ("a", "b"):
+        caller("Leave", wire.LeaveRequest(node_id=node_id, incarnation=1))
+    until(lambda: caller.states() == {"a": "left", "b": "left"})
+    status = caller.status()
+    assert status.nodes[0].troubles and not status.troubles and is_healthy(status)
 
 
 def test_nodes_whose_machine_has_errors_are_kept_out_where_that_was_asked_for(tmp_path: Path) -> None:
