@@ -1,26 +1,27 @@
-"""The tensors of a model that lie by its plan, and that a change of plan moves.
+"""The tensors of a model that lie by its plan, and that a change of plan or of members moves.
 
-Parameters, their gradients, what optimizers keep of them in their shape, and registered tensors that are sharded.
+Parameters, their gradients, what optimizers keep of them in their shape, and registered tensors that are sharded. Where
+ranks come or leave, also what each rank has whole: buffers, registered tensors, and parameters left out of fully_shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.layout import Layout
 from elastic_ext.fsdp.names import named_tensors
-from elastic_ext.fsdp.plan import UNEVEN, Degrees, Layouts, parts_of
+from elastic_ext.fsdp.plan import UNEVEN, Degrees, over_holders, parts_of
 from elastic_ext.fsdp.state import local_of
+from elastic_ext.fsdp.worlds import LayoutsBetween, ThreeLayouts, Worlds
 
 from . import rewire
 from .buckets import BucketItem, Router
@@ -28,7 +29,15 @@ from .companions import Tensors, companions_in
 from .refusals import why_not_parted
 from .units import Place, Survey
 
-__all__ = ["MovedTensor", "PlacedParameter", "moved_tensors", "parameters_of"]
+__all__ = [
+    "MemberRoute",
+    "MovedParts",
+    "MovedTensor",
+    "PlacedParameter",
+    "lies_like",
+    "moved_tensors",
+    "parameters_of",
+]
 
 
 @dataclass(eq=False)
@@ -73,7 +82,17 @@ class MovedTensor:
     puts: tuple[Callable[[torch.Tensor], None], ...]
     """Functions that each put another tensor in one of its places, but for a parameter's in the model."""
     item: BucketItem
+    """The move among the ranks of the new world."""
+    given: BucketItem | None
+    """The move among the ranks of the old world that goes before; None where nobody leaves."""
     is_gradient: bool = False
+    is_copy: bool = False
+    """Whether each rank has the tensor whole, however the model is sharded."""
+
+    @property
+    def items(self) -> tuple[BucketItem, ...]:
+        """All moves of the tensor, in order."""
+        return (self.item,) if self.given is None else (self.given, self.item)
 
     def put(self, new: torch.Tensor) -> None:
         """Put another tensor in all places that have this one."""
@@ -101,37 +120,77 @@ def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[PlacedPar
         yield PlacedParameter(parameter, tuple(places[key]), 0)
 
 
-def moved_tensors(
-    model: nn.Module,
-    parameters: Sequence[PlacedParameter],
-    optimizers: Sequence[Optimizer],
-    registered: Sequence[Tensors],
-    degrees: Degrees | None,
-) -> list[MovedTensor]:
-    """All tensors that a change to these degrees moves; ValueError where one cannot move.
+@dataclass(frozen=True, eq=False)
+class MovedParts:
+    """What a change moves: parameters that lie by the plan, those left out, optimizers and registered tensors."""
 
-    Without degrees all become whole on each rank. Ranks that were given the same have the same in the same order.
+    model: nn.Module
+    parameters: Sequence[PlacedParameter]
+    left_out: Sequence[nn.Parameter]
+    """Parameters that the user has left out of fully_shard."""
+    optimizers: Sequence[Optimizer]
+    registered: Sequence[Tensors]
+
+    def names(self) -> dict[int, str]:
+        """The names of all parameters and buffers, by identity."""
+        return {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(self.model)}
+
+
+def moved_tensors(parts: MovedParts, names: Mapping[int, str], route: MemberRoute) -> list[MovedTensor]:
+    """All tensors that a change moves; ValueError where one cannot move. ``names`` are those of the parts.
+
+    Ranks that were given the same have the same in the same order.
     """
-    names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(model)}
-    carrying = _Carrying(degrees)
-    for optimizer in optimizers:
+    carrying = _Carrying(route)
+    for optimizer in parts.optimizers:
         _refuse_hidden(optimizer)
-    for at, each in enumerate(parameters):
+    for at, each in enumerate(parts.parameters):
         parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
         carrying.add(name, parameter, dim, parameter=at)
         if parameter.grad is not None:
             carrying.add(f"{name} (gradient)", parameter.grad, dim, each.put_gradient, is_gradient=True)
-        for optimizer in optimizers:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if _lies_like(parameter, value, f"{name}/{key}"):
-                    carrying.add(f"{name}/{key}", value, dim, _PutIn(state, key))
-    was_sharded = any(isinstance(each.tensor, DTensor) for each in parameters)
-    by_name = dict(_by_any_name(model, parameters))
-    for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
+        for key, value, put in _state_of(parameter, name, parts.optimizers):
+            carrying.add(f"{name}/{key}", value, dim, put)
+    was_sharded = any(isinstance(each.tensor, DTensor) for each in parts.parameters)
+    by_name = dict(_by_any_name(parts.model, parts.parameters))
+    for companion in companions_in(parts.registered, by_name, was_sharded=was_sharded, is_sharded=route.is_sharded):
         carrying.add(f"{companion.name} (registered)", companion.tensor, companion.dim, companion.put)
-    carrying.refuse_shared(model)
+    if not route.worlds.is_same:
+        _add_copies(carrying, parts, names)
+    carrying.refuse_shared(parts.model)
     return _gradients_aside(carrying.found)
+
+
+def _state_of(
+    parameter: nn.Parameter, name: str, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """What optimizers keep of a parameter in its shape: keys, tensors, and functions that put others in their place."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if lies_like(parameter, value, f"{name}/{key}"):
+                yield key, value, _PutIn(state, key)
+
+
+def _add_copies(carrying: _Carrying, parts: MovedParts, names: Mapping[int, str]) -> None:
+    """Add what each rank has whole, for ranks that come; of buffers, which may differ, all take the first rank's."""
+    for parameter in parts.left_out:
+        name = names[id(parameter)]
+        carrying.add_copy(name, parameter)
+        if parameter.grad is not None:
+            carrying.add_copy(f"{name} (gradient)", parameter.grad, _PutGradient(parameter))
+        for key, value, put in _state_of(parameter, name, parts.optimizers):
+            carrying.add_copy(f"{name}/{key}", value, put)
+    own = {id(parameter) for parameter in parts.model.parameters()}
+    for at, holder in enumerate(parts.registered):
+        for key, tensor in sorted(holder.items()):
+            if not (isinstance(tensor, DTensor) or id(tensor) in own):
+                carrying.add_copy(f"{key} (registered {at})", tensor)
+    for name, buffer in parts.model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ValueError(f"the buffer {name} is a DTensor; allowed where ranks come or leave: plain buffers")
+        if buffer.device.type != "meta":
+            carrying.add_copy(f"{name} (buffer)", buffer, of_first=True)
 
 
 def _gradients_aside(found: Sequence[MovedTensor]) -> list[MovedTensor]:
@@ -140,7 +199,7 @@ def _gradients_aside(found: Sequence[MovedTensor]) -> list[MovedTensor]:
     Gradients of a unit lie in one memory, which goes when the last of them has moved: so they are the first to go where
     there will be more of everything, and the last where there will be less.
     """
-    grows = sum(sum(each.item.taken_bytes) - sum(each.item.freed_bytes) for each in found) > 0
+    grows = sum(sum(item.taken_bytes) - sum(item.freed_bytes) for each in found for item in each.items) > 0
     return sorted(found, key=lambda each: each.is_gradient is not grows)
 
 
@@ -155,13 +214,26 @@ def _by_any_name(
             yield name, own[id(parameter)]
 
 
+@dataclass(frozen=True, eq=False)
+class MemberRoute:
+    """From where to where a change moves tensors: worlds, degrees, and whether this rank comes."""
+
+    worlds: Worlds
+    before: Degrees
+    after: Degrees
+    is_sharded: bool
+    """Whether parameters are sharded afterwards; else they are whole."""
+    comes: bool = False
+    """Whether this rank has nothing of what is moved, whatever lies on it."""
+
+
 class _Carrying:
     """Gathers the tensors that a change moves, each once, with its layouts; those of alike tensors are found once."""
 
-    def __init__(self, degrees: Degrees | None) -> None:
-        self._degrees = degrees
+    def __init__(self, route: MemberRoute) -> None:
+        self._route = route
         self._router = Router()
-        self._after = None if degrees is None else Layouts(degrees)
+        self._layouts = LayoutsBetween(route.worlds, route.before, route.after)
         self._before: dict[tuple[DeviceMesh, tuple[int, ...], int], Layout] = {}
         self._parts: dict[DeviceMesh, tuple[int, ...]] = {}
         self._found: dict[int, MovedTensor] = {}
@@ -183,14 +255,10 @@ class _Carrying:
         is_gradient: bool = False,
     ) -> None:
         """Add a tensor to move; ``dim`` counts where it is whole, and one that is cut says it itself."""
-        known = self._found.get(id(tensor))
-        puts = () if put is None else (put,)
-        if known is not None:
-            self._found[id(tensor)] = replace(known, puts=(*known.puts, *puts))
+        if self._is_known(tensor, put):
             return
-        shape = tuple(tensor.shape)
-        whole = Layout(shape, (Box.whole(shape),) * dist.get_world_size())
-        old = whole
+        shape, route = tuple(tensor.shape), self._route
+        old = None
         if isinstance(tensor, DTensor):
             *outer, last = tensor.placements
             if not (isinstance(last, Shard) and all(placement.is_replicate() for placement in outer)):
@@ -199,18 +267,52 @@ class _Carrying:
                     "dimension of its mesh, as fully_shard does"
                 )
             dim = last.dim
-            old = self._layout_on(tensor.device_mesh, shape, dim)
-        new = whole
-        if self._degrees is not None and self._after is not None:
+            old = None if route.comes else self._layout_on(tensor.device_mesh, shape, dim)
+            if not (old is None or route.worlds.is_same or old == self._layouts.old(shape, dim)):
+                raise ValueError(
+                    f"{name} lies on a mesh of its own; allowed where ranks come or leave: as the model's parameters do"
+                )
+        if route.is_sharded:
             if tensor.dim() == 0:
                 raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
-            if dim > 0 and shape[dim] % self._degrees.shard:
-                raise ValueError(UNEVEN.format(name, dim, shape[dim], self._degrees.shard))
-            new = self._after.of(shape, dim)
-        item = self._router.item(name, old, new, tensor.element_size())
-        self._found[id(tensor)] = MovedTensor(tensor, dim, parameter, puts, item, is_gradient)
-        if not is_gradient:  # those of a unit lie in one memory
-            self._refuse_memory_of_another(name, tensor)
+            if dim > 0 and shape[dim] % route.after.shard:
+                raise ValueError(UNEVEN.format(name, dim, shape[dim], route.after.shard))
+        laid = self._layouts.of(shape, dim, old=old)
+        self._note(
+            MovedTensor(tensor, dim, parameter, _puts_of(put), *self._routes(name, tensor, laid), is_gradient), name
+        )
+
+    def add_copy(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        put: Callable[[torch.Tensor], None] | None = None,
+        *,
+        of_first: bool = False,
+    ) -> None:
+        """Add a plain tensor that each rank has whole; with ``of_first`` all take that of the first rank."""
+        if not self._is_known(tensor, put):
+            laid = self._layouts.of_copies(tuple(tensor.shape), of_first=of_first)
+            routes = self._routes(name, tensor, laid)
+            self._note(MovedTensor(tensor, 0, None, _puts_of(put), *routes, is_copy=True), name)
+
+    def _is_known(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None] | None) -> bool:
+        """Whether a tensor was added already; what it is put in by then is noted."""
+        known = self._found.get(id(tensor))
+        if known is not None:
+            self._found[id(tensor)] = replace(known, puts=(*known.puts, *_puts_of(put)))
+        return known is not None
+
+    def _routes(self, name: str, tensor: torch.Tensor, laid: ThreeLayouts) -> tuple[BucketItem, BucketItem | None]:
+        item = self._router.item(name, laid.between, laid.new, tensor.element_size())
+        if not self._route.worlds.has_leavers:
+            return item, None
+        return item, self._router.item(name, laid.old, laid.between, tensor.element_size())
+
+    def _note(self, each: MovedTensor, name: str) -> None:
+        self._found[id(each.tensor)] = each
+        if not each.is_gradient:  # those of a unit lie in one memory
+            self._refuse_memory_of_another(name, each.tensor)
 
     def refuse_shared(self, model: nn.Module) -> None:
         """Raise where a buffer shares memory with a tensor that is to move."""
@@ -237,13 +339,15 @@ class _Carrying:
             others.append((name, start, end))
 
     def _layout_on(self, mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
-        """The layout, by global rank, of a tensor that the last dimension of a mesh cuts along ``dim``."""
+        """The layout, by holder, of a tensor that the last dimension of a mesh cuts along ``dim``."""
         key = mesh, shape, dim
         if key not in self._before:
+            worlds = self._route.worlds
             if mesh not in self._parts:
-                self._parts[mesh] = _parts_by_rank(mesh)
+                self._parts[mesh] = _parts_by_rank(mesh, worlds.num_old)
             boxes = parts_of(shape, dim, 1 + max(self._parts[mesh]))
-            self._before[key] = Layout(shape, tuple(boxes[part] for part in self._parts[mesh]))
+            by_rank = Layout(shape, tuple(boxes[part] for part in self._parts[mesh]))
+            self._before[key] = over_holders(by_rank, worlds.old)
         return self._before[key]
 
 
@@ -251,16 +355,20 @@ def _reach(size: int, stride: int) -> int:
     return (size - 1) * stride
 
 
-def _parts_by_rank(mesh: DeviceMesh) -> tuple[int, ...]:
+def _parts_by_rank(mesh: DeviceMesh, num_ranks: int) -> tuple[int, ...]:
     """The part that each rank has of what the last dimension of a mesh cuts; ValueError where it lacks a rank."""
     ranks = mesh.mesh
     part_of = {int(rank): at % ranks.shape[-1] for at, rank in enumerate(ranks.flatten().tolist())}
-    if set(part_of) != set(range(dist.get_world_size())):
+    if set(part_of) != set(range(num_ranks)):
         raise ValueError(
-            f"a mesh of the model has the ranks {sorted(part_of)}, and training has {dist.get_world_size()}; allowed: "
+            f"a mesh of the model has the ranks {sorted(part_of)}, and training has {num_ranks}; allowed: "
             "meshes of all ranks"
         )
     return tuple(part_of[rank] for rank in range(len(part_of)))
+
+
+def _puts_of(put: Callable[[torch.Tensor], None] | None) -> tuple[Callable[[torch.Tensor], None], ...]:
+    return () if put is None else (put,)
 
 
 class _PutIn:
@@ -271,6 +379,16 @@ class _PutIn:
 
     def __call__(self, new: torch.Tensor) -> None:
         self._holder[self._key] = new
+
+
+class _PutGradient:
+    """A function that gives a parameter another gradient."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __call__(self, new: torch.Tensor) -> None:
+        self._parameter.grad = new
 
 
 def _refuse_hidden(optimizer: Optimizer) -> None:
@@ -286,7 +404,7 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
                 )
 
 
-def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
+def lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
     """Whether a value of an optimizer's state moves with its parameter; ValueError where it would be left behind."""
     if not isinstance(value, torch.Tensor):
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in tree_leaves(value)):

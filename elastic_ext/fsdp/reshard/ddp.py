@@ -103,6 +103,16 @@ class WrapperlessDDP:
         found = [part for each in wrappers for part in (vars(each), *vars(each).values())]
         return [self._parameters, *(part for part in found if isinstance(part, (list, dict, set, tuple)))]
 
+    @property
+    def is_on_default_group(self) -> bool:
+        """Whether gradients are averaged over the default process group."""
+        return self._group is None or self._group is dist.group.WORLD
+
+    def let_go_of_group(self) -> None:
+        """Refer to no process group while DDP is off, and take the default one from then on."""
+        assert self.engine is None and self.wrapper is None
+        self._group = None
+
     def rest(self) -> None:
         """Take DDP off: leave the module as it was."""
         if self.wrapper is not None:
@@ -145,8 +155,13 @@ def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
 def set_aside(wrapper: DistributedDataParallel) -> None:
     """Have a user's own wrapper only call its module, and average nothing any more."""
     wrapper.forward = Hook(_straight_through, wrapper.module)  # type: ignore[method-assign]
-    if hasattr(wrapper, "reducer"):
-        del wrapper.reducer  # which would keep parameters that are replaced
+    for name in (
+        "reducer",
+        "logger",
+        "process_group",
+    ):  # which keep parameters that are replaced, and a group that ends
+        if hasattr(wrapper, name):
+            delattr(wrapper, name)
     wrapper._module_parameters = []  # and so would this
 
 

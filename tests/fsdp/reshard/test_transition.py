@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from elastic_ext import ParallelPlan
 from elastic_ext.fsdp.reshard.buckets import BucketPlan
 from elastic_ext.fsdp.reshard.transition import Tensor, TransferRates, Transition, transition
+from elastic_ext.fsdp.worlds import Worlds
 
 WHOLE = ParallelPlan(strategy="no_shard")
 GRAD_OP = ParallelPlan(strategy="shard_grad_op")
@@ -31,7 +32,7 @@ SHAPES = [(7, 3), (1,), (4,), (2, 0), (9, 2, 2)]
 def _made(
     old: ParallelPlan, new: ParallelPlan, tensors: Sequence[Tensor] = (), *, num_ranks: int = 4, **options: Any
 ) -> Transition:
-    made, told = transition(old, new, tensors, num_ranks=num_ranks, num_local=num_ranks, **options)
+    made, told = transition(old, new, tensors, worlds=Worlds.unchanged(num_ranks, num_ranks), **options)
     assert made is not None, told
     assert told == str(made)
     return made
@@ -200,26 +201,26 @@ def test_words_tell_steps_tensors_bytes_and_seconds() -> None:
     ],
 )
 def test_plans_that_do_not_fit_the_ranks_are_refused_in_words(new: ParallelPlan, num_ranks: int, words: str) -> None:
-    made, told = transition(WHOLE, new, [], num_ranks=num_ranks, num_local=num_ranks)
+    made, told = transition(WHOLE, new, [], worlds=Worlds.unchanged(num_ranks, num_ranks))
     assert made is None
     assert re.match(words, told)
 
 
 def test_hybrid_without_a_degree_has_a_machine_share_a_copy() -> None:
     plan = ParallelPlan(strategy="hybrid_shard")
-    made, _ = transition(FULL, plan, _one(), num_ranks=4, num_local=2)
+    made, _ = transition(FULL, plan, _one(), worlds=Worlds.unchanged(4, 2))
     assert made is not None
     assert made.sent_bytes == _least_bytes(FULL, HYBRID, _one(), 4)
-    made, told = transition(FULL, plan, _one(), num_ranks=4, num_local=3)
+    made, told = transition(FULL, plan, _one(), worlds=Worlds.unchanged(4, 3))
     assert made is None
     assert "the ranks of a machine: 3 does not divide the 4 ranks" in told
 
 
 def test_a_dimension_that_cannot_be_shared_out_evenly_is_refused_unless_it_is_the_first() -> None:
     uneven = [Tensor("head.weight", (4, 6), 4, dim=1)]
-    made, told = transition(HYBRID, FULL, uneven, num_ranks=4, num_local=4)
+    made, told = transition(HYBRID, FULL, uneven, worlds=Worlds.unchanged(4, 4))
     assert made is None
     assert "head.weight is cut along dimension 1, whose 6 cannot be shared out evenly over 4 ranks" in told
-    assert transition(HYBRID, WHOLE, uneven, num_ranks=4, num_local=4)[0] is not None
-    assert transition(HYBRID, replace(HYBRID, prefetch=1), uneven, num_ranks=4, num_local=4)[0] is not None
-    assert transition(HYBRID, FULL, [Tensor("weight", (6, 4), 4)], num_ranks=4, num_local=4)[0] is not None
+    assert transition(HYBRID, WHOLE, uneven, worlds=Worlds.unchanged(4, 4))[0] is not None
+    assert transition(HYBRID, replace(HYBRID, prefetch=1), uneven, worlds=Worlds.unchanged(4, 4))[0] is not None
+    assert transition(HYBRID, FULL, [Tensor("weight", (6, 4), 4)], worlds=Worlds.unchanged(4, 4))[0] is not None
