@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,18 @@ class Members:
     def form(self, members: Sequence[int], prefix: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.left_sockets = max(self.left_sockets, num_sockets() - self.num_sockets)
+        self.left_sockets = max(self.left_sockets, self.num_left())
         rank = list(members).index(self.own)
         store = dist.PrefixStore(f"world {prefix}", self._store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(members))
         self.num_formed += 1
+
+    def num_left(self) -> int:
+        """How many sockets are left of groups that were destroyed; gloo closes them on a thread of its own."""
+        deadline = time.monotonic() + 5.0
+        while (left := num_sockets() - self.num_sockets) > 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return left
 
     def form_to(self, at: int) -> _To:
         return _To(self, at)
@@ -76,7 +84,9 @@ class Members:
         return spread.regroup(prepared, agree, self.form_to(at))
 
     def tell(self, key: str, state: dict[str, torch.Tensor]) -> None:
-        """Tell all processes a state."""
+        """Tell all processes a state, as the first rank has it; others need not call this."""
+        if dist.get_rank():
+            return
         told = io.BytesIO()
         torch.save(state, told)
         self._store.set(key, told.getvalue())
@@ -97,8 +107,12 @@ class _To:
 
     def __init__(self, members: Members, at: int) -> None:
         self._members, self._at = members, at
+        self.fails = False
+        """Whether forming the new groups fails, on all ranks."""
 
     def form(self) -> None:
+        if self.fails:
+            raise ConnectionError("planted")
         self._members.form(self._members.worlds[self._at], str(self._at))
 
     def form_again(self) -> None:

@@ -21,7 +21,7 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import RecomputeTrial, Units, blocks_of, recompute, why_not_recompute
 from elastic_ext.fsdp.plan import Degrees, ParallelPlan
 from elastic_ext.fsdp.worlds import Worlds
-from elastic_ext.torch_private.meshes import make_sure_of_meshes
+from elastic_ext.torch_private.meshes import let_go_of_groups, make_sure_of_meshes
 
 from . import rewire
 from .change import Agree, Change, ChangeCost, Regroup, Sharded, Whole
@@ -428,6 +428,8 @@ class Spread:
 
     def let_go_of_groups(self) -> None:
         """Keep no mesh and no process group, since these are about to end; they are made anew when they are needed."""
+        for mesh in self._meshes.values():  # also those of earlier plans
+            let_go_of_groups(mesh)
         self._meshes, self._group = {}, None
         if self._replica is not None:
             self._replica.let_go_of_group()
