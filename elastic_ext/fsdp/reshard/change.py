@@ -512,10 +512,11 @@ class Change:
 
     def _memory(self, each: MovedTensor, local: torch.Tensor, item: BucketItem) -> torch.Tensor:
         """Memory for this rank's new part of a tensor: the present memory, if the part stays the same or is all new."""
-        box, is_plain = item.new.boxes[self._holder], not isinstance(each.tensor, DTensor)
-        if item.old.boxes[self._holder] == box or (is_plain and box.is_empty):
+        box = item.new.boxes[self._holder]
+        stays_plain = not isinstance(each.tensor, DTensor) and (each.is_copy or isinstance(self._after, Whole))
+        if item.old.boxes[self._holder] == box or (stays_plain and box.is_empty):
             return local
-        if is_plain and box == Box.whole(box.shape) and local.is_contiguous():
+        if stays_plain and local.is_contiguous():
             return local
         shape = list(each.tensor.shape)
         num_across = math.prod(size for dim, size in enumerate(shape) if dim != each.dim)
