@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.distributed.tensor import DTensor
 
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard import rewire
@@ -66,6 +65,10 @@ def _go_on(members: Members, at: int, plan: ParallelPlan, spread: Spread, optimi
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     other, its = fresh_like(plan, Net(num_blocks=1), before)
     assert take_step(spread, optimizer, 10 + at) == take_step(other, its, 10 + at)
+    lies_on = [part.device_mesh for part in model.parameters() if isinstance(part, DTensor)]
+    for part in model.parameters():
+        for each in (part, part + 1, *optimizer.state.get(part, {}).values()):
+            assert not isinstance(each, DTensor) or each.device_mesh is lies_on[0]
     there, here = all_of_it(other.model, its), all_of_it(model, optimizer)
     assert [name for name in there if not torch.equal(there[name], here[name])] == []
     take_step(spread, optimizer, 20 + at, clears=False)  # the next world gets gradients, too
