@@ -76,10 +76,12 @@ class Worlds:
 
     @property
     def num_old(self) -> int:
+        """How many ranks the old world has."""
         return sum(rank is not None for rank in self.old)
 
     @property
     def num_new(self) -> int:
+        """How many ranks the new world has."""
         return sum(rank is not None for rank in self.new)
 
     @property
@@ -89,10 +91,12 @@ class Worlds:
 
     @property
     def has_leavers(self) -> bool:
+        """Whether some rank of the old world is not in the new one."""
         return len(self.survivors) < self.num_old
 
     @property
     def has_comers(self) -> bool:
+        """Whether some rank of the new world was not in the old one."""
         return self.num_old < len(self.old)
 
     @property

@@ -5,18 +5,18 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.reshard.change import ChangeCost
+from elastic_ext.fsdp.reshard.change import Change, ChangeCost
+from elastic_ext.fsdp.reshard.companions import Tensors
 from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.fsdp.worlds import Worlds
 from tests.support.resharding import agreeing, all_of_it, make
@@ -27,38 +27,36 @@ __all__ = ["Members", "fresh_like", "num_sockets"]
 class Members:
     """The process groups of one process that lives through several worlds, by the numbers of processes in them.
 
-    Made inside a run of a RankPool, on all of its ranks, whose process group it takes the place of.
+    Made inside a run of a RankPool without a process group. The store of all groups is the one at ``port``, in the
+    tests' process, which outlives any world.
     """
 
-    def __init__(self, own: int, worlds: Sequence[Sequence[int]]) -> None:
+    def __init__(self, own: int, port: int, worlds: Sequence[Sequence[int]]) -> None:
         self.own, self.worlds = own, worlds
-        self._store = dist.distributed_c10d._get_default_store()
-        self.num_formed = 0
-        dist.barrier()
-        dist.destroy_process_group()
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)
         self.num_sockets = num_sockets()
         """Sockets that this process has where it is in no process group."""
         self.left_sockets = 0
         """The most sockets that were there besides, of groups that were destroyed."""
-        self.at = 0
-        come = self.come_in(1) if own not in worlds[0] else None
-        self.form(worlds[0] if come is None else come, "0" if come is None else f"before {come}")
+        if own in worlds[0]:
+            self.form(worlds[0], "0")
+        else:
+            together = self._those_who_come()
+            self.form(together, f"of {together}")
 
-    def come_in(self, at: int) -> list[int]:
-        """The processes of the first world that this one is in, from ``at`` on, that come with it."""
-        for number in range(at, len(self.worlds)):
-            if self.own in self.worlds[number]:
-                return [each for each in self.worlds[number] if each not in self.worlds[number - 1]]
-        return [self.own]
+    def _those_who_come(self) -> list[int]:
+        """The processes that come to the first world that this one is in: they have a world of their own until then."""
+        at = next(number for number, world in enumerate(self.worlds) if self.own in world)
+        return [each for each in self.worlds[at] if each not in self.worlds[at - 1]]
 
     def form(self, members: Sequence[int], prefix: str) -> None:
+        """Destroy the process groups that are there, and form the default one of these processes."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self.left_sockets = max(self.left_sockets, self.num_left())
         rank = list(members).index(self.own)
         store = dist.PrefixStore(f"world {prefix}", self._store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(members))
-        self.num_formed += 1
 
     def num_left(self) -> int:
         """How many sockets are left of groups that were destroyed; gloo closes them on a thread of its own."""
@@ -67,21 +65,22 @@ class Members:
             time.sleep(0.001)
         return left
 
-    def form_to(self, at: int) -> _To:
-        return _To(self, at)
+    def form_to(self, at: int) -> FormTo:
+        """What swaps the process groups of the world before for those of the world numbered ``at``."""
+        return FormTo(self, at)
 
-    def between(self, at: int) -> tuple[Worlds, int | None]:
-        """The worlds of a change to the one numbered ``at``, and this process's number in it; None if in neither."""
+    def prepare(self, at: int, spread: Spread, optimizer: Optimizer, registered: Sequence[Tensors] = ()) -> Change:
+        """The change to the world numbered ``at``, for a process that is in it or in the one before."""
         old, new = self.worlds[at - 1], self.worlds[at]
         holders = [*old, *(each for each in new if each not in old)]
         worlds = Worlds.between(old, new, num_local=(len(old), len(new)))
-        return worlds, holders.index(self.own) if self.own in holders else None
+        return spread.prepare_regroup(worlds, holders.index(self.own), [optimizer], registered)
 
-    def change(self, at: int, spread: Spread, optimizer: Optimizer, *, registered: Any = (), agree: Any = agreeing) -> ChangeCost:
-        worlds, holder = self.between(at)
-        assert holder is not None
-        prepared = spread.prepare_regroup(worlds, holder, [optimizer], registered)
-        return spread.regroup(prepared, agree, self.form_to(at))
+    def change(
+        self, at: int, spread: Spread, optimizer: Optimizer, registered: Sequence[Tensors] = ()
+    ) -> ChangeCost:
+        """Take a model to the world numbered ``at``."""
+        return spread.regroup(self.prepare(at, spread, optimizer, registered), agreeing, self.form_to(at))
 
     def tell(self, key: str, state: dict[str, torch.Tensor]) -> None:
         """Tell all processes a state, as the first rank has it; others need not call this."""
@@ -92,17 +91,13 @@ class Members:
         self._store.set(key, told.getvalue())
 
     def told(self, key: str) -> dict[str, torch.Tensor]:
+        """The state that the first rank has told."""
         self._store.wait([key])
         state: dict[str, torch.Tensor] = torch.load(io.BytesIO(self._store.get(key)))
         return state
 
-    def wait_for(self, key: str, number: int) -> None:
-        if self._store.add(key, 1) == number:
-            self._store.set(f"{key} all", "")
-        self._store.wait([f"{key} all"])
 
-
-class _To:
+class FormTo:
     """Swaps groups from a world to the next one."""
 
     def __init__(self, members: Members, at: int) -> None:
@@ -129,10 +124,9 @@ def fresh_like(plan: ParallelPlan, model: nn.Module, state: dict[str, torch.Tens
             _fill(part, state[name])
             if f"{name} gradient" in state:
                 part.grad = _like(part, state[f"{name} gradient"])
-            own = {key: value for key, value in state.items() if key in (f"{name} step", f"{name} exp_avg", f"{name} exp_avg_sq")}
-            for key, value in own.items():
-                kept = value.clone() if key.endswith(" step") else _like(part, value)
-                optimizer.state[part][key.rpartition(" ")[2]] = kept
+            for key in ("step", "exp_avg", "exp_avg_sq") if f"{name} step" in state else ():
+                value = state[f"{name} {key}"]
+                optimizer.state[part][key] = value.clone() if key == "step" else _like(part, value)
     return spread, optimizer
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class PlacedParameter:
-    """A parameter in a change of plan, and the modules that have it."""
+    """A parameter in a change, and the modules that have it."""
 
     tensor: nn.Parameter
     places: tuple[Place, ...]
@@ -72,7 +72,7 @@ class PlacedParameter:
 
 @dataclass(frozen=True, eq=False)
 class MovedTensor:
-    """A tensor that a change of plan moves, and the places that refer to it."""
+    """A tensor that a change moves, and the places that refer to it."""
 
     tensor: torch.Tensor
     dim: int

@@ -14,7 +14,6 @@ between sharded and whole others take their place.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from .affected_tensors import MemberRoute, MovedParts, MovedTensor, PlacedParame
 from .buckets import Bucket, BucketItem, BucketPlan
 from .companions import Tensors, replace_parameter
 from .exchange import BucketExchange, Memories
-from .outline import begin_like, outline_of
+from .outline import begin_like, outline_of, tell_outline
 from .references import replace_in
 from .units import ParameterSlot, Survey, Unit
 
@@ -168,6 +167,8 @@ class Change:
         self._mesh: DeviceMesh | None = None
         self._has_moved = False
         self._look()
+        tells = worlds.has_comers and worlds.new[holder] == 0
+        self._outline = outline_of(self._named(), optimizers) if tells else None
         self.is_as_before = True
         """Whether nothing of the change has been done, or all of it was taken back."""
 
@@ -251,23 +252,23 @@ class Change:
         if regroup is not None:
             error = self._caught(self._unwire)
             if self._worlds.has_leavers and not self.comes:
-                error = error or self._compare(group, device)
-                stage = _Stage(self.given_plan, self._worlds.old, is_last=False)
-                self._move(agree, error, stage, locals_before, group=group, device=device)
-                error, self._has_moved = None, True
+                self._give(agree, error, locals_before, device)
+                error = None
             began_forming = time.perf_counter()
             self._let_go_of_groups()
-            if not self.leaves:
-                self._form(agree, regroup, locals_before)
-            formed = time.perf_counter() - began_forming
             if self.leaves:
                 return self._cost(num_replaced, began, formed)
+            self._form(agree, regroup, locals_before)
+            formed = time.perf_counter() - began_forming
             outline = self._told_outline(device)
-        error = self._caught(self._make_mesh) or error
+        error = self._caught(self._make_mesh) or error  # on all ranks, whatever has failed on this one
+        if error is None and regroup is None:
+            error = self._caught(self._unwire)
         if error is None:
             error = self._caught(lambda: self._wire(outline))
         if regroup is not None:
-            error = self._compare(group, device) or error
+            mismatch = self._compare(group, device)
+            error = error or mismatch
         self._agree_or_go_back(agree, error, locals_before, regroup)
         wired = time.perf_counter()
         stage = _Stage(self.bucket_plan, self._worlds.new, is_last=True)
@@ -320,14 +321,26 @@ class Change:
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 
+    def _give(
+        self,
+        agree: Agree,
+        error: BaseException | None,
+        locals_before: list[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Have who leaves give what it has to those who stay, on the groups that are there."""
+        mismatch = self._compare(None, device)
+        stage = _Stage(self.given_plan, self._worlds.old, is_last=False)
+        self._move(agree, error or mismatch, stage, locals_before, group=None, device=device)
+        self._has_moved = True
+
     def _let_go_of_groups(self) -> None:
         """Keep no process group alive: those that are still known end with their sockets."""
         self._target.let_go_of_groups()
         meshes = [each.tensor.device_mesh for each in self._present() if isinstance(each.tensor, DTensor)]
         meshes += [unit.mesh for unit in self.units_before if unit.mesh is not None]
-        for mesh in (*meshes, self._mesh):
-            if mesh is not None:
-                let_go_of_groups(mesh)
+        for mesh in meshes if self._mesh is None else (*meshes, self._mesh):
+            let_go_of_groups(mesh)
         self._mesh = None
         forget_propagation()
 
@@ -340,20 +353,11 @@ class Change:
             raise error
 
     def _told_outline(self, device: torch.device) -> dict[str, Any] | None:
-        """The outline of what the ranks have that stay, on a rank that comes; all ranks of the new world call this."""
+        """The outline of what those have who stay, on a rank that comes; all ranks of the new world call this."""
         if not self._worlds.has_comers:
             return None
-        told = b""
-        if dist.get_rank() == 0:
-            told = json.dumps(outline_of(self._named(), self._optimizers)).encode()
-        size = torch.tensor([len(told)], device=device)
-        dist.broadcast(size, 0)
-        memory = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-        if told:
-            memory.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-        dist.broadcast(memory, 0)
-        outline: dict[str, Any] = json.loads(bytes(memory.cpu().numpy()))
-        return outline if self.comes else None
+        told = tell_outline(self._outline, device)
+        return told if self.comes else None
 
     def _named(self) -> dict[str, nn.Parameter]:
         """All parameters by name: those that lie by the plan, and those left out of fully_shard."""
@@ -431,14 +435,13 @@ class Change:
             self._target.rest()
 
     def _make_mesh(self) -> None:
+        """Make the mesh over which parameters are to be sharded, if they are; all ranks call this."""
         self._mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
 
     def _wire(self, outline: dict[str, Any] | None) -> None:
-        """Take off what wraps the model, if it is still there, and put on what shall wrap it."""
+        """Put on what shall wrap the model; ``outline`` is what a rank that comes was told."""
         if outline is not None:
             self._begin_like(outline)
-        if self._worlds.is_same and (self._survey is not None or self.replaced):
-            self._unwire()
         if self._survey is not None or isinstance(self._after, Sharded):
             rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         if isinstance(self._after, Sharded):
@@ -482,8 +485,7 @@ class Change:
         if self._survey is None:
             for each in self._parameters:
                 each.register()
-            if self.replaced or not self._worlds.is_same:
-                self._target.wake_again()
+            self._target.wake_again()
             return
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         slots = self._put_on(self._survey.units, mesh)

@@ -96,13 +96,12 @@ class BucketExchange:
                         old, new = memories[move.source].old[at], memories[move.target].new[at]
                         _within(new, move).copy_(_within(old, move, is_source=True))
                     continue
-                letter = sent[target] if source == self._rank else received[source]
+                sends = source == self._rank
+                letter = sent[target] if sends else received[source]
                 letter.num_data_bytes += move.num_elements * item.item_bytes
                 if memories is not None:
-                    sends = source == self._rank
-                    letter.pieces.append(
-                        (move, memories[move.source].old[at] if sends else memories[move.target].new[at])
-                    )
+                    tensor = memories[move.source].old[at] if sends else memories[move.target].new[at]
+                    letter.pieces.append((move, tensor))
         if not has_letters:
             return memories is not None
         return self._exchange(sent, received, is_well=memories is not None)

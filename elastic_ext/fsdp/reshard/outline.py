@@ -6,10 +6,12 @@ such as counts of steps, are in it. What is in the tensors is moved.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,11 +21,14 @@ from elastic_ext.fsdp.value_encoding import pack, unpack
 
 from .affected_tensors import lies_like
 
-__all__ = ["begin_like", "outline_of"]
+__all__ = ["begin_like", "outline_of", "tell_outline"]
 
 
 def outline_of(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The outline of these parameters, their gradients, and the state that optimizers keep of them, as JSON has it."""
+    """The outline of these parameters, their gradients, and the state that optimizers keep of them, as JSON has it.
+
+    ValueError where there is state of them that cannot be told.
+    """
     state: list[Any] = []
     for number, optimizer in enumerate(optimizers):
         for name, parameter in parameters.items():
@@ -38,12 +43,28 @@ def outline_of(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Opti
                     told = [list(value.shape), value.flatten().tolist(), is_beside]
                     state.append([number, name, key, "number", _dtype(value), *told])
                 else:
-                    state.append([number, name, key, "value", pack(value, where)])
+                    try:
+                        state.append([number, name, key, "value", pack(value, where)])
+                    except TypeError as error:
+                        raise ValueError(str(error)) from error
     return {
         "parameters": [[name, list(each.shape), _dtype(each)] for name, each in parameters.items()],
         "gradients": [name for name, each in parameters.items() if each.grad is not None],
         "state": state,
     }
+
+
+def tell_outline(outline: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    """The outline that rank 0 gives, on all ranks of the default group; all of them call this."""
+    told = b"" if outline is None else json.dumps(outline).encode()
+    size = torch.tensor([len(told)], device=device)
+    dist.broadcast(size, 0)
+    memory = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if told:
+        memory.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+    dist.broadcast(memory, 0)
+    found: dict[str, Any] = json.loads(bytes(memory.cpu().numpy()))
+    return found
 
 
 def begin_like(
