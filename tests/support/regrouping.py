@@ -69,18 +69,35 @@ class Members:
         """What swaps the process groups of the world before for those of the world numbered ``at``."""
         return FormTo(self, at)
 
-    def prepare(self, at: int, spread: Spread, optimizer: Optimizer, registered: Sequence[Tensors] = ()) -> Change:
+    def prepare(
+        self,
+        at: int,
+        spread: Spread,
+        optimizer: Optimizer,
+        registered: Sequence[Tensors] = (),
+        plan: ParallelPlan | None = None,
+    ) -> Change:
         """The change to the world numbered ``at``, for a process that is in it or in the one before."""
         old, new = self.worlds[at - 1], self.worlds[at]
         holders = [*old, *(each for each in new if each not in old)]
         worlds = Worlds.between(old, new, num_local=(len(old), len(new)))
-        return spread.prepare_regroup(worlds, holders.index(self.own), [optimizer], registered)
+        return spread.prepare_regroup(worlds, holders.index(self.own), [optimizer], registered, plan=plan)
 
     def change(
-        self, at: int, spread: Spread, optimizer: Optimizer, registered: Sequence[Tensors] = ()
+        self,
+        at: int,
+        spread: Spread,
+        optimizer: Optimizer,
+        registered: Sequence[Tensors] = (),
+        plan: ParallelPlan | None = None,
     ) -> ChangeCost:
-        """Take a model to the world numbered ``at``."""
-        return spread.regroup(self.prepare(at, spread, optimizer, registered), agreeing, self.form_to(at))
+        """Take a model to the world numbered ``at``; who leaves is in no process group afterwards."""
+        prepared = self.prepare(at, spread, optimizer, registered, plan)
+        cost = spread.regroup(prepared, agreeing, self.form_to(at))
+        if self.own not in self.worlds[at]:
+            dist.destroy_process_group()
+            self.left_sockets = max(self.left_sockets, self.num_left())
+        return cost
 
     def tell(self, key: str, state: dict[str, torch.Tensor]) -> None:
         """Tell all processes a state, as the first rank has it; others need not call this."""

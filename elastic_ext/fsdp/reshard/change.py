@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -143,10 +143,12 @@ class Change:
         worlds: Worlds,
         holder: int,
         bucket_bytes: int,
+        left: Change | None = None,
     ) -> None:
         """Check everything that stands against the change; ValueError says why it cannot be.
 
-        ``holder`` is this process's number among those of both worlds.
+        ``holder`` is this process's number among those of both worlds; ``left`` is the change by which it has left a
+        world, if it comes back from none.
         """
         self._model = model
         self._optimizers = optimizers
@@ -154,10 +156,14 @@ class Change:
         self._worlds, self._holder = worlds, holder
         self._bucket_bytes = bucket_bytes
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-        self._survey = rewire.survey(model) if is_sharded else None
-        self._target = target
+        self._survey: Survey | None = None
+        if left is not None:
+            self._survey = left._survey
+        elif is_sharded:
+            self._survey = rewire.survey(model)
+        self.target = target
         self._after = target.after(self._survey)
-        self._parameters = list(parameters_of(model, self._survey))
+        self._parameters = list(parameters_of(model, self._survey) if left is None else left._as_left())
         managed = {id(each.tensor) for each in self._parameters}
         self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
         """Parameters that the user has left out of fully_shard."""
@@ -176,7 +182,7 @@ class Change:
         """Find the tensors to move, and their moves."""
         is_sharded = isinstance(self._after, Sharded)
         after = self._after.degrees if isinstance(self._after, Sharded) else Degrees(self._worlds.num_new, 1)
-        route = MemberRoute(self._worlds, self._target.before(), after, is_sharded, self.comes)
+        route = MemberRoute(self._worlds, self.target.before(), after, is_sharded, self.comes)
         tensors_that_move = moved_tensors(self._parts, self._names, route)
         self._tensors = [*tensors_that_move]
         self.bucket_plan = BucketPlan([each.item for each in tensors_that_move], 2 * self._bucket_bytes)
@@ -194,11 +200,6 @@ class Change:
     def leaves(self) -> bool:
         """Whether this rank is not in the new world."""
         return self._worlds.new[self._holder] is None
-
-    @property
-    def num_local(self) -> int:
-        """How many ranks share a machine after the change."""
-        return self._worlds.num_local[1]
 
     @property
     def replaced(self) -> list[torch.Tensor]:
@@ -219,6 +220,10 @@ class Change:
         if self._survey is not None:
             own += [*self._survey.slots, *(slot.keeper for slot in self._survey.slots)]
         return own + [vars(each) for each in own if hasattr(each, "__dict__")]
+
+    def _as_left(self) -> Iterator[PlacedParameter]:
+        """The parameters of a rank that has left, for the change by which it comes back."""
+        return (PlacedParameter(each.tensor, each.places, each.dim) for each in self._parameters)
 
     @property
     def _parts(self) -> MovedParts:
@@ -336,7 +341,7 @@ class Change:
 
     def _let_go_of_groups(self) -> None:
         """Keep no process group alive: those that are still known end with their sockets."""
-        self._target.let_go_of_groups()
+        self.target.let_go_of_groups()
         meshes = [each.tensor.device_mesh for each in self._present() if isinstance(each.tensor, DTensor)]
         meshes += [unit.mesh for unit in self.units_before if unit.mesh is not None]
         for mesh in meshes if self._mesh is None else (*meshes, self._mesh):
@@ -432,7 +437,7 @@ class Change:
         if self._survey is not None:
             rewire.take_off(self._model)
         else:
-            self._target.rest()
+            self.target.rest()
 
     def _make_mesh(self) -> None:
         """Make the mesh over which parameters are to be sharded, if they are; all ranks call this."""
@@ -481,11 +486,11 @@ class Change:
         if regroup is not None:
             self._let_go_of_groups()
             regroup.form_again()
-            mesh = None if self._survey is None else self._target.mesh_before()
+            mesh = None if self._survey is None else self.target.mesh_before()
         if self._survey is None:
             for each in self._parameters:
                 each.register()
-            self._target.wake_again()
+            self.target.wake_again()
             return
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         slots = self._put_on(self._survey.units, mesh)

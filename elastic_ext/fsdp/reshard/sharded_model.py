@@ -129,14 +129,15 @@ class _ToPlan:
     """The target of a change from one plan of a model to another."""
 
     def __init__(self, spread: Spread, plan: ParallelPlan, before: ParallelPlan, worlds: Worlds) -> None:
-        self._spread, self._plan, self._before, self._worlds = spread, plan, before, worlds
+        self._spread, self._before = spread, before
+        self.plan, self.worlds = plan, worlds
         self._device = spread.device  # which a model that is taken apart does not tell
 
     def after(self, survey: Survey | None) -> Sharded | Whole:
-        return self._spread.sharded_by(self._plan, survey, self._worlds)
+        return self._spread.sharded_by(self.plan, survey, self.worlds)
 
     def before(self) -> Degrees:
-        return self._before.degrees(self._worlds.num_old, self._worlds.num_local[0])
+        return self._before.degrees(self.worlds.num_old, self.worlds.num_local[0])
 
     def let_go_of_groups(self) -> None:
         self._spread.let_go_of_groups()
@@ -175,6 +176,7 @@ class Spread:
         self._earlier: EarlierUnits | None = None  # those that were there before parameters became whole
         self._trial: RecomputeTrial | None = None  # of computing blocks again: under way, or what came of it
         self._leaves_unused = False  # some passes use only a part of the parameters
+        self._left: Change | None = None  # by which this rank has left its world, and is in none since
         self._finds_unused = False  # as all ranks have agreed when DDP came last
         self.look()
 
@@ -239,10 +241,8 @@ class Spread:
         self._recompute(plan.ratio)
         self.plan = plan
 
-    def transition(
-        self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = (), worlds: Worlds | None = None
-    ) -> tuple[Transition | None, str]:
-        """What a change to another plan or world takes, or None and why it cannot be; nothing is changed."""
+    def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
+        """What a change to another plan takes, or None and why it cannot be; nothing is changed."""
         self.look()
         if self.why_not is not None or self.plan is None:
             return None, self.why_not or _NOT_SPREAD
@@ -254,7 +254,7 @@ class Spread:
             self.plan,
             plan,
             tensors,
-            worlds=worlds or self._same_world(),
+            worlds=self._same_world(),
             pace=self._pace,
             bucket_bytes=self._bucket_bytes,
         )
@@ -284,23 +284,35 @@ class Spread:
         return self._prepared(plan, optimizers, registered, known, (self._same_world(), rank))
 
     def prepare_regroup(
-        self, worlds: Worlds, holder: int, optimizers: Sequence[Optimizer], registered: Sequence[Tensors] = ()
+        self,
+        worlds: Worlds,
+        holder: int,
+        optimizers: Sequence[Optimizer],
+        registered: Sequence[Tensors] = (),
+        *,
+        plan: ParallelPlan | None = None,
     ) -> Change:
         """A change to a world of other ranks, checked and ready to be made; ValueError says why it cannot be.
 
         ``holder`` is this process's number among those of both worlds. A rank that comes gives its model as it lies in
-        a world of its own, by the same plan.
+        a world of its own; where it does not lie by the others' ``plan`` there, which may not fit so few ranks, it is
+        told that. Or it has left a world before, and comes back from none.
         """
         self.look()
         if self.why_not is not None or self.plan is None:
             raise ValueError(self.why_not or _NOT_SPREAD)
-        own, why_not = self.transition(self.plan, worlds=worlds)
-        if own is None:
-            raise ValueError(why_not)
+        plan = plan or self.plan
+        assert plan == self.plan or worlds.old[holder] is None, "those who stay or leave lie by the plan of all"
+        refusal = why_not_recompute(self.model, self._blocks, plan.ratio)
+        made, told = transition(plan, plan, self._tensors(()), worlds=worlds)
+        _raise(refusal or (told if made is None else None))
         make_sure_of_meshes()
+        if plan.is_replicated:
+            make_sure_of_ddp()
+        rewire.make_sure_of(self.model)
         if self._replica is not None:
             _raise(why_not_other_ranks(self._replica))
-        return self._prepared(self.plan, optimizers, registered, (), (worlds, holder))
+        return self._prepared(plan, optimizers, registered, (), (worlds, holder))
 
     def regroup(self, prepared: Change, agree: Agree, groups: Regroup) -> ChangeCost:
         """Take the model and its optimizers to a world of other ranks, between two steps, on the ranks of both worlds.
@@ -308,8 +320,14 @@ class Spread:
         The default process group is that of the old world when this begins, and of the new one when it ends; that of a
         rank that comes is its own, and a rank that leaves keeps the old one, which nothing here holds.
         """
+        target = prepared.target
+        assert isinstance(target, _ToPlan) and self.plan is not None
         moved = prepared.run(agree, device=self.device, regroup=groups)
-        self._num_local = prepared.num_local
+        self._left = prepared if prepared.leaves else None
+        self._num_local = target.worlds.num_local[1]
+        if target.plan.ratio != self.plan.ratio:
+            self._recompute(target.plan.ratio)
+        self.plan = target.plan
         return moved
 
     def _prepared(
@@ -321,7 +339,8 @@ class Spread:
         place: tuple[Worlds, int],
     ) -> Change:
         assert self.plan is not None
-        before, (worlds, holder) = self.plan, place
+        worlds, holder = place
+        before = self.plan if worlds.is_same else plan
         if not plan.is_replicated and self._replica is not None:
             _raise(why_not_leave_ddp(self._replica.options))
         change = Change(
@@ -332,6 +351,7 @@ class Spread:
             worlds=worlds,
             holder=holder,
             bucket_bytes=self._bucket_bytes,
+            left=self._left,
         )
         if plan.is_replicated:
             _raise(why_not_whole(self.model, change.units_before, change.left_out))

@@ -23,6 +23,7 @@ from tests.support.resharding import (
     FULL,
     GRAD_OP,
     HYBRID,
+    KEPT,
     WHOLE,
     Net,
     agreeing,
@@ -39,6 +40,8 @@ TOUR = [[A], [A, B], [A, B, C], [B, C], [B, D], [B]]
 FOUR = [[A, B, C, D], [A, B], [A, B, E, F]]
 """Back to a number of ranks that was there before: meshes of equal ranks compare equal."""
 HALVES = [[A, B], [A, B, C, D], [C, D]]
+BACK = [[A, B, C], [A, B], [A, B, C]]
+"""A process leaves, and comes again from no world."""
 
 
 @pytest.fixture
@@ -65,12 +68,7 @@ def _live(rank: int, port: int, plan: ParallelPlan, worlds: Sequence[Sequence[in
         if rank not in (*old, *new):
             continue
         sent.append(_go_on(members, at, plan, spread, optimizer))
-        if rank not in new:
-            break
-    if rank in worlds[-1]:  # where the model still trains
-        return members.left_sockets, sent
-    dist.destroy_process_group()
-    return max(members.left_sockets, members.num_left()), sent
+    return members.left_sockets, sent
 
 
 def _go_on(members: Members, at: int, plan: ParallelPlan, spread: Spread, optimizer: Optimizer) -> int:
@@ -143,6 +141,35 @@ def test_so_it_is_where_the_number_of_ranks_was_there_before(ranks: RankPool, po
 
 def test_so_it_is_where_copies_of_shards_come_and_the_first_ones_leave(ranks: RankPool, port: int) -> None:
     _check(ranks.run(4, _live, port, HYBRID, HALVES, deadline_seconds=120, process_group=False), HALVES)
+
+
+@pytest.mark.parametrize("plan", [WHOLE, FULL], ids=lambda plan: plan.strategy)
+def test_so_it_is_where_one_that_has_left_comes_again(ranks: RankPool, port: int, plan: ParallelPlan) -> None:
+    _check(ranks.run(3, _live, port, plan, BACK, deadline_seconds=120, process_group=False), BACK)
+
+
+def _come_otherwise(rank: int, port: int, own: ParallelPlan) -> bool:
+    """Who comes lies by a plan of its own until then; gives whether parameters are the same objects."""
+    members = Members(rank, port, HALVES[:2])
+    spread, optimizer = make(HYBRID if rank in HALVES[0] else own, model=_small())
+    if rank in HALVES[0]:
+        take_step(spread, optimizer, 0)
+        members.tell("before", all_of_it(spread.model, optimizer))
+    ids = list(map(id, spread.model.parameters()))
+    members.change(1, spread, optimizer, plan=HYBRID)
+    assert spread.plan == HYBRID
+    before = members.told("before")
+    assert _differing(before, all_of_it(spread.model, optimizer)) == []
+    other, its = fresh_like(HYBRID, _small(), before)
+    assert take_step(spread, optimizer, 1) == take_step(other, its, 1)
+    assert _differing(all_of_it(other.model, its), all_of_it(spread.model, optimizer)) == []
+    return list(map(id, spread.model.parameters())) == ids
+
+
+@pytest.mark.parametrize("own", [KEPT, WHOLE], ids=["kept whole", "no_shard"])
+def test_who_comes_may_lie_by_another_plan_until_then(ranks: RankPool, port: int, own: ParallelPlan) -> None:
+    stay = ranks.run(4, _come_otherwise, port, own, process_group=False)
+    assert stay == [True, True, own == KEPT, own == KEPT]
 
 
 def _check(found: list[tuple[int, list[int]]], worlds: Sequence[Sequence[int]]) -> None:
@@ -222,9 +249,7 @@ def _leave_wrapped(rank: int, port: int) -> int:
         other, its = fresh_like(WHOLE, _small(), before)
         assert take_step(spread, optimizer, 1) == take_step(other, its, 1)
         assert _differing(all_of_it(other.model, its), all_of_it(spread.root, optimizer)) == []
-        return members.left_sockets
-    dist.destroy_process_group()
-    return max(members.left_sockets, members.num_left())
+    return members.left_sockets
 
 
 def test_a_model_in_a_users_own_ddp_goes_on_in_another_world(ranks: RankPool, port: int) -> None:
