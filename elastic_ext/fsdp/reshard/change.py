@@ -36,11 +36,20 @@ from elastic_ext.fsdp.worlds import Worlds
 from elastic_ext.torch_private.meshes import forget_propagation, let_go_of_groups
 
 from . import rewire
-from .affected_tensors import MemberRoute, MovedParts, MovedTensor, PlacedParameter, moved_tensors, parameters_of
+from .affected_tensors import (
+    MemberRoute,
+    MovedParts,
+    MovedTensor,
+    PlacedParameter,
+    begin_like,
+    moved_tensors,
+    outline_of,
+    parameters_of,
+    tell_outline,
+)
 from .buckets import Bucket, BucketItem, BucketPlan
 from .companions import Tensors, replace_parameter
 from .exchange import BucketExchange, Memories
-from .outline import begin_like, outline_of, tell_outline
 from .references import replace_in
 from .units import ParameterSlot, Survey, Unit
 

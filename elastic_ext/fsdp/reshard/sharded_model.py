@@ -27,6 +27,7 @@ from . import rewire
 from .change import Agree, Change, ChangeCost, Regroup, Sharded, Whole
 from .companions import Tensors
 from .ddp import WrapperlessDDP, arguments_of, make_sure_of_ddp
+from .fully_shard import make_sure_of_torch
 from .refusals import (
     why_not_called,
     why_not_cut,
@@ -241,8 +242,10 @@ class Spread:
         self._recompute(plan.ratio)
         self.plan = plan
 
-    def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
-        """What a change to another plan takes, or None and why it cannot be; nothing is changed."""
+    def transition(
+        self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = (), worlds: Worlds | None = None
+    ) -> tuple[Transition | None, str]:
+        """What a change to another plan or world takes, or None and why it cannot be; nothing is changed."""
         self.look()
         if self.why_not is not None or self.plan is None:
             return None, self.why_not or _NOT_SPREAD
@@ -254,7 +257,7 @@ class Spread:
             self.plan,
             plan,
             tensors,
-            worlds=self._same_world(),
+            worlds=worlds or self._same_world(),
             pace=self._pace,
             bucket_bytes=self._bucket_bytes,
         )
@@ -303,13 +306,11 @@ class Spread:
             raise ValueError(self.why_not or _NOT_SPREAD)
         plan = plan or self.plan
         assert plan == self.plan or worlds.old[holder] is None, "those who stay or leave lie by the plan of all"
-        refusal = why_not_recompute(self.model, self._blocks, plan.ratio)
-        made, told = transition(plan, plan, self._tensors(()), worlds=worlds)
-        _raise(refusal or (told if made is None else None))
+        _raise(why_not_recompute(self.model, self._blocks, plan.ratio))
+        make_sure_of_torch()
         make_sure_of_meshes()
         if plan.is_replicated:
             make_sure_of_ddp()
-        rewire.make_sure_of(self.model)
         if self._replica is not None:
             _raise(why_not_other_ranks(self._replica))
         return self._prepared(plan, optimizers, registered, (), (worlds, holder))

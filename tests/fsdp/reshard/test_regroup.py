@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -95,8 +99,8 @@ def _go_on(members: Members, at: int, plan: ParallelPlan, spread: Spread, optimi
 
 def _differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
     """The names of tensors that one of two states lacks, or that are not equal, bit for bit."""
-    both = before.keys() & after.keys()
-    return sorted((before.keys() ^ after.keys()) | {name for name in both if not torch.equal(before[name], after[name])})
+    unequal = {name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])}
+    return sorted(unequal | (before.keys() ^ after.keys()))
 
 
 def _norm(model: nn.Module) -> torch.Tensor:
@@ -182,6 +186,63 @@ def _check(found: list[tuple[int, list[int]]], worlds: Sequence[Sequence[int]]) 
 
 def _changes_of(own: int, worlds: Sequence[Sequence[int]]) -> list[int]:
     return [at for at in range(1, len(worlds)) if own in (*worlds[at - 1], *worlds[at])]
+
+
+# --- many changes ----------------------------------------------------------------------------------------------------
+
+
+def _any_worlds(num_changes: int, seed: int) -> list[list[int]]:
+    """Worlds of one to four processes, which come and leave at random, several at once, and come again."""
+    draw = random.Random(seed)
+    worlds = [[A, B]]
+    while len(worlds) <= num_changes:
+        stay = [each for each in worlds[-1] if draw.random() < 0.7] or worlds[-1][:1]
+        come = [each for each in (A, B, C, D) if each not in worlds[-1] and draw.random() < 0.5]
+        if [*stay, *come] != worlds[-1]:
+            worlds.append([*stay, *come])
+    return worlds
+
+
+def _walk(rank: int, port: int, plan: ParallelPlan, worlds: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Live through many worlds; gives what there was in each that this process was in, the world's size first."""
+    members = Members(rank, port, worlds)
+    spread, optimizer = make(plan, model=_small(), bucket_bytes=1 << 10)
+    if rank in worlds[0]:
+        take_step(spread, optimizer, 0)
+    counts: list[tuple[int, ...]] = []
+    for at, (old, new) in enumerate(itertools.pairwise(worlds), 1):
+        if rank not in (*old, *new):
+            continue
+        if rank in old:
+            members.tell(f"state {at}", all_of_it(spread.model, optimizer))
+        members.change(at, spread, optimizer)
+        if rank in new:
+            assert _differing(members.told(f"state {at}"), all_of_it(spread.model, optimizer)) == [], (at, old, new)
+            take_step(spread, optimizer, at)
+            gc.collect()
+            counts.append((len(new), *_counts(spread.model)))
+    assert members.left_sockets == 0
+    return counts
+
+
+def _counts(model: nn.Module) -> tuple[int, ...]:
+    """Descriptors, threads, groups and hooks that there are now."""
+    modules = list(model.modules())
+    hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(dist.distributed_c10d._world.pg_map), hooks
+
+
+@pytest.mark.parametrize("plan", [WHOLE, FULL], ids=lambda plan: plan.strategy)
+@pytest.mark.parametrize("num_changes", [8, pytest.param(30, marks=pytest.mark.slow)])
+def test_many_changes_leave_the_state_and_nothing_behind(
+    ranks: RankPool, port: int, plan: ParallelPlan, num_changes: int
+) -> None:
+    worlds = _any_worlds(num_changes, seed=3)
+    for counts in ranks.run(4, _walk, port, plan, worlds, deadline_seconds=300, process_group=False):
+        last = {size: there for size, *there in counts}
+        first = {size: there for size, *there in reversed(counts)}
+        for size, there in last.items():
+            assert all(now <= before for now, before in zip(there, first[size], strict=True)), counts
 
 
 # --- more than parameters and moments --------------------------------------------------------------------------------
