@@ -30,6 +30,8 @@ _TAKEN_OVER = (
     "batched_grad_copy",
     "skip_all_reduce_unused_params",
 )
+_KEPT_ALIVE = ("reducer", "logger", "process_group")
+"""What keeps parameters alive that are replaced, or a process group that is to end."""
 _OTHERS_TRAINED = (
     "requires_grad of parameters was set within a step, and DDP would average the gradients of those that were trained "
     "when the step began; set it between two steps, before `with trainer.step()`, on all ranks alike"
@@ -155,11 +157,7 @@ def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
 def set_aside(wrapper: DistributedDataParallel) -> None:
     """Have a user's own wrapper only call its module, and average nothing any more."""
     wrapper.forward = Hook(_straight_through, wrapper.module)  # type: ignore[method-assign]
-    for name in (
-        "reducer",
-        "logger",
-        "process_group",
-    ):  # which keep parameters that are replaced, and a group that ends
+    for name in _KEPT_ALIVE:
         if hasattr(wrapper, name):
             delattr(wrapper, name)
     wrapper._module_parameters = []  # and so would this
