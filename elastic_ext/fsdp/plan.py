@@ -8,6 +8,7 @@ model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ __all__ = [
     "Layouts",
     "ParallelPlan",
     "blocks_recomputed",
+    "over_holders",
     "parts_of",
     "units_of_blocks",
 ]
@@ -54,15 +56,22 @@ class Degrees:
 class Layouts:
     """Layouts of tensors by given degrees; a model repeats its shapes, and each layout is worked out once."""
 
-    def __init__(self, degrees: Degrees) -> None:
-        self._degrees = degrees
+    def __init__(self, degrees: Degrees, ranks: Sequence[int | None]) -> None:
+        """``ranks`` are those of the holders of the layouts; a holder of no rank has nothing."""
+        self._degrees, self._ranks = degrees, ranks
         self._known: dict[tuple[tuple[int, ...], int], Layout] = {}
 
     def of(self, shape: tuple[int, ...], dim: int = 0) -> Layout:
         """The layout of a tensor that is cut along ``dim``."""
         if (shape, dim) not in self._known:
-            self._known[shape, dim] = self._degrees.layout(shape, dim)
+            self._known[shape, dim] = over_holders(self._degrees.layout(shape, dim), self._ranks)
         return self._known[shape, dim]
+
+
+def over_holders(layout: Layout, ranks: Sequence[int | None]) -> Layout:
+    """A layout by rank as one over holders of these ranks; a holder of no rank has nothing."""
+    nothing = Box.empty(layout.shape)
+    return Layout(layout.shape, tuple(nothing if rank is None else layout.boxes[rank] for rank in ranks))
 
 
 def parts_of(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[Box, ...]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.fsdp.layout import Block, Box, Layout
 from elastic_ext.fsdp.moves import Move
+from elastic_ext.fsdp.worlds import Worlds
 
 Array = npt.NDArray[np.int64]
 
@@ -105,6 +106,16 @@ def apart_or_equal(shape: tuple[int, ...]) -> st.SearchStrategy[Layout]:
 
 def covering(shape: tuple[int, ...]) -> st.SearchStrategy[Layout]:
     return apart_or_equal(shape) | meshes(shape, odd=True) | overlapping(shape)
+
+
+@st.composite
+def any_worlds(draw: st.DrawFn) -> Worlds:
+    """Worlds of a few ranks, some of whom leave, and some come."""
+    num_old = draw(st.integers(1, 5))
+    stays = draw(st.sets(st.integers(0, num_old - 1), min_size=1))
+    comers = range(num_old, num_old + draw(st.integers(0, 3)))
+    old, new = [*range(num_old)], [*sorted(stays), *comers]
+    return Worlds.between(old, new, num_local=(len(old), len(new)))
 
 
 # --- what it means --------------------------------------------------------------------------------------------------

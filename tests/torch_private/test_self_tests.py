@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_ext
 from elastic_ext.fsdp.reshard import ddp
 from elastic_ext.fsdp.reshard import fully_shard as units
 from elastic_ext.profile.memory import analysis
-from elastic_ext.torch_private import engine, gradients, loading, loss_graph, sharded
+from elastic_ext.torch_private import engine, gradients, loading, loss_graph, meshes, sharded
 
 ALONE = ("__main__", "sitecustomize")
 """Last names of modules that are programs: to import one is to run it."""
@@ -87,3 +88,19 @@ def test_models_that_are_wrapped_keep_what_steps_and_checkpoints_look_for(group:
 def test_sharding_can_be_changed_in_place(group: None) -> None:
     units.make_sure_of_torch()
     ddp.make_sure_of_ddp()
+
+
+def test_results_on_a_mesh_of_groups_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    meshes.make_sure_of_meshes()
+    found = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / str(number)}", rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        result = distribute_tensor(torch.ones(4), mesh, [Shard(0)]) + 1
+        found.append((mesh, result.device_mesh))
+        meshes.let_go_of_groups(mesh)
+        meshes.forget_propagation()
+        dist.destroy_process_group()
+    (first, _), (second, of_second) = found
+    assert first == second, "torch tells such meshes apart, and nothing has to be forgotten"
+    assert of_second is second

@@ -1,1 +1,1 @@
-"""Moves between ranks: the plan of a model changed while it is trained."""
+"""Moves between ranks: the plan of a model changed while it is trained, and ranks that come and leave."""

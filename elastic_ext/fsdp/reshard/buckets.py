@@ -1,9 +1,10 @@
-"""The tensors that a change of plan moves, packed into buckets that ranks exchange one after the other. Pure.
+"""The tensors that a change moves, packed into buckets that ranks exchange one after the other. Pure.
 
 Words: an *item* is a tensor with the layout that it has and the one that it shall have. A *bucket* is some items in a
 row, whose elements all ranks exchange at once. What is sent and received lies in memory that is taken once, for all
 buckets; the new memory of a bucket is there beside the old one until the bucket has been exchanged. The
-*extra* bytes of a change are what a rank holds for a while beyond the larger of what it holds before and after.
+*extra* bytes of a change are what a holder has for a while beyond the larger of what it has before and after. Holders
+are ranks, as a rule; exchange.py knows which rank has whose memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _EXCHANGED = 3  # quarters of what a bucket may take; the rest is for what is th
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """The moves from one layout to another, for all tensors alike, with amounts by rank, counted in elements."""
+    """The moves from one layout to another, for all tensors alike, with amounts by holder, counted in elements."""
 
     moves: tuple[Move, ...]
     num_sent: int
@@ -34,7 +35,7 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class BucketItem:
-    """A tensor that a change of plan moves."""
+    """A tensor that a change moves."""
 
     name: str
     old: Layout
@@ -44,27 +45,27 @@ class BucketItem:
 
     @property
     def moves(self) -> Sequence[Move]:
-        """All moves that fill ranks' memory of the new layout; none into a rank whose part stays the same."""
+        """All moves that fill holders' memory of the new layout; none into one whose part stays the same."""
         return self._route.moves
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of this tensor that go from one rank to another."""
+        """Bytes of this tensor that go from one holder to another."""
         return self._route.num_sent * self.item_bytes
 
     @property
     def exchanged_bytes(self) -> list[int]:
-        """Bytes of this tensor that each rank sends and receives, by rank."""
+        """Bytes of this tensor that each holder sends and receives."""
         return [number * self.item_bytes for number in self._route.exchanged]
 
     @property
     def taken_bytes(self) -> list[int]:
-        """Bytes of new memory that this tensor takes, by rank: none where a rank's part stays the same."""
+        """Bytes of new memory that this tensor takes, by holder: none where a holder's part stays the same."""
         return [number * self.item_bytes for number in self._route.taken]
 
     @property
     def freed_bytes(self) -> list[int]:
-        """Bytes of old memory that this tensor gives back, by rank."""
+        """Bytes of old memory that this tensor gives back, by holder."""
         return [number * self.item_bytes for number in self._route.given_back]
 
 
@@ -110,12 +111,12 @@ class Bucket:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """Bytes that go from one rank to another; where it is 0, no rank has to talk to another."""
+        """Bytes that go from one holder to another; where it is 0, no rank has to talk to another."""
         return sum(item.sent_bytes for item in self.items)
 
     @cached_property
     def exchanged_bytes(self) -> list[int]:
-        """Bytes of this bucket that each rank sends and receives, by rank."""
+        """Bytes of this bucket that each holder sends and receives."""
         return _summed([item.exchanged_bytes for item in self.items])
 
 
@@ -128,17 +129,17 @@ class BucketPlan:
 
     @cached_property
     def staged_bytes(self) -> list[int]:
-        """Bytes of the memory for what is sent and received, by rank: enough for each bucket."""
+        """Bytes of the memory for what is sent and received, by holder: enough for each bucket."""
         return [max(sizes) for sizes in zip(*(bucket.exchanged_bytes for bucket in self.buckets), strict=True)]
 
     @cached_property
     def sent_bytes(self) -> int:
-        """Bytes that go from one rank to another: no element twice to a rank, and none that it has."""
+        """Bytes that go from one holder to another: no element twice to one, and none that it has."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @cached_property
     def extra_bytes(self) -> int:
-        """Bytes that a rank holds for a while beyond the larger of before and after, on the rank with the most."""
+        """Bytes that a holder has for a while beyond the larger of before and after: the most of any holder."""
         before = now = [0] * len(self.staged_bytes)  # beside what stays, and what there is to be given back
         peak = now
         for bucket in self.buckets:

@@ -1,8 +1,11 @@
-"""A change of how a model in training is spread over its ranks, in the same processes, no value altered.
+"""A change of how a model in training is spread over its ranks, or over which ranks, no value altered.
 
 Everything that can be refused is refused before an element moves, and what was there is then there again. From the
 first bucket that ranks have exchanged on there is no way back: a failure is raised on all ranks, and leaves a state
 that only a checkpoint mends.
+
+Where ranks leave, they give what they have on the process groups that are there; then the groups of the new world are
+formed, and on these ranks that come get what they lack. Who stays keeps its process and its objects.
 
 Words: parameters are *sharded*, each rank's part a DTensor in one of fully_shard's units; or *whole*, plain tensors on
 every rank, their gradients averaged by DDP. Sharded parameters stay the same objects as long as they are sharded;
@@ -13,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,19 +29,31 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.fsdp.layout import turn_of
+from elastic_ext.fsdp.layout import Box, row_major, turn_of
 from elastic_ext.fsdp.plan import Degrees
 from elastic_ext.fsdp.state import local_of
+from elastic_ext.fsdp.worlds import Worlds
+from elastic_ext.torch_private.meshes import forget_propagation, let_go_of_groups
 
 from . import rewire
-from .affected_tensors import MovedTensor, PlacedParameter, moved_tensors, parameters_of
-from .buckets import Bucket, BucketPlan
+from .affected_tensors import (
+    MemberRoute,
+    MovedParts,
+    MovedTensor,
+    PlacedParameter,
+    begin_like,
+    moved_tensors,
+    outline_of,
+    parameters_of,
+    tell_outline,
+)
+from .buckets import Bucket, BucketItem, BucketPlan
 from .companions import Tensors, replace_parameter
-from .exchange import BucketExchange
+from .exchange import BucketExchange, Memories
 from .references import replace_in
 from .units import ParameterSlot, Survey, Unit
 
-__all__ = ["Agree", "Change", "ChangeCost", "Sharded", "Whole"]
+__all__ = ["Agree", "Change", "ChangeCost", "Regroup", "Sharded", "Whole"]
 
 Agree = Callable[[BaseException | None], None]
 """Called by all ranks with their errors: returns where none brings one, and raises on all where one does."""
@@ -73,6 +88,8 @@ class ChangeCost:
     """The most bytes that a bucket took on a rank beside what the state took before and after."""
     wiring_seconds: float
     moving_seconds: float
+    forming_seconds: float = 0.0
+    """Seconds in which process groups were ended and formed."""
 
 
 class Target(Protocol):
@@ -81,11 +98,45 @@ class Target(Protocol):
     def after(self, survey: Survey | None) -> Sharded | Whole:
         """What the model shall be; ``survey`` is what fully_shard has made of it, None where nothing is sharded."""
 
+    def before(self) -> Degrees:
+        """The degrees of the old plan in the old world."""
+
     def rest(self) -> None:
         """Take DDP off the model, where there may be one; on all ranks."""
 
     def wake_again(self) -> None:
         """Put DDP on again as it was, where the change is taken back; on all ranks."""
+
+    def let_go_of_groups(self) -> None:
+        """Keep no mesh and no process group, since these are about to end."""
+
+    def mesh_before(self) -> DeviceMesh:
+        """The mesh of the old degrees, made anew where it was let go of; on all ranks."""
+
+
+class Regroup(Protocol):
+    """The process groups of a change of members: who may end those that are there, and form others."""
+
+    def form(self) -> None:
+        """Destroy all process groups, and form the default one of the new world; all of its ranks call this."""
+
+    def form_again(self) -> None:
+        """Destroy what was formed, and form the default group of the old world; all of its ranks call this."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """A part of a change whose moves all take place among the ranks of one world."""
+
+    plan: BucketPlan
+    rank_of: Sequence[int | None]
+    """The rank of each holder in that world."""
+    is_last: bool
+
+    def item_of(self, each: MovedTensor) -> BucketItem:
+        item = each.item if self.is_last else each.given
+        assert item is not None
+        return item
 
 
 class Change:
@@ -98,27 +149,66 @@ class Change:
         registered: Sequence[Tensors],
         target: Target,
         *,
+        worlds: Worlds,
+        holder: int,
         bucket_bytes: int,
+        left: Change | None = None,
     ) -> None:
-        """Check everything that stands against the change; ValueError says why it cannot be."""
+        """Check everything that stands against the change; ValueError says why it cannot be.
+
+        ``holder`` is this process's number among those of both worlds; ``left`` is the change by which it has left a
+        world, if it comes back from none.
+        """
         self._model = model
         self._optimizers = optimizers
         self._registered = registered
+        self._worlds, self._holder = worlds, holder
+        self._bucket_bytes = bucket_bytes
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-        self._survey = rewire.survey(model) if is_sharded else None
-        self._target = target
+        self._survey: Survey | None = None
+        if left is not None:
+            self._survey = left._survey
+        elif is_sharded:
+            self._survey = rewire.survey(model)
+        self.target = target
         self._after = target.after(self._survey)
-        self._parameters = list(parameters_of(model, self._survey))
+        self._parameters = list(parameters_of(model, self._survey) if left is None else left._as_left())
         managed = {id(each.tensor) for each in self._parameters}
         self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
         """Parameters that the user has left out of fully_shard."""
-        degrees = self._after.degrees if isinstance(self._after, Sharded) else None
-        tensors_that_move = moved_tensors(model, self._parameters, optimizers, registered, degrees)
-        self._tensors: list[MovedTensor | None] = [*tensors_that_move]  # None: where it shall be
-        self.bucket_plan = BucketPlan([each.item for each in tensors_that_move], 2 * bucket_bytes)
-        """The tensors that have to be moved, in buckets."""
+        self._names = self._parts.names()
+        self._tensors: list[MovedTensor | None] = []  # None: where it shall be
+        self._slots: list[ParameterSlot] = []
+        self._mesh: DeviceMesh | None = None
+        self._has_moved = False
+        self._look()
+        tells = worlds.has_comers and worlds.new[holder] == 0
+        self._outline = outline_of(self._named(), optimizers) if tells else None
         self.is_as_before = True
         """Whether nothing of the change has been done, or all of it was taken back."""
+
+    def _look(self) -> None:
+        """Find the tensors to move, and their moves."""
+        is_sharded = isinstance(self._after, Sharded)
+        after = self._after.degrees if isinstance(self._after, Sharded) else Degrees(self._worlds.num_new, 1)
+        route = MemberRoute(self._worlds, self.target.before(), after, is_sharded, self.comes)
+        tensors_that_move = moved_tensors(self._parts, self._names, route)
+        self._tensors = [*tensors_that_move]
+        self.bucket_plan = BucketPlan([each.item for each in tensors_that_move], 2 * self._bucket_bytes)
+        """The tensors that have to be moved among the ranks of the new world, in buckets."""
+        given = [each.given for each in tensors_that_move if each.given is not None]
+        self.given_plan = BucketPlan(given, 2 * self._bucket_bytes)
+        """The tensors that have to be moved before, among the ranks of the old world, in buckets."""
+
+    @property
+    def comes(self) -> bool:
+        """Whether this rank is not in the old world."""
+        return self._worlds.old[self._holder] is None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this rank is not in the new world."""
+        return self._worlds.new[self._holder] is None
 
     @property
     def replaced(self) -> list[torch.Tensor]:
@@ -140,106 +230,236 @@ class Change:
             own += [*self._survey.slots, *(slot.keeper for slot in self._survey.slots)]
         return own + [vars(each) for each in own if hasattr(each, "__dict__")]
 
-    def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> ChangeCost:
-        """Make the change; all ranks call this between two steps. ``group`` has all ranks, for ``device``."""
-        began = time.perf_counter()
-        self._compare(group, device)
+    def _as_left(self) -> Iterator[PlacedParameter]:
+        """The parameters of a rank that has left, for the change by which it comes back."""
+        return (PlacedParameter(each.tensor, each.places, each.dim) for each in self._parameters)
+
+    @property
+    def _parts(self) -> MovedParts:
+        left_out = [parameter for parameter in self._model.parameters() if parameter in self.left_out]
+        return MovedParts(self._model, self._parameters, left_out, self._optimizers, self._registered)
+
+    def run(
+        self,
+        agree: Agree,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        regroup: Regroup | None = None,
+    ) -> ChangeCost:
+        """Make the change; all ranks of both worlds call this between two steps.
+
+        ``group`` has all ranks, for ``device``. Where the worlds differ it is None, for the default group that is there
+        by then; ``regroup`` swaps that, but not on ranks that leave: they are done once they have given what they have,
+        with no group kept alive. The ranks of the group that is there call ``agree``.
+        """
+        began, formed = time.perf_counter(), 0.0
         num_replaced = len(self.replaced)
-        mesh: DeviceMesh | None = None
-        error: BaseException | None = None
         locals_before = [local_of(each.tensor) for each in self._parameters]
-        slots: list[ParameterSlot] = []
+        error: BaseException | None = None
+        outline: dict[str, Any] | None = None
+        if regroup is None:
+            mismatch = self._compare(group, device)
+            if mismatch is not None:
+                raise mismatch
         self.is_as_before = False
-        try:
-            mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
-            slots = self._wire(mesh)
-        except Exception as caught:  # whatever it is, what was there has to come back
-            error = caught.with_traceback(None)  # which keeps alive what has been taken off
-        self._agree_or_go_back(agree, error, locals_before)
+        if regroup is not None:
+            error = self._caught(self._unwire)
+            if self._worlds.has_leavers and not self.comes:
+                self._give(agree, error, locals_before, device)
+                error = None
+            began_forming = time.perf_counter()
+            self._let_go_of_groups()
+            if self.leaves:
+                return self._cost(num_replaced, began, formed)
+            self._form(agree, regroup, locals_before)
+            formed = time.perf_counter() - began_forming
+            outline = self._told_outline(device)
+        error = self._caught(self._make_mesh) or error  # on all ranks, whatever has failed on this one
+        if error is None and regroup is None:
+            error = self._caught(self._unwire)
+        if error is None:
+            error = self._caught(lambda: self._wire(outline))
+        if regroup is not None:
+            mismatch = self._compare(group, device)
+            error = error or mismatch
+        self._agree_or_go_back(agree, error, locals_before, regroup)
         wired = time.perf_counter()
-        self._move(agree, locals_before, slots, mesh, group=group, device=device)
+        stage = _Stage(self.bucket_plan, self._worlds.new, is_last=True)
+        self._move(agree, None, stage, locals_before, group=group, device=device, regroup=regroup)
         if isinstance(self._after, Whole):
             self._after.wake()
+        return self._cost(num_replaced, began, formed, wired)
+
+    def _cost(self, num_replaced: int, began: float, formed: float, wired: float | None = None) -> ChangeCost:
+        """What the change has cost until now; ``wired`` is when the last stage began, for a rank that has it."""
+        now = time.perf_counter()
+        wired = now if wired is None else wired
         return ChangeCost(
-            sent_bytes=self.bucket_plan.sent_bytes,
+            sent_bytes=self.given_plan.sent_bytes + self.bucket_plan.sent_bytes,
             num_replaced=num_replaced,
-            extra_bytes=self.bucket_plan.extra_bytes,
-            wiring_seconds=wired - began,
-            moving_seconds=time.perf_counter() - wired,
+            extra_bytes=max(self.given_plan.extra_bytes, self.bucket_plan.extra_bytes),
+            wiring_seconds=wired - began - formed,
+            moving_seconds=now - wired,
+            forming_seconds=formed,
         )
 
-    def _compare(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raise on all ranks where they would not move the same tensors."""
+    @staticmethod
+    def _caught(act: Callable[[], object]) -> Exception | None:
+        """The error that something raises, whatever it is: what was there has to come back."""
+        try:
+            act()
+        except Exception as error:
+            return error.with_traceback(None)  # which keeps alive what has been taken off
+        return None
+
+    def _compare(self, group: dist.ProcessGroup | None, device: torch.device) -> ElasticError | None:
+        """An error on all ranks where they would not move the same tensors."""
         told = repr(
-            [(item.name, item.new.shape, item.item_bytes, item.old == item.new) for item in self.bucket_plan.items]
+            [
+                (item.name, item.new.shape, item.item_bytes, item.old == item.new)
+                for plan in (self.given_plan, self.bucket_plan)
+                for item in plan.items
+            ]
         )
         own = torch.tensor([turn_of(told) % (1 << 62)], device=device)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, own, group=group)
-        if any(bool(each != own) for each in found):
-            raise ElasticError(
-                f"ranks would move different tensors: rank {dist.get_rank()} has {len(self.bucket_plan.items)} tensors "
-                "and another rank has others, or as many of other names or shapes; train the same parameters on all "
-                "ranks, and register the same state (trainer.register_state) under the same names"
-            )
+        if all(bool(each == own) for each in found):
+            return None
+        return ElasticError(
+            f"ranks would move different tensors: rank {dist.get_rank()} has {len(self.bucket_plan.items)} tensors and "
+            "another rank has others, or as many of other names or shapes; train the same parameters on all ranks, "
+            "and register the same state (trainer.register_state) under the same names"
+        )
+
+    # --- other ranks -----------------------------------------------------------------------------------------------
+
+    def _give(
+        self,
+        agree: Agree,
+        error: BaseException | None,
+        locals_before: list[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Have who leaves give what it has to those who stay, on the groups that are there."""
+        mismatch = self._compare(None, device)
+        stage = _Stage(self.given_plan, self._worlds.old, is_last=False)
+        self._move(agree, error or mismatch, stage, locals_before, group=None, device=device)
+        self._has_moved = True
+
+    def _let_go_of_groups(self) -> None:
+        """Keep no process group alive: those that are still known end with their sockets."""
+        self.target.let_go_of_groups()
+        meshes = [each.tensor.device_mesh for each in self._present() if isinstance(each.tensor, DTensor)]
+        meshes += [unit.mesh for unit in self.units_before if unit.mesh is not None]
+        for mesh in meshes if self._mesh is None else (*meshes, self._mesh):
+            let_go_of_groups(mesh)
+        self._mesh = None
+        forget_propagation()
+
+    def _form(self, agree: Agree, regroup: Regroup, locals_before: Sequence[torch.Tensor]) -> None:
+        """Swap the process groups; where that fails those of before are formed anew, and what was there put on."""
+        error = self._caught(regroup.form)
+        if error is not None:
+            if not (self.comes or self._has_moved):
+                self._return(agree, locals_before, regroup)
+            raise error
+
+    def _told_outline(self, device: torch.device) -> dict[str, Any] | None:
+        """The outline of what those have who stay, on a rank that comes; all ranks of the new world call this."""
+        if not self._worlds.has_comers:
+            return None
+        told = tell_outline(self._outline, device)
+        return told if self.comes else None
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """All parameters by name: those that lie by the plan, and those left out of fully_shard."""
+        parts = self._parts
+        return {self._names[id(each)]: each for each in (*(each.tensor for each in parts.parameters), *parts.left_out)}
+
+    def _begin_like(self, outline: dict[str, Any]) -> None:
+        """Have the tensors of those who stay, without memory as far as others take their place."""
+        begin_like(outline, self._named(), self._optimizers)
+        self._look()
+        for each in self._present():
+            if isinstance(each.tensor, DTensor):
+                local = local_of(each.tensor)
+                cast(Any, each.tensor)._local_tensor = local.new_empty(_with_size(local.shape, each.dim, 0))
+
+    # --- moving ----------------------------------------------------------------------------------------------------
 
     def _move(
         self,
         agree: Agree,
+        error: BaseException | None,
+        stage: _Stage,
         locals_before: list[torch.Tensor],
-        slots: Sequence[ParameterSlot],
-        mesh: DeviceMesh | None,
         *,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         device: torch.device,
+        regroup: Regroup | None = None,
     ) -> None:
         """Move all tensors, bucket by bucket; an error of this rank is raised on all."""
-        error: BaseException | None = None
         exchange: BucketExchange | None = None
         new: list[torch.Tensor] | None = None
-        buckets = self.bucket_plan.buckets
+        buckets = stage.plan.buckets
         try:
-            most_bytes = self.bucket_plan.staged_bytes[dist.get_rank()] if buckets else 0
-            exchange = BucketExchange(most_bytes, group=group, device=device)
-            new = self._memory_for(buckets[0], slots) if buckets else []
+            most_bytes = stage.plan.staged_bytes[self._holder] if buckets else 0
+            on = group or dist.group.WORLD
+            assert on is not None
+            exchange = BucketExchange(stage.rank_of, most_bytes, group=on, device=device)
+            new = self._memory_for(buckets[0], stage) if buckets else []
         except Exception as caught:  # there is not enough of it, as a rule
-            error = caught.with_traceback(None)
-        self._agree_or_go_back(agree, error, locals_before)
+            error = error or caught.with_traceback(None)
+        self._agree_or_go_back(agree, error, locals_before, regroup)
         assert exchange is not None
         locals_before.clear()
-        self._survey = None  # which keeps what was there
+        if stage.is_last:
+            self._survey = None  # which keeps what was there
         for bucket in buckets:
-            tensors: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+            memories: Memories | None = None
             try:
                 if error is None:
-                    new = new if bucket.first == 0 and new is not None else self._memory_for(bucket, slots)
-                    tensors = [local_of(each.tensor).contiguous() for each in self._tensors_in(bucket)], new
+                    new = new if bucket.first == 0 and new is not None else self._memory_for(bucket, stage)
+                    memories = Memories([self._source(each, stage) for each in self._tensors_in(bucket)], new)
             except Exception as caught:
                 error = caught.with_traceback(None)
-            is_well = exchange.carry(bucket, tensors)
+            is_well = exchange.carry(bucket, None if memories is None else {self._holder: memories})
             if not is_well and bucket.sent_bytes:
                 break  # all ranks know that one is not well
             try:
-                if tensors is not None:
-                    self._take_over(bucket, tensors[1], slots, mesh)
+                if memories is not None:
+                    self._take_over(bucket, memories.new, stage)
             except Exception as caught:
                 error = caught.with_traceback(None)
         else:
             try:
-                if error is None:
+                if error is None and stage.is_last:
                     rewire.settle(self._model)
             except Exception as caught:
                 error = caught.with_traceback(None)
         agree(error)
 
-    def _wire(self, mesh: DeviceMesh | None) -> list[ParameterSlot]:
-        """Take off what wraps the model and put on what shall wrap it; gives the slots in order of the parameters."""
+    def _unwire(self) -> None:
+        """Take off what wraps the model."""
         if self._survey is not None:
             rewire.take_off(self._model)
-        elif self.replaced:
-            self._target.rest()
-        rewire.stand_in((each.tensor, each.places) for each in self._parameters)
-        return self._put_on(self._after.units, mesh) if isinstance(self._after, Sharded) else []
+        else:
+            self.target.rest()
+
+    def _make_mesh(self) -> None:
+        """Make the mesh over which parameters are to be sharded, if they are; all ranks call this."""
+        self._mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
+
+    def _wire(self, outline: dict[str, Any] | None) -> None:
+        """Put on what shall wrap the model; ``outline`` is what a rank that comes was told."""
+        if outline is not None:
+            self._begin_like(outline)
+        if self._survey is not None or isinstance(self._after, Sharded):
+            rewire.stand_in((each.tensor, each.places) for each in self._parameters)
+        if isinstance(self._after, Sharded):
+            self._slots = self._put_on(self._after.units, self._mesh)
 
     def _put_on(self, units: Sequence[Unit], mesh: DeviceMesh | None) -> list[ParameterSlot]:
         dims = {each.places[0]: each.dim for each in self._parameters}
@@ -249,97 +469,122 @@ class Change:
         return [by_place[each.places[0]] for each in self._parameters]
 
     def _agree_or_go_back(
-        self, agree: Agree, error: BaseException | None, locals_before: Sequence[torch.Tensor]
+        self,
+        agree: Agree,
+        error: BaseException | None,
+        locals_before: Sequence[torch.Tensor],
+        regroup: Regroup | None = None,
     ) -> None:
         try:
             agree(error)
         except Exception:
-            failure: Exception | None = None
-            try:
-                self._go_back(locals_before)
-            except Exception as caught:
-                failure = caught.with_traceback(None)
-            agree(failure)  # else some ranks would go on
-            self.is_as_before = True
+            if not (self.comes or self._has_moved):
+                self._return(agree, locals_before, regroup)
             raise
 
-    def _go_back(self, locals_before: Sequence[torch.Tensor]) -> None:
-        """Put back what wrapped the model before the change."""
+    def _return(self, agree: Agree, locals_before: Sequence[torch.Tensor], regroup: Regroup | None) -> None:
+        """Go back to what was there before, on all ranks that were there; raises on all where one cannot."""
+        failure = self._caught(lambda: self._go_back(locals_before, regroup))
+        agree(failure)  # else some ranks would go on
+        self.is_as_before = True
+
+    def _go_back(self, locals_before: Sequence[torch.Tensor], regroup: Regroup | None) -> None:
+        """Put back what wrapped the model before the change, on groups formed anew if ``regroup`` has ended those."""
         rewire.take_off(self._model)
+        mesh: DeviceMesh | None = None
+        if regroup is not None:
+            self._let_go_of_groups()
+            regroup.form_again()
+            mesh = None if self._survey is None else self.target.mesh_before()
         if self._survey is None:
             for each in self._parameters:
                 each.register()
-            if self.replaced:
-                self._target.wake_again()
+            self.target.wake_again()
             return
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
-        slots = self._put_on(self._survey.units, None)
+        slots = self._put_on(self._survey.units, mesh)
         for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
             rewire.bind(slot, each.tensor, local)
+        for moved in self._present():
+            if mesh is not None and moved.parameter is None and isinstance(moved.tensor, DTensor):
+                local = local_of(moved.tensor)
+                rewire.rebind(moved.tensor, local, _sharded(moved.tensor, moved.dim, local, mesh))
         rewire.settle(self._model)
+
+    def _present(self) -> list[MovedTensor]:
+        return [each for each in self._tensors if each is not None]
 
     def _tensors_in(self, bucket: Bucket) -> list[MovedTensor]:
         found = self._tensors[bucket.first : bucket.first + len(bucket.items)]
         return [each for each in found if each is not None]
 
-    def _memory_for(self, bucket: Bucket, slots: Sequence[ParameterSlot]) -> list[torch.Tensor]:
-        return [self._memory(each, local_of(each.tensor), slots) for each in self._tensors_in(bucket)]
+    def _source(self, each: MovedTensor, stage: _Stage) -> torch.Tensor:
+        """What this rank has of a tensor, in the order of its elements; whatever there is where nothing is read."""
+        local = local_of(each.tensor)
+        return local if stage.item_of(each).old.boxes[self._holder].is_empty else local.contiguous()
 
-    def _memory(self, each: MovedTensor, local: torch.Tensor, slots: Sequence[ParameterSlot]) -> torch.Tensor:
-        """Memory for this rank's new part of a tensor: the present memory, if the part stays the same."""
-        rank = dist.get_rank()
-        box = each.item.new.boxes[rank]
-        if each.item.old.boxes[rank] == box:
+    def _memory_for(self, bucket: Bucket, stage: _Stage) -> list[torch.Tensor]:
+        return [self._memory(each, local_of(each.tensor), stage.item_of(each)) for each in self._tensors_in(bucket)]
+
+    def _memory(self, each: MovedTensor, local: torch.Tensor, item: BucketItem) -> torch.Tensor:
+        """Memory for this rank's new part of a tensor: the present memory, if the part stays the same or is all new."""
+        box = item.new.boxes[self._holder]
+        stays_plain = not isinstance(each.tensor, DTensor) and (each.is_copy or isinstance(self._after, Whole))
+        if item.old.boxes[self._holder] == box or (stays_plain and box.is_empty):
+            return local
+        if stays_plain and local.is_contiguous():
             return local
         shape = list(each.tensor.shape)
         num_across = math.prod(size for dim, size in enumerate(shape) if dim != each.dim)
-        shape[each.dim] = box.num_elements // max(1, num_across)
-        if each.parameter is None or not slots:
-            return local.new_empty(shape)
-        padded = local.new_empty(rewire.padded_size(slots[each.parameter]))
+        new_shape = _with_size(shape, each.dim, box.num_elements // max(1, num_across))
+        if each.parameter is None or not isinstance(self._after, Sharded):
+            return local.new_empty(new_shape)
+        padded = local.new_empty(max(part.num_elements for part in item.new.boxes))  # fully_shard gathers equal parts
         padded[box.num_elements :].zero_()
-        return padded[: box.num_elements].view(shape)
+        return padded[: box.num_elements].view(new_shape)
 
-    def _take_over(
-        self, bucket: Bucket, new: Sequence[torch.Tensor], slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
-    ) -> None:
+    def _take_over(self, bucket: Bucket, new: Sequence[torch.Tensor], stage: _Stage) -> None:
         """Put the bucket's tensors into their new memory, and let go of the old one."""
         for each, local in zip(self._tensors_in(bucket), new, strict=True):
-            self._bind(each, local, slots, mesh)
-        self._tensors[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
+            if stage.is_last:
+                self._bind(each, local)
+            elif isinstance(each.tensor, DTensor):
+                cast(Any, each.tensor)._local_tensor = local  # it lies on no mesh until the last stage
+        if stage.is_last:
+            self._tensors[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
 
-    def _bind(
-        self, each: MovedTensor, local: torch.Tensor, slots: Sequence[ParameterSlot], mesh: DeviceMesh | None
-    ) -> None:
+    def _bind(self, each: MovedTensor, local: torch.Tensor) -> None:
         if each.parameter is not None:
             parameter = self._parameters[each.parameter]
-            self._bind_parameter(parameter, local, slots[each.parameter] if slots else None, mesh)
+            self._bind_parameter(parameter, local, self._slots[each.parameter] if self._slots else None)
             parameter.arrive()
-        elif mesh is None:
-            if each.tensor is not local:
-                each.put(local)
+        elif self._mesh is None or each.is_copy:
+            if not _is_same_memory(each.tensor, local):
+                for_all = each.puts or (cast(Any, each.tensor).detach().copy_,)
+                for put in for_all:
+                    put(local)
         else:
-            made = _sharded(each.tensor, each.dim, local, mesh)
+            made = _sharded(each.tensor, each.dim, local, self._mesh)
             if isinstance(each.tensor, DTensor):
                 rewire.rebind(each.tensor, local, made)
             else:
                 each.put(made)
 
-    def _bind_parameter(
-        self, each: PlacedParameter, local: torch.Tensor, slot: ParameterSlot | None, mesh: DeviceMesh | None
-    ) -> None:
+    def _bind_parameter(self, each: PlacedParameter, local: torch.Tensor, slot: ParameterSlot | None) -> None:
         old = each.tensor
         if slot is not None and isinstance(old, DTensor):
             rewire.bind(slot, old, local)
             return
         if slot is not None:
-            assert mesh is not None
-            new = nn.Parameter(_sharded(old, each.dim, local, mesh), requires_grad=old.requires_grad)
+            assert self._mesh is not None
+            new = nn.Parameter(_sharded(old, each.dim, local, self._mesh), requires_grad=old.requires_grad)
             rewire.bind(slot, new, local)
         elif isinstance(old, DTensor):
             new = nn.Parameter(local, requires_grad=old.requires_grad)
         else:
             new = old
+            if not _is_same_memory(old, local):
+                old.detach().copy_(local)
         if new is not old:
             new.__dict__.update(rewire.noted_on(old))
             replace_in(self._optimizers, old, new)
@@ -351,5 +596,14 @@ class Change:
 def _sharded(tensor: torch.Tensor, dim: int, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor with ``local`` as this rank's part, of the shape of ``tensor``."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
-    shape, stride = tensor.shape, tensor.stride()
+    shape, stride = tensor.shape, row_major(tuple(tensor.shape))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """A shape with another size of one dimension; that of a tensor of no dimension as it is."""
+    return [size if at == dim else kept for at, kept in enumerate(shape)]
+
+
+def _is_same_memory(tensor: torch.Tensor, local: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.data_ptr() == local.data_ptr()

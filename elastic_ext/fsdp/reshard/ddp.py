@@ -30,6 +30,8 @@ _TAKEN_OVER = (
     "batched_grad_copy",
     "skip_all_reduce_unused_params",
 )
+_KEPT_ALIVE = ("reducer", "logger", "process_group")
+"""What keeps parameters alive that are replaced, or a process group that is to end."""
 _OTHERS_TRAINED = (
     "requires_grad of parameters was set within a step, and DDP would average the gradients of those that were trained "
     "when the step began; set it between two steps, before `with trainer.step()`, on all ranks alike"
@@ -103,6 +105,16 @@ class WrapperlessDDP:
         found = [part for each in wrappers for part in (vars(each), *vars(each).values())]
         return [self._parameters, *(part for part in found if isinstance(part, (list, dict, set, tuple)))]
 
+    @property
+    def is_on_default_group(self) -> bool:
+        """Whether gradients are averaged over the default process group."""
+        return self._group is None or self._group is dist.group.WORLD
+
+    def let_go_of_group(self) -> None:
+        """Refer to no process group while DDP is off, and take the default one from then on."""
+        assert self.engine is None and self.wrapper is None
+        self._group = None
+
     def rest(self) -> None:
         """Take DDP off: leave the module as it was."""
         if self.wrapper is not None:
@@ -145,8 +157,9 @@ def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
 def set_aside(wrapper: DistributedDataParallel) -> None:
     """Have a user's own wrapper only call its module, and average nothing any more."""
     wrapper.forward = Hook(_straight_through, wrapper.module)  # type: ignore[method-assign]
-    if hasattr(wrapper, "reducer"):
-        del wrapper.reducer  # which would keep parameters that are replaced
+    for name in _KEPT_ALIVE:
+        if hasattr(wrapper, name):
+            delattr(wrapper, name)
     wrapper._module_parameters = []  # and so would this
 
 

@@ -1,4 +1,7 @@
-"""The exchange of moves between ranks: buckets of tensors, each exchanged in one collective into fresh memory.
+"""The exchange of moves between holders: buckets of tensors, each exchanged in one collective into fresh memory.
+
+Which rank has which holder's memory a table says. A rank may have that of several, such as a copy of a peer's part
+beside its own; and holders of no rank have nothing to send or to receive.
 
 What goes where is decided in buckets.py; here elements are copied. Called on the training thread, by all ranks alike.
 
@@ -9,7 +12,7 @@ bytes, whose last one says whether the sender is well. So ranks learn of a failu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +22,7 @@ from elastic_ext.fsdp.moves import Move
 
 from .buckets import Bucket
 
-__all__ = ["BucketExchange"]
+__all__ = ["BucketExchange", "Memories"]
 
 _GRAIN = 16  # bytes; no type that torch has is larger
 
@@ -46,44 +49,62 @@ class _Letter:
             at = end
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Memories:
+    """The memory of one holder for the tensors of a bucket: one tensor for each, before and after."""
+
+    old: Sequence[torch.Tensor]
+    new: Sequence[torch.Tensor]
+
+
 class BucketExchange:
     """Exchanges the buckets of one change between ranks, through memory that is taken once."""
 
-    def __init__(self, most_bytes: int, *, group: dist.ProcessGroup, device: torch.device) -> None:
-        """``most_bytes`` is what this rank exchanges in a bucket at most.
+    def __init__(
+        self, rank_of: Sequence[int | None], most_bytes: int, *, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """``rank_of`` has the rank in the group of each holder; ``most_bytes`` is what this rank's holders exchange in
+        a bucket at most.
 
         ``device`` is where the group's collectives take place.
         """
         self._group = group
+        self._rank_of = rank_of
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         tails = 2 * self._num_ranks * _GRAIN  # which ranks exchange that have nothing else to
         self._memory = torch.empty(most_bytes + tails, dtype=torch.uint8, device=device)
 
-    def carry(self, bucket: Bucket, tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None) -> bool:
-        """Fill this rank's new tensors from the old ones of all ranks; gives whether no rank has failed.
+    def carry(self, bucket: Bucket, memories: Mapping[int, Memories] | None) -> bool:
+        """Fill the new memories of this rank's holders from the old ones of all; gives whether no rank has failed.
 
-        ``tensors`` are this rank's old and its new tensors, one of each for every item of the bucket; where an item's
-        part stays the same on this rank, both are one tensor, which is not touched. A rank that has failed, such as for
-        lack of memory, gives None. If no bytes go between ranks, nothing is exchanged, and the answer is about this
-        rank alone.
+        Where an item's part stays the same with a holder, its two memories are one tensor, which is not touched. A rank
+        that has failed, such as for lack of memory, gives None. If no bytes go between ranks, nothing is exchanged, and
+        the answer is about this rank alone.
         """
         sent: list[_Letter] = [_Letter([]) for _ in range(self._num_ranks)]
         received: list[_Letter] = [_Letter([]) for _ in sent]
+        has_letters = False
         for at, item in enumerate(bucket.items):
             for move in item.moves:
-                if self._rank not in (move.source, move.target):
+                source, target = self._rank_of[move.source], self._rank_of[move.target]
+                assert source is not None and target is not None, "a holder of no rank has nothing"
+                has_letters |= source != target
+                if self._rank not in (source, target):
                     continue
-                if move.source == move.target:
-                    if tensors is not None:
-                        _within(tensors[1][at], move).copy_(_within(tensors[0][at], move, is_source=True))
+                if source == target:
+                    if memories is not None:
+                        old, new = memories[move.source].old[at], memories[move.target].new[at]
+                        _within(new, move).copy_(_within(old, move, is_source=True))
                     continue
-                letter = sent[move.target] if move.source == self._rank else received[move.source]
+                sends = source == self._rank
+                letter = sent[target] if sends else received[source]
                 letter.num_data_bytes += move.num_elements * item.item_bytes
-                if tensors is not None:
-                    letter.pieces.append((move, tensors[move.source != self._rank][at]))
-        if not bucket.sent_bytes:
-            return tensors is not None
-        return self._exchange(sent, received, is_well=tensors is not None)
+                if memories is not None:
+                    tensor = memories[move.source].old[at] if sends else memories[move.target].new[at]
+                    letter.pieces.append((move, tensor))
+        if not has_letters:
+            return memories is not None
+        return self._exchange(sent, received, is_well=memories is not None)
 
     def _exchange(self, sent: Sequence[_Letter], received: Sequence[_Letter], *, is_well: bool) -> bool:
         given, taken = ([letter.num_bytes for letter in letters] for letters in (sent, received))

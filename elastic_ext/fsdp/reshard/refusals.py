@@ -18,6 +18,7 @@ from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.torch_private.sharded import has_hooks
 
 from . import rewire
+from .ddp import WrapperlessDDP
 from .references import strangers
 from .units import Modules, Unit, UnitSettings
 
@@ -26,6 +27,7 @@ __all__ = [
     "why_not_cut",
     "why_not_leave_ddp",
     "why_not_mixed",
+    "why_not_other_ranks",
     "why_not_replace",
     "why_not_tied",
     "why_not_unit",
@@ -135,6 +137,15 @@ def why_not_leave_ddp(options: Mapping[str, Any]) -> str | None:
         "and where ranks do not use the same ones, in the same order, wrong values would come to them; if all ranks "
         "do, wrap the model without find_unused_parameters"
     )
+
+
+def why_not_other_ranks(replica: WrapperlessDDP) -> str | None:
+    """Why ranks cannot come or leave: DDP has a process group of its own, or what was made for this one."""
+    if not replica.is_on_default_group:
+        return "the model is in DDP on a process group of its own, and ranks come or leave the default one"
+    if replica.options.get("static_graph"):
+        return "the model is in DDP with static_graph=True, which was recorded for this number of ranks"
+    return None
 
 
 def why_not_whole(model: nn.Module, units: Sequence[Unit], left_out: Collection[torch.Tensor]) -> str | None:

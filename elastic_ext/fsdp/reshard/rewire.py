@@ -45,7 +45,6 @@ __all__ = [
     "dim_of_tensor",
     "make_sure_of",
     "noted_on",
-    "padded_size",
     "patched_methods",
     "place_hooks",
     "put_on",
@@ -245,12 +244,6 @@ def dim_of_tensor(tensor: DTensor) -> int:
     """The dimension along which the last dimension of a mesh cuts a tensor; 0 where it does not."""
     last = tensor.placements[-1]
     return last.dim if isinstance(last, Shard) else 0
-
-
-def padded_size(slot: ParameterSlot) -> int:
-    """How many elements the largest part of a slot's parameter has, over the ranks."""
-    size: int = slot.keeper.padded_sharded_param_size.numel()
-    return size
 
 
 def noted_on(parameter: torch.Tensor) -> dict[str, Any]:

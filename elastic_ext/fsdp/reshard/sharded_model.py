@@ -20,16 +20,20 @@ from torch.optim import Optimizer
 from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import RecomputeTrial, Units, blocks_of, recompute, why_not_recompute
 from elastic_ext.fsdp.plan import Degrees, ParallelPlan
+from elastic_ext.fsdp.worlds import Worlds
+from elastic_ext.torch_private.meshes import let_go_of_groups, make_sure_of_meshes
 
 from . import rewire
-from .change import Agree, Change, ChangeCost, Sharded, Whole
+from .change import Agree, Change, ChangeCost, Regroup, Sharded, Whole
 from .companions import Tensors
 from .ddp import WrapperlessDDP, arguments_of, make_sure_of_ddp
+from .fully_shard import make_sure_of_torch
 from .refusals import (
     why_not_called,
     why_not_cut,
     why_not_leave_ddp,
     why_not_mixed,
+    why_not_other_ranks,
     why_not_parted,
     why_not_replace,
     why_not_tied,
@@ -125,17 +129,29 @@ def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> R
 
 # --- a model and the plan by which it lies on its ranks: put on it, and changed while it is trained ------------------
 
+_NOT_SPREAD = "the model is not spread; call trainer.parallelize(model, plan) first"
 _PLAIN = "there is no process group to shard the model over; call torch.distributed.init_process_group() first"
 
 
 class _ToPlan:
     """The target of a change from one plan of a model to another."""
 
-    def __init__(self, spread: Spread, plan: ParallelPlan, before: ParallelPlan) -> None:
-        self._spread, self._plan, self._before = spread, plan, before
+    def __init__(self, spread: Spread, plan: ParallelPlan, before: ParallelPlan, worlds: Worlds) -> None:
+        self._spread, self._before = spread, before
+        self.plan, self.worlds = plan, worlds
+        self._device = spread.device  # which a model that is taken apart does not tell
 
     def after(self, survey: Survey | None) -> Sharded | Whole:
-        return self._spread.sharded_by(self._plan, survey)
+        return self._spread.sharded_by(self.plan, survey, self.worlds)
+
+    def before(self) -> Degrees:
+        return self._before.degrees(self.worlds.num_old, self.worlds.num_local[0])
+
+    def let_go_of_groups(self) -> None:
+        self._spread.let_go_of_groups()
+
+    def mesh_before(self) -> DeviceMesh:
+        return self._spread.mesh_of(self.before(), self._device)
 
     def rest(self) -> None:
         self._spread.rest()
@@ -168,6 +184,7 @@ class Spread:
         self._earlier: EarlierUnits | None = None  # those that were there before parameters became whole
         self._trial: RecomputeTrial | None = None  # of computing blocks again: under way, or what came of it
         self._leaves_unused = False  # some passes use only a part of the parameters
+        self._left: Change | None = None  # by which this rank has left its world, and is in none since
         self._finds_unused = False  # as all ranks have agreed when DDP came last
         self.look()
 
@@ -224,7 +241,7 @@ class Spread:
             _raise(why_not_cut(self.model))
             units = self._units(plan, None)
             self._give_all_the_first()
-            rewire.put_on(units, self._mesh(degrees), {}, set())
+            rewire.put_on(units, self.mesh_of(degrees, self.device), {}, set())
         else:
             make_sure_of_ddp()
             self._give_all_the_first()
@@ -232,11 +249,13 @@ class Spread:
         self._recompute(plan.ratio)
         self.plan = plan
 
-    def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
-        """What a change to another plan takes, or None and why it cannot be; nothing is changed."""
+    def transition(
+        self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = (), worlds: Worlds | None = None
+    ) -> tuple[Transition | None, str]:
+        """What a change to another plan or world takes, or None and why it cannot be; nothing is changed."""
         self.look()
         if self.why_not is not None or self.plan is None:
-            return None, self.why_not or "the model is not spread; call trainer.parallelize(model, plan) first"
+            return None, self.why_not or _NOT_SPREAD
         refusal = why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
         if refusal is not None:
             return None, refusal
@@ -245,8 +264,7 @@ class Spread:
             self.plan,
             plan,
             tensors,
-            num_ranks=self.num_ranks,
-            num_local=self._num_local,
+            worlds=worlds or self._same_world(),
             pace=self._pace,
             bucket_bytes=self._bucket_bytes,
         )
@@ -272,16 +290,76 @@ class Spread:
 
         ``known`` holders of parameters will let go of those that become other objects.
         """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return self._prepared(plan, optimizers, registered, known, (self._same_world(), rank))
+
+    def prepare_regroup(
+        self,
+        worlds: Worlds,
+        holder: int,
+        optimizers: Sequence[Optimizer],
+        registered: Sequence[Tensors] = (),
+        *,
+        plan: ParallelPlan | None = None,
+    ) -> Change:
+        """A change to a world of other ranks, checked and ready to be made; ValueError says why it cannot be.
+
+        ``holder`` is this process's number among those of both worlds. A rank that comes gives its model as it lies in
+        a world of its own; where it does not lie by the others' ``plan`` there, which may not fit so few ranks, it is
+        told that. Or it has left a world before, and comes back from none.
+        """
+        self.look()
+        if self.why_not is not None or self.plan is None:
+            raise ValueError(self.why_not or _NOT_SPREAD)
+        plan = plan or self.plan
+        assert plan == self.plan or worlds.old[holder] is None, "those who stay or leave lie by the plan of all"
+        _raise(why_not_recompute(self.model, self._blocks, plan.ratio))
+        make_sure_of_torch()
+        make_sure_of_meshes()
+        if plan.is_replicated:
+            make_sure_of_ddp()
+        if self._replica is not None:
+            _raise(why_not_other_ranks(self._replica))
+        return self._prepared(plan, optimizers, registered, (), (worlds, holder))
+
+    def regroup(self, prepared: Change, agree: Agree, groups: Regroup) -> ChangeCost:
+        """Take the model and its optimizers to a world of other ranks, between two steps, on the ranks of both worlds.
+
+        The default process group is that of the old world when this begins, and of the new one when it ends; that of a
+        rank that comes is its own, and a rank that leaves keeps the old one, which nothing here holds.
+        """
+        target = prepared.target
+        assert isinstance(target, _ToPlan) and self.plan is not None
+        moved = prepared.run(agree, device=self.device, regroup=groups)
+        self._left = prepared if prepared.leaves else None
+        self._num_local = target.worlds.num_local[1]
+        if target.plan.ratio != self.plan.ratio:
+            self._recompute(target.plan.ratio)
+        self.plan = target.plan
+        return moved
+
+    def _prepared(
+        self,
+        plan: ParallelPlan,
+        optimizers: Sequence[Optimizer],
+        registered: Sequence[Tensors],
+        known: Sequence[object],
+        place: tuple[Worlds, int],
+    ) -> Change:
         assert self.plan is not None
-        before = self.plan
+        worlds, holder = place
+        before = self.plan if worlds.is_same else plan
         if not plan.is_replicated and self._replica is not None:
             _raise(why_not_leave_ddp(self._replica.options))
         change = Change(
             self.model,
             optimizers,
             registered,
-            _ToPlan(self, plan, before),
+            _ToPlan(self, plan, before, worlds),
+            worlds=worlds,
+            holder=holder,
             bucket_bytes=self._bucket_bytes,
+            left=self._left,
         )
         if plan.is_replicated:
             _raise(why_not_whole(self.model, change.units_before, change.left_out))
@@ -300,7 +378,7 @@ class Spread:
             if step == "spread":
                 assert prepared is not None
                 units_before = tuple(prepared.units_before)
-                moved = prepared.run(agree, group=self._exchange_group(), device=self._device)
+                moved = prepared.run(agree, group=self._exchange_group(), device=self.device)
                 if made.new.is_replicated:
                     self._earlier = EarlierUnits(made.old, units_before)
                 self._pace = made.pace.after(
@@ -350,8 +428,8 @@ class Spread:
 
     def wait(self) -> None:
         """Wait until the model's device has done what it was told to."""
-        if self._device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self._device)
+        if self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
         """Leave the process group that moves tensors."""
@@ -370,12 +448,23 @@ class Spread:
                     found.append(Tensor(name, tuple(value.shape), value.element_size(), dim))
         return found
 
-    def sharded_by(self, plan: ParallelPlan, survey: Survey | None) -> Sharded | Whole:
+    def sharded_by(self, plan: ParallelPlan, survey: Survey | None, worlds: Worlds) -> Sharded | Whole:
         """What parameters become under a plan; ``survey`` is of what fully_shard has made so far."""
         if plan.is_replicated:
             return Whole(lambda: self.wake(plan.bucket_cap_mb))
-        degrees = plan.degrees(self.num_ranks, self._num_local)
-        return Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))
+        degrees, device = plan.degrees(worlds.num_new, worlds.num_local[1]), self.device
+        return Sharded(self._units(plan, survey), degrees, lambda: self.mesh_of(degrees, device))
+
+    def let_go_of_groups(self) -> None:
+        """Keep no mesh and no process group, since these are about to end; they are made anew when they are needed."""
+        for mesh in self._meshes.values():  # also those of earlier plans
+            let_go_of_groups(mesh)
+        self._meshes, self._group = {}, None
+        if self._replica is not None:
+            self._replica.let_go_of_group()
+
+    def _same_world(self) -> Worlds:
+        return Worlds.unchanged(self.num_ranks, self._num_local)
 
     def _units(self, plan: ParallelPlan, survey: Survey | None) -> list[Unit]:
         """The units that fully_shard is to make for a plan, innermost first; ValueError where it cannot."""
@@ -391,18 +480,17 @@ class Spread:
     # --- doing it -----------------------------------------------------------------------------------------------------
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The device of the model."""
         return next(self.model.parameters()).device
 
-    def _mesh(self, degrees: Degrees) -> DeviceMesh:
-        """The mesh of these degrees, made once for each way to share ranks out: its groups are never given back."""
+    def mesh_of(self, degrees: Degrees, device: torch.device) -> DeviceMesh:
+        """The mesh of these degrees, made once for each way to share ranks out, and kept until these are others."""
         if degrees not in self._meshes:
             sizes = {"replicate": degrees.replicate, "shard": degrees.shard}
             if degrees.replicate == 1:
                 del sizes["replicate"]
-            self._meshes[degrees] = init_device_mesh(
-                self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-            )
+            self._meshes[degrees] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return self._meshes[degrees]
 
     def _exchange_group(self) -> dist.ProcessGroup:
@@ -417,7 +505,7 @@ class Spread:
         if self._replica is None:
             self._replica = WrapperlessDDP(self.model, None, {})
         if self.num_ranks > 1:
-            leaves_unused = torch.tensor([int(self._leaves_unused)], device=self._device)
+            leaves_unused = torch.tensor([int(self._leaves_unused)], device=self.device)
             dist.all_reduce(leaves_unused, op=dist.ReduceOp.MAX)  # DDPs that differ in it would wait for each other
             self._finds_unused = bool(leaves_unused.item())
             self._replica.wake(bucket_cap_mb, finds_unused=self._finds_unused)

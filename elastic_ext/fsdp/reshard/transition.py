@@ -1,4 +1,4 @@
-"""What a change from one plan to another takes: its steps, bytes, seconds and memory; or why it cannot be.
+"""What a change from one plan or world to another takes: its steps, bytes, seconds and memory; or why it cannot be.
 
 Pure: tensors are told by their shapes, and nothing is asked of a model.
 """
@@ -11,7 +11,8 @@ from functools import cached_property
 from operator import add
 from typing import Literal, TypeAlias
 
-from elastic_ext.fsdp.plan import UNEVEN, Layouts, ParallelPlan
+from elastic_ext.fsdp.plan import UNEVEN, ParallelPlan
+from elastic_ext.fsdp.worlds import LayoutsBetween, Worlds
 
 from .buckets import BucketItem, BucketPlan, Router
 
@@ -83,28 +84,36 @@ class Transition:
     replaces: bool
     """Whether parameters become other objects."""
     items: tuple[BucketItem, ...] = field(repr=False)
+    """The tensors that are moved among the ranks of the new world."""
     pace: TransferRates
     bucket_bytes: int
+    given: tuple[BucketItem, ...] = field(default=(), repr=False)
+    """The tensors that are moved before that among the ranks of the old world, where some of these leave."""
 
     @cached_property
     def bucket_plan(self) -> BucketPlan:
         """The tensors that have to be moved, in buckets."""
         return BucketPlan(self.items, 2 * self.bucket_bytes)
 
+    @cached_property
+    def given_plan(self) -> BucketPlan:
+        """The tensors that have to be moved before ranks leave, in buckets."""
+        return BucketPlan(self.given, 2 * self.bucket_bytes)
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that go from one rank to another."""
-        return self.bucket_plan.sent_bytes
+        return self.given_plan.sent_bytes + self.bucket_plan.sent_bytes
 
     @property
     def extra_bytes(self) -> int:
         """Estimated bytes that a rank takes for a while, beside what its state takes before or after."""
-        return self.bucket_plan.extra_bytes
+        return max(self.given_plan.extra_bytes, self.bucket_plan.extra_bytes)
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds for which training stands still."""
-        return self.pace.seconds(self.bucket_plan)
+        """Estimated seconds for which training stands still, but for those in which groups are formed."""
+        return self.pace.seconds(self.given_plan) + self.pace.seconds(self.bucket_plan)
 
     def __str__(self) -> str:
         if not self.steps:
@@ -120,18 +129,18 @@ def transition(
     new: ParallelPlan,
     tensors: Iterable[Tensor],
     *,
-    num_ranks: int,
-    num_local: int,
+    worlds: Worlds,
     pace: TransferRates | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Transition | None, str]:
-    """The change from one plan to another, with words for it; or None, and why it cannot be made."""
+    """The change from one plan and world to another, with words for it; or None, and why it cannot be made."""
     try:
-        before, after = (plan.degrees(num_ranks, num_local) for plan in (old, new))
+        before = old.degrees(worlds.num_old, worlds.num_local[0])
+        after = new.degrees(worlds.num_new, worlds.num_local[1])
     except ValueError as error:
         return None, str(error)
     steps: list[PlanWork] = []
-    has_moved = before != after or old.is_replicated is not new.is_replicated
+    has_moved = not worlds.is_same or before != after or old.is_replicated is not new.is_replicated
     is_sharded = not (old.is_replicated and new.is_replicated)
     if has_moved or (is_sharded and old.unit != new.unit):
         steps.append("spread")
@@ -144,22 +153,22 @@ def transition(
         steps.append("buckets")
     if old.ratio != new.ratio:
         steps.append("recompute")
-    items = []
-    router, laid_before, laid_after = Router(), Layouts(before), Layouts(after)
+    given, items = [], []
+    router, layouts = Router(), LayoutsBetween(worlds, before, after)
     for tensor in tensors if "spread" in steps else ():
         if tensor.dim > 0 and not new.is_replicated and tensor.shape[tensor.dim] % after.shard:
             return None, UNEVEN.format(tensor.name, tensor.dim, tensor.shape[tensor.dim], after.shard)
-        lies, shall = (
-            laid.of(tensor.shape, 0 if plan.is_replicated else tensor.dim)
-            for plan, laid in ((old, laid_before), (new, laid_after))
-        )
-        items.append(router.item(tensor.name, lies, shall, tensor.item_bytes))
+        laid = layouts.of(tensor.shape, tensor.dim)
+        if worlds.has_leavers:
+            given.append(router.item(tensor.name, laid.old, laid.between, tensor.item_bytes))
+        items.append(router.item(tensor.name, laid.between, laid.new, tensor.item_bytes))
     made = Transition(
         old,
         new,
         tuple(steps),
         replaces=old.is_replicated is not new.is_replicated,
         items=tuple(items),
+        given=tuple(given),
         pace=pace or TransferRates(),
         bucket_bytes=bucket_bytes,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.reshard.buckets import Bucket, BucketItem, BucketPlan, Router
-from elastic_ext.fsdp.reshard.exchange import BucketExchange
+from elastic_ext.fsdp.reshard.exchange import BucketExchange, Memories
 from tests.support.ranks import RankPool
 
 TYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.int64, torch.bool)
@@ -78,10 +78,10 @@ def _carried(rank: int, seed: int) -> int:
     bucket_plan = BucketPlan(items, draw.choice([0, 500, 1 << 20]))
     group = dist.group.WORLD
     assert group is not None
-    exchange = BucketExchange(bucket_plan.staged_bytes[rank], group=group, device=torch.device("cpu"))
+    exchange = BucketExchange(range(num_ranks), bucket_plan.staged_bytes[rank], group=group, device=torch.device("cpu"))
     for bucket in bucket_plan.buckets:
         old, new = _old_and_new(bucket, tensors, rank)
-        assert exchange.carry(bucket, (old, new))
+        assert exchange.carry(bucket, {rank: Memories(old, new)})
         for at, (item, target) in enumerate(zip(bucket.items, new, strict=True)):
             assert torch.equal(target, _part(tensors[bucket.first + at], item.new.boxes[rank])), (seed, item.name)
     return sum(bucket.sent_bytes > 0 for bucket in bucket_plan.buckets)
@@ -99,13 +99,52 @@ def _without_memory(rank: int) -> list[bool]:
     group = dist.group.WORLD
     assert group is not None
     most_bytes = max(bucket.exchanged_bytes[rank] for bucket in exchanged)
-    exchange = BucketExchange(most_bytes, group=group, device=torch.device("cpu"))
+    exchange = BucketExchange(range(dist.get_world_size()), most_bytes, group=group, device=torch.device("cpu"))
     heard = []
     for at, bucket in enumerate(exchanged):
         old, new = _old_and_new(bucket, tensors, rank)
-        heard.append(exchange.carry(bucket, None if rank == 1 and at == 1 else (old, new)))
+        heard.append(exchange.carry(bucket, None if rank == 1 and at == 1 else {rank: Memories(old, new)}))
     return heard
 
 
 def test_all_ranks_hear_of_one_that_has_no_memory(ranks: RankPool) -> None:
     assert ranks.run(3, _without_memory) == [[True, False, True]] * 3
+
+
+# --- holders and ranks -----------------------------------------------------------------------------------------------
+
+RANK_OF = (1, None, 0, 1)
+"""The ranks of four holders: rank 1 has a copy of another one's part beside its own, and one is nowhere."""
+
+
+def _by_holder(rank: int, seed: int) -> int:
+    """The bytes that were sent."""
+    draw, held = random.Random(seed), [holder for holder, at in enumerate(RANK_OF) if at == rank]
+    router, tensors, items = Router(), [], []
+    for number in range(6):
+        shape = tuple(draw.randrange(1, 9) for _ in range(draw.randrange(1, 4)))
+        tensors.append(_tensor(shape, draw.choice(TYPES), number))
+        layouts = [_without_second(_layout(draw, shape, 3)) for _ in range(2)]
+        items.append(router.item(f"item {number}", *layouts, tensors[-1].element_size()))
+    bucket_plan = BucketPlan(items, draw.choice([0, 500]))
+    group = dist.group.WORLD
+    assert group is not None
+    most_bytes = sum(bucket_plan.staged_bytes[holder] for holder in held)
+    exchange = BucketExchange(RANK_OF, most_bytes, group=group, device=torch.device("cpu"))
+    for bucket in bucket_plan.buckets:
+        memories = {holder: Memories(*_old_and_new(bucket, tensors, holder)) for holder in held}
+        assert exchange.carry(bucket, memories)
+        for holder in held:
+            for at, (item, target) in enumerate(zip(bucket.items, memories[holder].new, strict=True)):
+                assert torch.equal(target, _part(tensors[bucket.first + at], item.new.boxes[holder])), (seed, item.name)
+    return bucket_plan.sent_bytes
+
+
+def _without_second(layout: Layout) -> Layout:
+    """The same over one holder more, the second of which has nothing."""
+    first, *rest = layout.boxes
+    return Layout(layout.shape, (first, Box.empty(layout.shape), *rest))
+
+
+def test_a_rank_carries_for_several_holders(ranks: RankPool) -> None:
+    assert all(ranks.run(2, _by_holder, seed)[0] > 0 for seed in range(4))

@@ -145,7 +145,7 @@ def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> N
     if where == "the fence":
         run.trainer._session.wait_for_staging = failing(run.trainer._session.wait_for_staging)
     elif where == "the mesh":
-        spread._mesh = failing(spread._mesh)
+        spread.mesh_of = failing(spread.mesh_of)
     elif where in ("going back", "the exchange"):
         patched.setattr(change, "BucketExchange", failing(BucketExchange))
         if where == "going back":

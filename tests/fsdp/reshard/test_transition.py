@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext import ParallelPlan
-from elastic_ext.fsdp.reshard.buckets import BucketPlan
+from elastic_ext.fsdp.reshard.buckets import BucketItem, BucketPlan
 from elastic_ext.fsdp.reshard.transition import Tensor, TransferRates, Transition, transition
+from elastic_ext.fsdp.worlds import Worlds
+from tests.support.layouts import Array, any_worlds, carry, memory_of, tensor_of
 
 WHOLE = ParallelPlan(strategy="no_shard")
 GRAD_OP = ParallelPlan(strategy="shard_grad_op")
@@ -31,7 +33,7 @@ SHAPES = [(7, 3), (1,), (4,), (2, 0), (9, 2, 2)]
 def _made(
     old: ParallelPlan, new: ParallelPlan, tensors: Sequence[Tensor] = (), *, num_ranks: int = 4, **options: Any
 ) -> Transition:
-    made, told = transition(old, new, tensors, num_ranks=num_ranks, num_local=num_ranks, **options)
+    made, told = transition(old, new, tensors, worlds=Worlds.unchanged(num_ranks, num_ranks), **options)
     assert made is not None, told
     assert told == str(made)
     return made
@@ -170,6 +172,84 @@ def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
     assert _made(FULL, replace(FULL, prefetch=1), tensors).seconds == 0
 
 
+@given(any_worlds(), st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4), st.data())
+def test_ranks_that_come_and_leave_have_every_element_arrive_once_and_none_that_lies_there_already(
+    worlds: Worlds, shapes: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    both = math.gcd(worlds.num_old, worlds.num_new)
+    hybrid = [ParallelPlan("hybrid_shard", degree) for degree in range(1, both + 1) if both % degree == 0]
+    plan = data.draw(st.sampled_from([WHOLE, GRAD_OP, FULL, *hybrid]))
+    tensors = [Tensor(f"weight {at}", shape, data.draw(st.sampled_from([1, 4]))) for at, shape in enumerate(shapes)]
+    made, told = transition(plan, plan, tensors, worlds=worlds)
+    assert made is not None, told
+    assert (made.steps, made.replaces) == (() if worlds.is_same else ("spread",), False)
+    assert len(made.given) == (len(tensors) if worlds.has_leavers else 0)
+    stages = [stage for stage in (made.given, made.items) if stage]
+    for at, tensor in enumerate(tensors if stages else ()):
+        whole = tensor_of(tensor.shape)
+        here = [memory_of(whole, box) for box in stages[0][at].old.boxes]
+        direct = _not_had(plan, whole, worlds)
+        sent = 0
+        for item in (stage[at] for stage in stages):
+            here, num_sent = _moved(item, whole, here)
+            assert item.sent_bytes == num_sent * tensor.item_bytes
+            sent += num_sent
+        assert sent == direct or (worlds.has_leavers and worlds.has_comers and sent >= direct)
+        for rank, held in zip(worlds.new, here, strict=True):
+            parts = _parts(plan, whole, 0, worlds.num_new)
+            assert set(held.tolist()) == (set() if rank is None else parts[rank])
+    assert made.sent_bytes == sum(item.sent_bytes for stage in stages for item in stage)
+
+
+def _moved(item: BucketItem, whole: Array, here: Sequence[Array]) -> tuple[list[Array], int]:
+    """The memory of each holder after the moves, and how many elements went from one to another: the least there is."""
+    boxes = list(zip(item.old.boxes, item.new.boxes, strict=True))
+    stays = [old == new for old, new in boxes]
+    after = [
+        held if stay else np.zeros(new.num_elements, dtype=np.int64)
+        for held, stay, (_, new) in zip(here, stays, boxes, strict=True)
+    ]
+    counts = carry(item.moves, here, after)
+    for stay, count, held, (old, new) in zip(stays, counts, after, boxes, strict=True):
+        assert np.all(count == int(not stay)), (old, new)
+        assert np.array_equal(held, memory_of(whole, new))
+    sent = sum(move.num_elements for move in item.moves if move.source != move.target)
+    least = sum(len({*memory_of(whole, new).tolist()} - {*memory_of(whole, old).tolist()}) for old, new in boxes)
+    assert sent == least
+    return after, sent
+
+
+def _not_had(plan: ParallelPlan, whole: Array, worlds: Worlds) -> int:
+    """Found another way: how many elements ranks of the new world are to have, and have not had in the old one."""
+    before, after = (_parts(plan, whole, 0, number) for number in (worlds.num_old, worlds.num_new))
+    return sum(
+        len(after[new] - (set() if old is None else before[old]))
+        for old, new in zip(worlds.old, worlds.new, strict=True)
+        if new is not None
+    )
+
+
+@pytest.mark.parametrize("plan", [WHOLE, KEPT, HYBRID], ids=lambda plan: plan.strategy)
+def test_whole_copies_come_from_all_who_have_them_in_equal_parts(plan: ParallelPlan) -> None:
+    worlds = Worlds.between("abcd", "abcdef", num_local=(4, 6))
+    tensors = [Tensor(f"weight {at}", (1 << 10, 1 << 8), 4) for at in range(8)]
+    made, told = transition(plan, plan, tensors, worlds=worlds)
+    assert made is not None, told
+    given = [0] * 4
+    for item in made.items:
+        for move in item.moves:
+            if move.source != move.target:
+                given[move.source] += move.num_elements * item.item_bytes
+    assert sum(given) == made.sent_bytes > 0
+    assert max(given) <= 1.1 * sum(given) / 4
+
+
+def test_a_plan_that_does_not_fit_the_new_world_is_refused_in_words() -> None:
+    made, told = transition(HYBRID, HYBRID, [], worlds=Worlds.between("abcd", "abc", num_local=(4, 3)))
+    assert made is None
+    assert "shard_degree: 2 does not divide the 3 ranks; allowed: 1, 3" in told
+
+
 def test_the_pace_of_a_change_is_that_of_the_next_estimate() -> None:
     tensors = [Tensor(f"weight {at}", (1024, 1024), 4) for at in range(4)]
     made = _made(FULL, WHOLE, tensors)
@@ -200,26 +280,26 @@ def test_words_tell_steps_tensors_bytes_and_seconds() -> None:
     ],
 )
 def test_plans_that_do_not_fit_the_ranks_are_refused_in_words(new: ParallelPlan, num_ranks: int, words: str) -> None:
-    made, told = transition(WHOLE, new, [], num_ranks=num_ranks, num_local=num_ranks)
+    made, told = transition(WHOLE, new, [], worlds=Worlds.unchanged(num_ranks, num_ranks))
     assert made is None
     assert re.match(words, told)
 
 
 def test_hybrid_without_a_degree_has_a_machine_share_a_copy() -> None:
     plan = ParallelPlan(strategy="hybrid_shard")
-    made, _ = transition(FULL, plan, _one(), num_ranks=4, num_local=2)
+    made, _ = transition(FULL, plan, _one(), worlds=Worlds.unchanged(4, 2))
     assert made is not None
     assert made.sent_bytes == _least_bytes(FULL, HYBRID, _one(), 4)
-    made, told = transition(FULL, plan, _one(), num_ranks=4, num_local=3)
+    made, told = transition(FULL, plan, _one(), worlds=Worlds.unchanged(4, 3))
     assert made is None
     assert "the ranks of a machine: 3 does not divide the 4 ranks" in told
 
 
 def test_a_dimension_that_cannot_be_shared_out_evenly_is_refused_unless_it_is_the_first() -> None:
     uneven = [Tensor("head.weight", (4, 6), 4, dim=1)]
-    made, told = transition(HYBRID, FULL, uneven, num_ranks=4, num_local=4)
+    made, told = transition(HYBRID, FULL, uneven, worlds=Worlds.unchanged(4, 4))
     assert made is None
     assert "head.weight is cut along dimension 1, whose size 6 cannot be shared out evenly over 4 ranks" in told
-    assert transition(HYBRID, WHOLE, uneven, num_ranks=4, num_local=4)[0] is not None
-    assert transition(HYBRID, replace(HYBRID, prefetch=1), uneven, num_ranks=4, num_local=4)[0] is not None
-    assert transition(HYBRID, FULL, [Tensor("weight", (6, 4), 4)], num_ranks=4, num_local=4)[0] is not None
+    assert transition(HYBRID, WHOLE, uneven, worlds=Worlds.unchanged(4, 4))[0] is not None
+    assert transition(HYBRID, replace(HYBRID, prefetch=1), uneven, worlds=Worlds.unchanged(4, 4))[0] is not None
+    assert transition(HYBRID, FULL, [Tensor("weight", (6, 4), 4)], worlds=Worlds.unchanged(4, 4))[0] is not None
