@@ -136,7 +136,7 @@ class Reports:
         """Called with each profile window that has been written."""
         self._settings = settings
         self._ranks = ranks
-        self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self._directory = RunDirectory(settings.run_dir, seat=ranks.seat) if settings.enabled else None
         self.census: StepCensus | None = None
         """The census of a step that was written last: its operations and bytes."""
         self.calibration: NodeCalibration | None = None
@@ -280,6 +280,7 @@ def follow_config(
         ranks = Ranks.join(
             timeout_seconds=settings.timeout_seconds if settings is not None else DEFAULT_TIMEOUT_SECONDS,
             agents_folder=settings.pulse_dir if settings is not None else None,
+            seat=settings.seat if settings is not None else None,
         )
     try:
         ranks.all_or_raise(error, "starting to follow a config", is_refusal=True)
@@ -323,6 +324,7 @@ class ConfigFollower:
         """The events and metrics that this rank writes to the run directory."""
         self.heartbeat = begin_heartbeat(
             settings.pulse_dir if settings.enabled else None,
+            seat=ranks.seat,
             rank=ranks.rank,
             restart=settings.restart,
             run_dir=settings.run_dir,

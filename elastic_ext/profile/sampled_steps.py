@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ext.ranks.notices import PeerName
+from elastic_ext.ranks.world import PeerName
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace
 
 from .memory.analyzer import Analyzer

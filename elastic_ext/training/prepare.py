@@ -353,8 +353,7 @@ def _profile_output(training: Training) -> ProfileOutput:
     follower = training.follower
     profile_output = ProfileOutput(
         follower.settings.run_dir,
-        rank=follower.ranks.rank,
-        hosts=[name.host for name in follower.ranks.names],
+        world=follower.ranks.world,
         every_seconds=follower.settings.profile_seconds,
         facts=partial(_facts_of, training),
         sinks=training.sinks,

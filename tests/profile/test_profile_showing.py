@@ -19,7 +19,7 @@ import pytest
 from elastic_ext.errors import ElasticError
 from elastic_ext.profile.output import ProfileOutput, Sinks, TensorBoardSink, TrainingFacts
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.reader import present_windows, profiled_ranks, rounds_of, tail_of, tails_of, view_of
+from elastic_ext.profile.reader import present_windows, profiled_seats, rounds_of, tail_of, tails_of, view_of
 from elastic_ext.profile.summary import (
     StepProfile,
     duration_in_words,
@@ -29,6 +29,7 @@ from elastic_ext.profile.summary import (
     shares_in_words,
     summary_of,
 )
+from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.records.run_dir import RunDirectory
@@ -51,7 +52,7 @@ def startup(at: float, **values: Any) -> StepWindow:
 
 def write(folder: Path, windows: Sequence[StepWindow]) -> None:
     for each in windows:
-        RunDirectory(folder, rank=each.rank).add_window(each)
+        RunDirectory(folder, seat=each.rank).add_window(each)
 
 
 # ---- reading ----
@@ -69,7 +70,7 @@ def test_the_last_windows_of_a_file_are_read_and_broken_lines_passed_over(tmp_pa
         opened.write(windows[0].to_json()[:50])
     assert tail_of(file, 5) == tuple(windows[-2:])
     assert tail_of(tmp_path / "profile-4.jsonl", 5) == ()
-    assert profiled_ranks(tmp_path) == [3]
+    assert profiled_seats(tmp_path) == [3]
     assert tails_of(tmp_path, [3, 4], 4) == {3: (windows[-1],), 4: ()}
 
 
@@ -232,11 +233,15 @@ def training(**values: Any) -> TrainingFacts:
     return TrainingFacts(**usual | values)
 
 
+def world_on(*hosts: str, rank: int = 0) -> World:
+    names = [PeerName(rank=number, host=host, pid=number, seat=number) for number, host in enumerate(hosts)]
+    return World(rank=rank, names=tuple(names))
+
+
 def shown(folder: Path, *, hosts: Sequence[str] = ("node",), seconds: float = 3.0, rank: int = 0) -> ProfileOutput:
     return ProfileOutput(
         folder,
-        rank=rank,
-        hosts=hosts,
+        world=world_on(*hosts, rank=rank),
         every_seconds=seconds,
         facts=lambda: training(num_replicas=len(hosts)),
         sinks=Sinks(),
@@ -379,7 +384,7 @@ def test_a_sink_that_raises_is_told_of_once_and_dropped(tmp_path: Path, caplog: 
     sinks = Sinks()
     sinks.add(bad)
     sinks.add(good)
-    output = ProfileOutput(tmp_path, rank=0, hosts=("n",), every_seconds=0, facts=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, world=world_on("n"), every_seconds=0, facts=training, sinks=sinks)
     for at in range(1, 6):
         output.see(window(float(at)))
     output.close()
@@ -403,7 +408,7 @@ def test_a_sink_that_cannot_be_closed_stands_in_nobodys_way(caplog: pytest.LogCa
 def test_sinks_are_written_on_rank_0_alone(tmp_path: Path) -> None:
     kept, sinks = Kept(), Sinks()
     sinks.add(kept)
-    output = ProfileOutput(tmp_path, rank=1, hosts=("n", "n"), every_seconds=0, facts=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, world=world_on("n", "n", rank=1), every_seconds=0, facts=training, sinks=sinks)
     output.see(window(1.0))
     output.close()
     assert (kept.profiles, kept.num_closed) == ([], 1)
@@ -412,7 +417,7 @@ def test_sinks_are_written_on_rank_0_alone(tmp_path: Path) -> None:
 def test_numbers_that_were_logged_come_to_sinks_with_steps_and_without(tmp_path: Path) -> None:
     kept, sinks = Kept(), Sinks()
     sinks.add(kept)
-    output = ProfileOutput(tmp_path, rank=0, hosts=("n",), every_seconds=60, facts=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, world=world_on("n"), every_seconds=60, facts=training, sinks=sinks)
     output.see(replace(window(1.0), logged={"loss": 2.5}))
     output.see(startup(2.0))
     output.see(replace(startup(3.0), logged={"val_loss": 7.0}))

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def pulse(tmp_path: Path) -> Iterator[FileHeartbeat]:
     """One in the folder of the test."""
-    made = begin_heartbeat(tmp_path, rank=3, restart=2, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=2, run_dir=tmp_path / "run")
     assert isinstance(made, FileHeartbeat)
     yield made
     made.end()
@@ -109,7 +109,7 @@ def test_nothing_is_written_after_the_end(tmp_path: Path, pulse: FileHeartbeat) 
 
 
 def test_without_an_agent_nothing_is_written(tmp_path: Path) -> None:
-    nobody = begin_heartbeat(None, rank=0, restart=0, run_dir=tmp_path)
+    nobody = begin_heartbeat(None, seat=0, rank=0, restart=0, run_dir=tmp_path)
     nobody.enter(0)
     with nobody.during(Activity.SAVING):
         nobody.leave(1, 1, 0)
@@ -119,7 +119,7 @@ def test_without_an_agent_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_gone_leaves_training_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert type(begin_heartbeat(tmp_path / "gone", rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
+    assert type(begin_heartbeat(tmp_path / "gone", seat=1, rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
     assert "does not see how far rank 1 has come" in caplog.text
 
 
@@ -160,7 +160,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from elastic_ext.ranks.heartbeat import begin_heartbeat
-pulse = begin_heartbeat(Path(sys.argv[1]), rank=0, restart=0, run_dir=Path(sys.argv[1]))
+pulse = begin_heartbeat(Path(sys.argv[1]), seat=0, rank=0, restart=0, run_dir=Path(sys.argv[1]))
 pulse.enter(2)
 child = os.fork()
 if child == 0:
@@ -176,11 +176,11 @@ os.waitpid(child, 0)
 
 def test_the_pulse_of_a_process_that_is_alive_is_left_to_it(tmp_path: Path) -> None:
     with worker("is in a step", tmp_path) as other:
-        assert type(begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)) is Heartbeat
+        assert type(begin_heartbeat(tmp_path, seat=0, rank=0, restart=0, run_dir=tmp_path)) is Heartbeat
         assert reading_of(tmp_path).pid == other.process.pid
         other.process.kill()
         other.process.wait()
-        mine = begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)
+        mine = begin_heartbeat(tmp_path, seat=0, rank=0, restart=0, run_dir=tmp_path)
         assert reading_of(tmp_path).pid == os.getpid()
         mine.end()
 
@@ -193,14 +193,14 @@ def test_a_signal_has_the_stacks_added_to_a_file_of_the_owner_alone(tmp_path: Pa
     file.parent.mkdir()
     file.write_text("from before\n")
     file.chmod(0o600)
-    made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=0, run_dir=tmp_path / "run")
     os.kill(os.getpid(), said(tmp_path).stacks_signal)
     text = file.read_text()
     assert text.startswith("from before\n")
     assert "test_a_signal_has_the_stacks_added" in text
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     made.end()
-    fresh = begin_heartbeat(tmp_path / "run", rank=4, restart=0, run_dir=tmp_path / "run")
+    fresh = begin_heartbeat(tmp_path / "run", seat=4, rank=4, restart=0, run_dir=tmp_path / "run")
     assert stat.S_IMODE(stacks_file(tmp_path / "run", 4).stat().st_mode) == 0o600
     fresh.end()
 
@@ -213,7 +213,7 @@ def test_signals_that_somebody_has_taken_are_left_alone(tmp_path: Path) -> None:
     with open(tmp_path / "theirs", "w+") as theirs:
         faulthandler.register(in_c, theirs)
         try:
-            made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+            made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=0, run_dir=tmp_path / "run")
             number = said(tmp_path).stacks_signal
             assert number not in (0, in_c, in_python)
             made.end()
@@ -233,7 +233,7 @@ def test_a_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path, caplo
     target.touch()
     (tmp_path / "run").mkdir()
     stacks_file(tmp_path / "run", 3).symlink_to(target)
-    made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=0, run_dir=tmp_path / "run")
     assert said(tmp_path).stacks_signal == 0
     assert "cannot write its stacks" in caplog.text
     made.enter(0)

@@ -237,14 +237,14 @@ def write_arithmetic(folder: Path, num_ranks: int, *, host: str = "node") -> Non
             larger = 1 + index // 10
             rows.append(replace(row, num_samples=row.num_samples * larger, num_tokens=40_000 * larger, num_detailed=5))
         write_windows(folder, rank, rows)
-        directory = RunDirectory(folder, rank=rank)
+        directory = RunDirectory(folder, seat=rank)
         directory.write_census(census(num_flops=10**9))  # of 16 samples
         metrics = RankMetrics(
             time=START, job="made", generation=0, rank=rank, world_size=num_ranks, host=host, pid=1, step=200,
             config_version=2, config_revision=0, agree_every_steps=1, measures=Measures(num_replicas=num_ranks),
         )  # fmt: skip
         directory.write_metrics(metrics)
-    RunDirectory(folder, rank=0).write_calibration(calibration())
+    RunDirectory(folder, seat=0).write_calibration(calibration())
 
 
 def test_tokens_and_arithmetic_are_told_as_the_log_tells_them(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_broken_half_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) 
         b"[" * 5000,
         b'{"begin": NaN}',
         b"x" * 200_000,
-        json.dumps({**json.loads(good[3].to_json()), "rank": 7}).encode(),
+        json.dumps({**json.loads(good[3].to_json()), "rank": -7}).encode(),
         json.dumps({**json.loads(good[3].to_json()), "end": 0}).encode(),
         json.dumps({**json.loads(good[3].to_json()), "begin": 1e308}).encode(),
         json.dumps({**json.loads(good[3].to_json()), "step": -1}).encode(),
