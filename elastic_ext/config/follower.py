@@ -32,6 +32,7 @@ from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat, begin_heartbeat
 from elastic_ext.ranks.notices import Trouble
+from elastic_ext.ranks.world import World
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import (
@@ -208,6 +209,10 @@ class Reports:
         if self.on_window is not None:
             self.on_window(window)
 
+    def take_world(self, world: World) -> None:
+        """Have the next metrics, which name this rank and the number of ranks, written at the next step."""
+        self.due_at = 0.0
+
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """Write the metrics of this moment."""
         self.due_at = time.perf_counter() + _METRICS_SECONDS
@@ -353,6 +358,11 @@ class ConfigFollower:
     def take_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Replace this rank's heartbeat by one that forwards what it is told to the one that it replaces."""
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
+
+    def take_world(self, world: World) -> None:
+        """Tell what this follower has kept of its ranks that they are those of ``world`` now, between two steps."""
+        for each in (self.heartbeat, self.agreement, self.reports):
+            each.take_world(world)
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""

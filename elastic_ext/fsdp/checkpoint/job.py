@@ -249,7 +249,7 @@ class JobCheckpoints:
         if folder is None:
             return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         owner, ranks = f"{self.root}/{self.name}", self.ranks
-        return Staging(shelf=Shelf(folder, owner, seat=ranks.seat, rank=lambda: ranks.rank, num_slots=num_copies))
+        return Staging(shelf=Shelf(folder, owner, seat=ranks.seat, rank_now=lambda: ranks.rank, num_slots=num_copies))
 
 
 def as_count(what: str, given: object) -> int:

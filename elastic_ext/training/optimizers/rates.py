@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.ranks.world import World
 
 __all__ = ["OptimizerSettings", "Rates"]
 
@@ -377,6 +378,10 @@ class OptimizerSettings:
         self._told: set[str] = set()
         for optimizer in optimizers:
             optimizer.rates.tell = self._tell
+
+    def take_world(self, world: World) -> None:
+        """Log warnings from here on where this rank is the first of ``world``."""
+        self.tells = world.rank == 0
 
     def startup_values(self) -> dict[str, object]:
         """The first optimizer's rate and weight decay, as the script gave them, as values of config keys."""

@@ -251,13 +251,13 @@ class Shelf:
         owner: str,
         *,
         seat: int,
-        rank: Callable[[], int],
+        rank_now: Callable[[], int],
         num_slots: int = 1,
         room_in: Callable[[Path], int] = room_in,
     ) -> None:
-        """``rank`` gives this rank's number as it is now, for warnings."""
+        """``rank_now`` gives this rank's number, for warnings."""
         self._folder = folder
-        self._rank = rank
+        self._rank_now = rank_now
         self._own = f"{xxhash.xxh3_64_hexdigest(os.fsencode(owner))}-{seat}."
         self._room_in = room_in
         self._memories: list[Path | None] = [None] * num_slots
@@ -326,7 +326,7 @@ class Shelf:
             _logger.warning(
                 "rank %d: what was staged has no record in %s, and is lost if this process dies before it is written: "
                 "%s",
-                self._rank(),
+                self._rank_now(),
                 self._folder,
                 error,
             )
@@ -391,7 +391,7 @@ class Shelf:
             "rank %d stages what it saves in its own memory, and it is lost if the process dies before it is written: "
             "%d bytes are needed in %s, and there is %s. Give it more: docker run --shm-size=..., or in Kubernetes an "
             "emptyDir with medium: Memory at /dev/shm",
-            self._rank(),
+            self._rank_now(),
             num_bytes,
             self._folder,
             has,
