@@ -477,6 +477,7 @@ ENVIRONMENT = [
     "ELASTIC_EXT_JOB",
     "ELASTIC_EXT_PULSE_DIR",
     "ELASTIC_EXT_RUN_DIR",
+    "ELASTIC_EXT_SEAT",
     "ELASTIC_EXT_SHUTDOWN_SECONDS",
     "ELASTIC_EXT_STAGING_DIR",
 ]
@@ -490,6 +491,7 @@ NAMED_FREELY = {"shares", "seconds", "processor_seconds", "typical", "details", 
 ADDED = {
     "metrics-0.json measures": {"epoch", "num_epoch_steps_left", "checkpoint_step", "checkpoint_time", "logged"},
     "profile-0.jsonl": {"logged"},
+    "workers.json workers": {"seat"},
 }
 """What records have got since, by where it stands: a reader of before passes over it."""
 

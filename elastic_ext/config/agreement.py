@@ -164,7 +164,7 @@ class RankInterval:
         return self._wanted_interval, not least <= self._wanted_interval <= most
 
     def begin_anew(self, every: int) -> None:
-        """Ask for ``every`` as at the start, and take no time for a step's that other ranks have begun it with."""
+        """Ask for ``every`` as at the start, and count the time since the last boundary as no step's."""
         self._wanted_interval = self._sent_interval = every
         self._passed_at, self._spent_seconds = None, 0.0
 

@@ -308,12 +308,11 @@ class Session:
         """
         training, follower = self._training, self.follower
         follower.take_world(world)
-        for each in (
-            *(training.settings, training.state.remarks, training.profile_output, training.facts, training.guarding),
-            *(self._learning, self._saving),
-        ):
-            if each is not None:
-                each.take_world(world)
+        parts = training.settings, training.state.remarks, training.profile_output, training.facts, training.guarding
+        for each in (*parts, self._learning):
+            each.take_world(world)
+        if self._saving is not None:
+            self._saving.take_world(world)
         self._show_progress()
         self._begin_batches(follower.config)
 

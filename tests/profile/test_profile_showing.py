@@ -19,7 +19,15 @@ import pytest
 from elastic_ext.errors import ElasticError
 from elastic_ext.profile.output import ProfileOutput, Sinks, TensorBoardSink, TrainingFacts
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.reader import present_windows, profiled_seats, rounds_of, tail_of, tails_of, view_of
+from elastic_ext.profile.reader import (
+    present_windows,
+    profiled_seats,
+    read_profiles,
+    rounds_of,
+    tail_of,
+    tails_of,
+    view_of,
+)
 from elastic_ext.profile.summary import (
     StepProfile,
     duration_in_words,
@@ -72,6 +80,21 @@ def test_the_last_windows_of_a_file_are_read_and_broken_lines_passed_over(tmp_pa
     assert tail_of(tmp_path / "profile-4.jsonl", 5) == ()
     assert profiled_seats(tmp_path) == [3]
     assert tails_of(tmp_path, [3, 4], 4) == {3: (windows[-1],), 4: ()}
+
+
+def test_what_is_read_of_workers_is_by_the_ranks_that_they_have_now(tmp_path: Path) -> None:
+    had = {0: (0, 0, 1, 1), 1: (1, 1, 0, 0), 2: (1, 1)}  # by seat; the last one has gone
+    rows = {seat: [window(float(at), rank=rank) for at, rank in enumerate(ranks, 1)] for seat, ranks in had.items()}
+    for seat, row in rows.items():
+        directory = RunDirectory(tmp_path, seat=seat)
+        directory.write_census(census(num_ops=100 + seat))
+        for each in row:
+            directory.add_window(each)
+    for seats in ([0, 1, 2], [2, 1, 0]):
+        found = read_profiles(tmp_path, seats, num_windows=10)
+        assert found.windows == tails_of(tmp_path, seats, 10) == {1: tuple(rows[0][2:]), 0: tuple(rows[1][2:])}
+        assert {rank: each.num_ops for rank, each in found.censuses.items()} == {1: 100, 0: 101}
+    assert tails_of(tmp_path, [2], 10) == {1: tuple(rows[2])}
 
 
 def test_a_tail_is_read_in_bounded_time_whatever_the_file_holds(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -31,6 +32,7 @@ from elastic_ext.ranks.heartbeat import (
     stacks_file,
     stacks_pipe,
 )
+from elastic_ext.ranks.world import World
 from elastic_ext.training.steps.steps import Steps
 from tests.support.beating import reading_of, until, worker
 from tests.support.ranks import RankPool
@@ -53,6 +55,17 @@ def said(folder: Path) -> HeartbeatReading:
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_gets_another_number_says_so_in_the_same_file(tmp_path: Path, pulse: FileHeartbeat) -> None:
+    for step in range(3):
+        pulse.enter(0)
+        pulse.leave(step + 1, step + 1, 0)
+    before = said(tmp_path)
+    pulse.take_world(World(rank=70_000, names=()))
+    found = said(tmp_path)
+    assert (before.rank, before.num_alike, found.rank, found.num_alike) == (3, 3, 70_000, 0)
+    assert dataclasses.replace(found, rank=3, num_alike=3) == before
 
 
 def test_a_new_pulse_says_who_writes_it_and_that_it_starts(tmp_path: Path, pulse: FileHeartbeat) -> None:

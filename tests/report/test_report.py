@@ -413,6 +413,25 @@ def test_nothing_in_a_file_is_a_traceback(parts: list[bytes]) -> None:
         assert list(events_in(path, Broken())) == []
 
 
+def test_a_rank_has_the_time_of_each_worker_that_had_its_number(tmp_path: Path) -> None:
+    lives = [list(life(START, START + 60.0, rank=rank, num_ranks=2)) for rank in (0, 1)]
+    half = len(lives[0]) // 2
+    for seat, rows in enumerate(lives):
+        write_windows(tmp_path, seat, [*rows[:half], *(replace(each, rank=1 - seat) for each in rows[half:])])
+    places, read = find_places(tmp_path), list[int]()
+    assert {rank: [path.name for path in paths] for rank, paths in places.profiles.items()} == dict.fromkeys(
+        (0, 1), ["profile-0.jsonl", "profile-1.jsonl"]
+    )
+    record = gather(places, None, read.append)
+    assert sum(read) == places.num_bytes, "a file that is read for two ranks counts once"
+    parts = [lives[rank][:half] + lives[1 - rank][half:] for rank in (0, 1)]
+    assert [each.rank for each in record.ranks] == [0, 1]
+    assert [each.num_steps for each in record.ranks] == [sum(each.num_steps for each in part) for part in parts]
+    assert [(each.begin, each.end) for each in record.ranks] == [(part[0].begin, part[-1].end) for part in parts]
+    assert not record.notes
+    check_page(shown(record))
+
+
 def test_run_directories_of_several_nodes_are_one_job(tmp_path: Path) -> None:
     for host in range(2):
         for rank in (2 * host, 2 * host + 1):
