@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import types
 import weakref
 from collections import deque
@@ -29,6 +28,7 @@ import elastic_ext
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.ranks.world import World
+from elastic_ext.strategies import StrategyName
 from tests.support.ranks import RankPool
 from tests.support.training import make_data, trainer_of
 
@@ -50,6 +50,7 @@ _CUT = "`plan(plan, rank)` tells it, with each plan by which steps are cut"
 _SAVE = "of one save, which ends in the world in which it began"
 _LOAD = "of one loading"
 _CHANGE = "of one change of plan, between two steps"
+_MOVED = "whoever moves the model to other ranks has it let go of its groups, and make others"
 
 KEPT: Mapping[str, str] = {
     "config.follower:ConfigFollower.heartbeat": "named by this rank, and told by the follower's take_world",
@@ -73,7 +74,7 @@ KEPT: Mapping[str, str] = {
     "fsdp.checkpoint.saving.rank_files:Writing._num_ranks": _SAVE,
     "fsdp.checkpoint.saving.rank_files:Writing._rank": _SAVE,
     "fsdp.checkpoint.saving.saver:InventoryExchange._comparable": _SAVE,
-    "fsdp.reshard.ddp:WrapperlessDDP._group": "of a DDP, which is made anew with its group",
+    "fsdp.reshard.ddp:WrapperlessDDP._group": _MOVED,
     "fsdp.reshard.exchange:BucketExchange._group": _CHANGE,
     "fsdp.reshard.exchange:BucketExchange._num_ranks": _CHANGE,
     "fsdp.reshard.exchange:BucketExchange._rank": _CHANGE,
@@ -194,35 +195,36 @@ def test_it_is_seen_who_keeps_something(tmp_path: Path) -> None:
 # --- in the objects of a prepared trainer -----------------------------------------------------------------------------
 
 HELD: Mapping[str, str] = {
-    "elastic_ext.ranks.group:Ranks": "it is who is asked: regroup",
-    "elastic_ext.ranks.board:Board": "Ranks, Notices and Leaving have it, and get another one",
-    "elastic_ext.fsdp.reshard.sharded_model:Spread": "the meshes of a plan, which are made anew with its groups",
-    "elastic_ext.fsdp.reshard.ddp:WrapperlessDDP": "of a DDP, which is made anew with its group",
+    "fsdp.reshard.ddp:WrapperlessDDP": _MOVED,
+    "fsdp.reshard.sharded_model:Spread": _MOVED,
+    "ranks.board:Board": "Ranks, Notices and Leaving have one, and get another",
+    "ranks.group:Ranks": "it is who is asked: regroup",
+    "training.gradients.sharing:Averaging": "Guarding, which keeps it, lets go of it by its take_world",
 }
 """Classes whose objects hold a group, a mesh, a store or a World and have no take_world: why."""
 
 
-def held_from(start: object) -> set[str]:
-    """The classes of this library with objects reachable from ``start`` that hold a group, mesh, store or World.
+def held_from(start: object) -> dict[str, bool]:
+    """Classes of this library with objects reachable from ``start`` that hold a group, a mesh, a store or a World.
 
-    Of objects of other libraries only containers and functions are looked into; torch's modules and groups are not.
+    Gives whether a class has a take_world. Of other libraries' objects only containers and functions are looked into.
     """
-    found: set[str] = set()
+    found: dict[str, bool] = {}
     known: dict[int, object] = {}
-    left: list[tuple[object, str]] = [(start, "")]
+    left: list[tuple[object, type]] = [(start, type(start))]
     while left:
         each, owner = left.pop()
         if isinstance(each, (dist.ProcessGroup, DeviceMesh, dist.Store, World)):  # type: ignore[attr-defined]
-            found.add(owner)
-            continue
-        if id(each) in known or isinstance(each, (type, types.ModuleType, torch.Tensor)):
-            continue
-        known[id(each)] = each
-        kind = type(each)
-        if kind.__module__.startswith("elastic_ext."):
-            owner = f"{kind.__module__}:{kind.__name__}"
-        left += [(inner, owner) for inner in _inner(each)]
+            found[f"{owner.__module__.removeprefix('elastic_ext.')}:{owner.__name__}"] = hasattr(owner, TELLS)
+        elif id(each) not in known and not isinstance(each, (type, types.ModuleType, torch.Tensor)):
+            known[id(each)] = each
+            inner_owner = type(each) if _is_ours(each) else owner
+            left += [(inner, inner_owner) for inner in _inner(each)]
     return found
+
+
+def _is_ours(thing: object) -> bool:
+    return type(thing).__module__.startswith("elastic_ext.")
 
 
 def _inner(thing: Any) -> Iterator[object]:
@@ -236,7 +238,7 @@ def _inner(thing: Any) -> Iterator[object]:
         yield thing.__self__
     elif isinstance(thing, types.FunctionType):
         yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell))
-    elif type(thing).__module__.startswith("elastic_ext."):
+    elif _is_ours(thing):
         names = {name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())}
         yield from (getattr(thing, name) for name in names if hasattr(thing, name))
         yield from getattr(thing, "__dict__", {}).values()
@@ -249,7 +251,7 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def prepared(rank: int, folder: Path, strategy: str) -> list[str]:
+def prepared(rank: int, folder: Path, strategy: StrategyName) -> dict[str, bool]:
     """Who holds something of a world in a trainer that trains by a plan, saves, and was given a loader."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)).double()
@@ -263,19 +265,14 @@ def prepared(rank: int, folder: Path, strategy: str) -> list[str]:
                 nn.functional.cross_entropy(model(data), classes).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
-        return sorted(held_from(trainer))
+        return held_from(trainer)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_who_holds_a_group_a_mesh_or_a_world_is_told_of_another_one(
-    ranks: RankPool, tmp_path: Path, strategy: str
+    ranks: RankPool, tmp_path: Path, strategy: StrategyName
 ) -> None:
     for found in ranks.run(2, prepared, tmp_path, strategy):
-        assert "elastic_ext.ranks.group:Ranks" in found, "the walk has come to it"
-        silent = {name for name in found if not hasattr(_class_of(name), TELLS)}
+        assert {"ranks.group:Ranks", "profile.output:ProfileOutput"} <= found.keys(), "the walk has come to them"
+        silent = {name for name, tells in found.items() if not tells}
         assert silent - HELD.keys() == set(), "ask Ranks each time, or have a take_world that the session calls"
-
-
-def _class_of(name: str) -> object:
-    module, _, kind = name.partition(":")
-    return getattr(importlib.import_module(module), kind)

@@ -82,7 +82,7 @@ def change_ranks(own: int, port: int, folder: Path) -> dict[str, Any]:
     """Train in a world of its own, then with the other worker, then with it and with ranks swapped."""
     os.environ.update({"ELASTIC_EXT_SEAT": str(own), "RANK": "0", "WORLD_SIZE": "1"})
     former, model = Former(own, port), make_model()
-    trainer = trainer_of(folder, model, global_batch_size=4)
+    trainer = trainer_of(folder, model)
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     session = trainer._training.session
     ranks, reports = trainer._training.ranks, trainer._training.follower.reports
@@ -122,6 +122,7 @@ def change_ranks(own: int, port: int, folder: Path) -> dict[str, Any]:
         else:
             begun.touch()
             take_step(lambda: until(go.exists))
+    former.of(len(WORLDS), ())()
     return {"seen": seen, "pid": os.getpid(), "steps": trainer.global_step}
 
 
