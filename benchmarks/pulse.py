@@ -46,7 +46,8 @@ _WORKER = """
 import sys
 from pathlib import Path
 from elastic_ext.ranks.heartbeat import begin_heartbeat
-begin_heartbeat(Path(sys.argv[1]), rank=int(sys.argv[2]), restart=0, run_dir=Path(sys.argv[1])).enter(0)
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+begin_heartbeat(folder, seat=rank, rank=rank, restart=0, run_dir=folder).enter(0)
 sys.stdout.write("x")
 sys.stdout.flush()
 sys.stdin.read()
@@ -121,7 +122,7 @@ def cost_of_looks(*, num_workers: int = NUM_WORKERS, num_looks: int = NUM_LOOKS)
             process.stdout.read(1)
             found = process_of(process.pid)
             assert found is not None
-            workers.append(Watched(local_rank=rank, rank=rank, process=found))
+            workers.append(Watched(local_rank=rank, rank=rank, seat=rank, process=found))
         monitor = Monitor(run_dir=Path(folder), pulse_dir=Path(folder), limits=HangLimits(), every_seconds=0.0)
         seconds = []
         for _ in range(num_looks):

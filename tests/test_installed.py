@@ -477,6 +477,7 @@ ENVIRONMENT = [
     "ELASTIC_EXT_JOB",
     "ELASTIC_EXT_PULSE_DIR",
     "ELASTIC_EXT_RUN_DIR",
+    "ELASTIC_EXT_SEAT",
     "ELASTIC_EXT_SHUTDOWN_SECONDS",
     "ELASTIC_EXT_STAGING_DIR",
 ]
@@ -499,6 +500,7 @@ ADDED = {
         "learning_rate",
     },
     "profile-0.jsonl": {"logged"},
+    "workers.json workers": {"seat"},
 }
 """What records have got since, by where it stands: a reader of before passes over it."""
 

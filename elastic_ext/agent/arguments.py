@@ -197,8 +197,8 @@ def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -
 
 # --- what a worker's environment says: torchrun's words, which scripts know, and those of this library ---------------
 
-OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS")
-"""The variables, without ELASTIC_EXT_, by which an agent tells its workers the job's name, its paths and its limits."""
+OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS", "SEAT")
+"""The variables, without ELASTIC_EXT_, by which an agent tells its workers the job's name, paths, limits and seats."""
 AT_START = Path(__file__).with_name("workers") / "at_start"
 
 

@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from elastic_ext.records.text import counted
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
-from .journal import FailedNode, Failure, Journal, failure_of, first_of, hung, told
+from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, told
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
 from .rendezvous import NodeRendezvous, NodeWords, judge, persist, settle
@@ -85,7 +85,7 @@ class ElasticAgent(LocalElasticAgent):
         self._tasks = tasks
         self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
-        self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
+        self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
         self._plan: MembershipPlan | None = None
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
@@ -103,7 +103,7 @@ class ElasticAgent(LocalElasticAgent):
     @property
     def watched(self) -> tuple[Watched, ...]:
         """The workers of the present round on this node, each with its rank, its process and its present state."""
-        return () if self.workers is None else self.workers.watched(self._ranks)
+        return () if self.workers is None else self._tasks.with_present_ranks(self.workers.watched(self._ranks))
 
     @property
     def _board(self) -> RoundBoard:
@@ -284,13 +284,13 @@ class ElasticAgent(LocalElasticAgent):
 
         It waits until the nodes' failures, or the silence of a lost node, tell which of the two it was.
         """
-        own = [failure_of(rank, failure, node=self._node) for rank, failure in result.failures.items()]
+        own = self._failures_of(result.failures.values())
         own = [
-            replace(each, message=self._tasks.words_of_leaving([each.rank])) if each.exit_code == EXIT_STATUS else each
+            replace(each, message=self._tasks.words_of_leaving([each.seat])) if each.exit_code == EXIT_STATUS else each
             for each in own
         ]
         self._tell_failed(own)
-        self._tasks.tell_workers({failure.rank: failure.ending for failure in own})
+        self._tasks.tell_workers({failure.seat: failure.ending for failure in own})
         began = time.monotonic()
         while True:
             everyone = self._everyone(own)
@@ -319,11 +319,15 @@ class ElasticAgent(LocalElasticAgent):
         """Note workers that failed during the rendezvous, unmonitored; those that were told to end have not failed."""
         result = None if self.workers is None else self.workers.wait(0)
         if result is not None:
-            failures = result.failures.items()
-            failed = [failure_of(self._ranks[local], each, node=self._node) for local, each in failures]
-            failed = [each for each in failed if each.exit_code != EXIT_STATUS]
+            failed = [each for each in self._failures_of(result.failures.values()) if each.exit_code != EXIT_STATUS]
             self._tell_failed(failed)
             self._has_failed = bool(failed)
+
+    def _failures_of(self, ends: Iterable[ProcessEnd]) -> list[Failure]:
+        """The failures of this node's workers whose processes have ended so."""
+        workers = {each.local_rank: each for each in self.watched}
+        ended = [(workers[end.local_rank], end) for end in ends]
+        return [failure_of(each.rank, end, seat=each.seat, node=self._node) for each, end in ended]
 
     def _tell_failed(self, failures: Sequence[Failure]) -> None:
         for each in failures:
@@ -334,7 +338,7 @@ class ElasticAgent(LocalElasticAgent):
         self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
         self._tasks.capture(self.watched, hang.reason)
         own = [
-            hung(each.rank, each.local_rank, each.process.pid, hang.reason, node=self._node)
+            hung(each.rank, each.local_rank, each.process.pid, hang.reason, seat=each.seat, node=self._node)
             for each in self.watched
             if each.rank in hang.ranks
         ]
@@ -366,7 +370,7 @@ class ElasticAgent(LocalElasticAgent):
     def _tell_of_others(self) -> None:
         """Tell the workers of this node of workers that have failed on other nodes."""
         if self._board.read_quietly("any-failed"):
-            self._tasks.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
+            self._tasks.tell_workers({failure.seat: failure.ending for failure in self._everyone([])})
 
     def _wait_until(self, board: RoundBoard, name: str, *, seconds: float) -> bool:
         """Whether the other nodes announce ``name`` on a round's board within ``seconds``; False if all are leaving."""
@@ -415,7 +419,7 @@ class ElasticAgent(LocalElasticAgent):
         is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
         how = "told to end" if is_term else f"sent {number.name} too"
-        if is_term and self._tasks.saves_on_signals(each.rank for each in self.watched):
+        if is_term and self._tasks.saves_on_signals(each.seat for each in self.watched):
             how = "told to save a checkpoint and to end"
         self._journal.tell("leaving", f"{number.name}: this node leaves the job; its workers are {how}")
         board = self._board

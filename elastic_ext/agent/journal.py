@@ -97,6 +97,8 @@ class Failure:
 
     rank: int
     local_rank: int
+    seat: int
+    """The number by which the worker's files are named."""
     host: str
     node_id: str
     pid: int
@@ -148,7 +150,7 @@ class ProcessEnd(Protocol):
     error_file_data: dict[str, Any]
 
 
-def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
+def failure_of(rank: int, end: ProcessEnd, *, seat: int, node: FailedNode) -> Failure:
     """The Failure of a worker, made of torch's account of its process and of the exception that the worker wrote."""
     said = end.error_file_data.get("message")
     message, trace = "", ""
@@ -161,6 +163,7 @@ def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
     return Failure(
         rank=rank,
         local_rank=end.local_rank,
+        seat=seat,
         host=node.host,
         node_id=node.node_id,
         pid=end.pid,
@@ -171,11 +174,12 @@ def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
     )
 
 
-def hung(rank: int, local_rank: int, pid: int, reason: str, *, node: FailedNode) -> Failure:
+def hung(rank: int, local_rank: int, pid: int, reason: str, *, seat: int, node: FailedNode) -> Failure:
     """The Failure of a worker that is ended because it hangs."""
     return Failure(
         rank=rank,
         local_rank=local_rank,
+        seat=seat,
         host=node.host,
         node_id=node.node_id,
         pid=pid,

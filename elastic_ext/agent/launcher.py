@@ -264,7 +264,7 @@ class _Launch:
             self._signals.hold()
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
-            left = "" if agent is None else tasks.words_of_leaving(each.rank for each in agent.watched)
+            left = "" if agent is None else tasks.words_of_leaving(each.seat for each in agent.watched)
             self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
             status = 128 + int(error.sigval)
         except WorkerNotStarted as error:

@@ -195,33 +195,37 @@ class NodeTasks:
         self._tell_slow(workers)
         return self._judge(seen)
 
+    def with_present_ranks(self, workers: Sequence[Watched]) -> tuple[Watched, ...]:
+        """The workers with the ranks that they have by now, as far as they have told the monitor."""
+        return self._monitor.with_present_ranks(workers)
+
     def note_end(self, workers: Sequence[Watched]) -> bool:
         """Note the last step of workers that end now, or have ended; whether any of them has taken a step."""
         steps = []
         for each in workers:
-            reading = read_heartbeat(heartbeat_file(self._folders.pulses, each.rank))
+            reading = read_heartbeat(heartbeat_file(self._folders.pulses, each.seat))
             if reading is not None and reading.num_boundaries > 0:
                 steps.append(reading.step)
         if steps and self._ended is None:
             self._ended = LastProgress(step=max(steps), clock=time.monotonic())
         return bool(steps)
 
-    def saves_on_signals(self, ranks: Iterable[int]) -> bool:
-        """Whether some of the ranks have begun training in this round that ends with a checkpoint if told to end."""
-        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+    def saves_on_signals(self, seats: Iterable[int]) -> bool:
+        """Whether some of the workers have begun training in this round that ends with a checkpoint if told to end."""
+        files = (self._folders.run_dir / f"events-{seat}.jsonl" for seat in seats)
         found = (begun_in(file, since=self._round.seconds) for file in files)
         return any(begun is not None and begun.saves_on_signals for begun in found)
 
-    def words_of_leaving(self, ranks: Iterable[int]) -> str:
-        """What ranks that were told to end in this round say of where training can go on; empty if none says it."""
-        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+    def words_of_leaving(self, seats: Iterable[int]) -> str:
+        """What workers that were told to end in this round say of where training can go on; empty if none says it."""
+        files = (self._folders.run_dir / f"events-{seat}.jsonl" for seat in seats)
         return next((words for file in files if (words := left_in(file, since=self._round.seconds))), "")
 
     def tell_workers(self, ended: Mapping[int, str]) -> None:
-        """Tell the workers of this node which ranks have ended and how, so that they do not wait for those."""
-        for rank, words in ended.items():
+        """Tell the workers of this node which seats' workers have ended and how, so that they do not wait for those."""
+        for seat, words in ended.items():
             with contextlib.suppress(OSError):  # they find out
-                write_whole(ended_file(self._folders.pulses, rank), words.encode(errors="replace"), durable=False)
+                write_whole(ended_file(self._folders.pulses, seat), words.encode(errors="replace"), durable=False)
 
     def capture(self, workers: Sequence[Watched], reason: str) -> None:
         """Write the stacks of this node's workers, and wait until other nodes have written theirs.
@@ -321,9 +325,9 @@ class NodeTasks:
 
     def _tell_slow(self, workers: Sequence[Watched]) -> None:
         """Write an event for each worker that has become a straggler, or is one no longer."""
-        ranks = [each.rank for each in workers if each.state == "running"]
+        seats = [each.seat for each in workers if each.state == "running"]
         with contextlib.suppress(BoardGone, ValueError):  # a node is gone, or of another version
-            for news in self._slow_workers.look(ranks, self._board):
+            for news in self._slow_workers.look(seats, self._board):
                 kind = "slow-worker" if news.is_slow else "slow-worker-over"
                 self._journal.tell(kind, news.text, rank=news.rank, host=news.host)
 
@@ -349,7 +353,7 @@ class NodeTasks:
     def _begun(self, workers: Sequence[Watched]) -> Begun | None:
         """Where training began in this round; None until a worker has ended a step of the round."""
         for each in workers:
-            reading = read_heartbeat(heartbeat_file(self._folders.pulses, each.rank))
+            reading = read_heartbeat(heartbeat_file(self._folders.pulses, each.seat))
             if reading is not None and reading.num_boundaries > 0:
-                return begun_in(self._folders.run_dir / f"events-{each.rank}.jsonl", since=self._round.seconds)
+                return begun_in(self._folders.run_dir / f"events-{each.seat}.jsonl", since=self._round.seconds)
         return None

@@ -25,6 +25,7 @@ from .elastic_config import ElasticConfig
 
 if TYPE_CHECKING:
     from elastic_ext.ranks.group import PendingSum, Ranks
+from elastic_ext.ranks.world import World
 
 __all__ = ["Agreement", "AgreementInterval", "Boundary", "Exchange", "RankInterval"]
 
@@ -120,13 +121,16 @@ class RankInterval:
     def __init__(self, ranks: Ranks, every: AgreementInterval) -> None:
         self._ranks = ranks
         self._is_chosen = every == "auto"
-        self.is_needed = self._is_chosen and ranks.world_size > 1
-        """Whether noted times matter: this rank may choose the interval, and there are other ranks."""
         first = 1 if every == "auto" else every
         self._wanted_interval = self._sent_interval = first
         self._estimator = IntervalEstimator(pulse_seconds=0.0)
         self._passed_at: float | None = None
         self._spent_seconds = 0.0  # on the agreement under way
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether noted times matter: this rank may choose the interval, and there are other ranks."""
+        return self._is_chosen and self._ranks.world_size > 1
 
     def measure(self) -> None:
         """Measure what a pulse takes, with all ranks, before the first step."""
@@ -160,6 +164,11 @@ class RankInterval:
         self._wanted_interval = min(self._estimator.interval(), every * _GROWTH) if self._is_chosen else every
         least, most = self._sent_interval / _WORTH_SENDING, self._sent_interval * _WORTH_SENDING
         return self._wanted_interval, not least <= self._wanted_interval <= most
+
+    def begin_anew(self, every: int) -> None:
+        """Ask for ``every`` as at the start, and count the time since the last boundary as no step's."""
+        self._wanted_interval = self._sent_interval = every
+        self._passed_at, self._spent_seconds = None, 0.0
 
     def mark_sent(self) -> None:
         """Note that all ranks have read the interval that this rank wanted last."""
@@ -253,6 +262,7 @@ class Agreement:
         self._source = source
         self.appliers = Appliers(ranks)
         self._rounds = ConfigRounds(ranks, source, self.appliers, base, warns=warns)
+        self._lag_warning_seconds = lag_warning_seconds
         self._lag = Lag(patience_seconds=lag_warning_seconds)
         self._rank_interval = RankInterval(ranks, every)
         self._is_pacing = self._rank_interval.is_needed
@@ -310,6 +320,20 @@ class Agreement:
         if self._started:
             self.rouse()
             self._applied = self._rounds.start_again(self._place)
+
+    def take_world(self, world: World) -> None:
+        """Agree with the ranks of ``world`` from here on, between two steps, as often as ranks do at the start.
+
+        No agreement is under way. Newcomers count boundaries and steps as those do who were here before.
+        """
+        assert self._exchange.word is None, "an agreement of the ranks before is read first"
+        self.every = 1 if self._asked_every == "auto" else self._asked_every
+        self._rank_interval.begin_anew(self.every)
+        self._is_pacing = self._rank_interval.is_needed
+        self._pulsed_boundary = self._num_boundaries
+        self._lag = Lag(patience_seconds=self._lag_warning_seconds)
+        self._broken = None
+        self.rouse()
 
     def start(self) -> Applied | None:
         """Agree on the start-up config with all ranks, and put the config file over it, if every rank finds one."""

@@ -35,6 +35,7 @@ from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat, begin_heartbeat
 from elastic_ext.ranks.notices import Trouble
 from elastic_ext.ranks.processes import process_of
+from elastic_ext.ranks.world import World
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import (
@@ -139,7 +140,7 @@ class Reports:
         """Called with each profile window that has been written."""
         self._settings = settings
         self._ranks = ranks
-        self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self._directory = RunDirectory(settings.run_dir, seat=ranks.seat) if settings.enabled else None
         self.census: StepCensus | None = None
         """The census of a step that was written last: its operations and bytes."""
         self.calibration: NodeCalibration | None = None
@@ -221,6 +222,10 @@ class Reports:
             self._directory.add_window(window)
         if self.on_window is not None:
             self.on_window(window)
+
+    def take_world(self, world: World) -> None:
+        """Have the next metrics, which name this rank and the number of ranks, written at the next step."""
+        self.due_at = 0.0
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """Write the metrics of this moment."""
@@ -304,6 +309,7 @@ def follow_config(
         ranks = Ranks.join(
             timeout_seconds=settings.timeout_seconds if settings is not None else DEFAULT_TIMEOUT_SECONDS,
             agents_folder=settings.pulse_dir if settings is not None else None,
+            seat=settings.seat if settings is not None else None,
         )
     try:
         ranks.all_or_raise(error, "starting to follow a config", is_refusal=True)
@@ -347,6 +353,7 @@ class ConfigFollower:
         """The events and metrics that this rank writes to the run directory."""
         self.heartbeat = begin_heartbeat(
             settings.pulse_dir if settings.enabled else None,
+            seat=ranks.seat,
             rank=ranks.rank,
             restart=settings.restart,
             run_dir=settings.run_dir,
@@ -379,6 +386,11 @@ class ConfigFollower:
         It hears all that training tells, and has to forward that to the present one.
         """
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
+
+    def take_world(self, world: World) -> None:
+        """Tell what this follower has kept of its ranks that they are those of ``world`` now, between two steps."""
+        for each in (self.heartbeat, self.agreement, self.reports):
+            each.take_world(world)
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""

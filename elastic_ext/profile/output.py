@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.ranks.world import World
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 from .breakdown import merged
 from .phases import Phase
-from .reader import present_windows, profile_file, read_calibration, read_census, read_trace, tails_of, view_of
+from .reader import present_windows, profile_file, read_calibration, read_census, read_profiles, view_of
 from .summary import StepProfile, flops_share, line_of, summary_of
 from .verdict import Verdict, verdict
 
@@ -160,18 +161,17 @@ class ProfileOutput:
         self,
         folder: Path,
         *,
-        rank: int,
-        hosts: Sequence[str],
+        world: World,
         every_seconds: float,
         facts: Callable[[], TrainingFacts],
         sinks: Sinks,
     ) -> None:
-        """``hosts`` are all ranks' hosts. A line is logged after ``every_seconds`` of training; with 0 there is none.
+        """A line is logged after ``every_seconds`` of training; with 0 there is none.
 
         ``facts`` gives the facts of the training as they are now.
         """
         self._folder = folder
-        self._rank, self._hosts = rank, tuple(hosts)
+        self._world = world
         self._every_seconds = every_seconds
         self._facts = facts
         self._sinks = sinks
@@ -183,7 +183,7 @@ class ProfileOutput:
         """Take in a window that has ended: write it to the sinks, and log a line where one is due."""
         if window.num_steps > 0:
             self._last = window
-        if self._rank > 0:
+        if self._world.rank > 0:
             return
         if self._sinks.are_there:
             profile = summary_of([window], num_replicas=self._facts().num_replicas)
@@ -213,6 +213,11 @@ class ProfileOutput:
             tokens_per_second=tokens,
         )
 
+    def take_world(self, world: World) -> None:
+        """Judge windows among the ranks of ``world`` from here on; what was kept of the ranks before is told first."""
+        self._log_line()
+        self._last, self._world = None, world
+
     def close(self) -> None:
         """Log the line of the last steps, and close the sinks. Closing twice is allowed."""
         self._log_line()
@@ -236,7 +241,7 @@ class ProfileOutput:
         profile = summary_of(windows, num_replicas=known.num_replicas)
         if profile is None:
             return
-        census, best = read_census(self._folder, self._rank), read_calibration(self._folder)
+        census, best = read_census(self._folder, self._world.name.seat), read_calibration(self._folder)
         mfu = flops_share(merged(windows), census, best, num_replicas=known.num_replicas)
         text = self._judged(windows, profile.seconds, census, best).text
         _logger.info("profile: %s", line_of(profile, mfu=mfu, text=text))
@@ -245,28 +250,30 @@ class ProfileOutput:
         self, windows: Sequence[StepWindow], seconds: float, census: StepCensus | None, best: NodeCalibration | None
     ) -> Verdict:
         """The verdict on what holds training up, from the ranks of this machine, which are taken to train alike."""
-        others = [rank for rank in self._others_here() if profile_file(self._folder, rank).exists()][:_MOST_READ]
+        world = self._world
+        others = [seat for seat in self._others_here() if profile_file(self._folder, seat).exists()][:_MOST_READ]
         num_each = _MOST_READ // len(others) if others else len(windows)
-        tails = tails_of(self._folder, others, num_each)
-        found = present_windows({**tails, self._rank: windows[-num_each:]}, seconds=seconds)
+        told = read_profiles(self._folder, [*others, world.name.seat], num_windows=num_each)
+        rows = {rank: row for rank, row in told.windows.items() if rank < world.size}
+        found = present_windows({**rows, world.rank: windows[-num_each:]}, seconds=seconds)
         measures = self.with_profile(Measures())
         views = [
             view_of(
                 row,
-                host=self._hosts[rank],
+                host=world.names[rank].host,
                 measures=measures,
                 census=census,
                 calibration=best,
-                trace=read_trace(self._folder, rank),
+                trace=told.traces.get(rank),
             )
             for rank, row in found.items()
         ]
-        return verdict(views, is_partial=len(others) + 1 < len(self._hosts))
+        return verdict(views, is_partial=len(others) + 1 < world.size)
 
     def _others_here(self) -> Iterator[int]:
-        """The other ranks on this machine, whose files may be in another agent's folder even so."""
-        own_host = self._hosts[self._rank]
-        return (rank for rank, host in enumerate(self._hosts) if host == own_host and rank != self._rank)
+        """The seats of the other ranks on this machine, whose files may be in another agent's folder even so."""
+        world = self._world
+        return (name.seat for name in world.names if name.host == world.name.host and name.rank != world.rank)
 
 
 def _config_of(window: StepWindow) -> tuple[int, int]:

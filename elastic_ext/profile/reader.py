@@ -25,7 +25,7 @@ __all__ = [
     "WindowsByRank",
     "present_windows",
     "profile_file",
-    "profiled_ranks",
+    "profiled_seats",
     "read_calibration",
     "read_census",
     "read_profiles",
@@ -63,14 +63,14 @@ class NodeProfiles:
 # ---- files ----
 
 
-def profiled_ranks(folder: Path) -> list[int]:
-    """The ranks whose profiles lie in a run directory; OSError where it cannot be read."""
+def profiled_seats(folder: Path) -> list[int]:
+    """The seats whose profiles lie in a run directory; OSError where it cannot be read."""
     return sorted(int(found[1]) for name in os.listdir(folder) if (found := _PROFILE.fullmatch(name)))
 
 
-def profile_file(folder: Path, rank: int) -> Path:
-    """The file with this rank's profile in a run directory."""
-    return folder / f"profile-{rank}.jsonl"
+def profile_file(folder: Path, seat: int) -> Path:
+    """The file with a worker's profile in a run directory."""
+    return folder / f"profile-{seat}.jsonl"
 
 
 def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
@@ -87,33 +87,55 @@ def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
-    """The last windows of several ranks; what is in a rank's file and not of that rank is passed over."""
-    found = {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
-    return {rank: tuple(each for each in row if each.rank == rank) for rank, row in found.items()}
+def tails_of(folder: Path, seats: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
+    """The last windows of the workers in these seats, by the rank that each has now, which its last window tells.
+
+    Windows from before a worker had that rank are left out.
+    """
+    return {rank: windows for rank, (_, windows) in _tails_by_rank(folder, seats, num_windows).items()}
 
 
-def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:
-    """All profiles in a run directory, of the first ranks alone; OSError where it cannot be read."""
-    ranks = profiled_ranks(folder)[:most_ranks]
-    censuses = {rank: read_census(folder, rank) for rank in ranks}
-    traces = {rank: read_trace(folder, rank) for rank in ranks}
+def _tails_by_rank(
+    folder: Path, seats: Iterable[int], num_windows: int
+) -> dict[int, tuple[int, tuple[StepWindow, ...]]]:
+    """By rank, the seat of the worker that has the rank now, and its last windows; what ``tails_of`` says."""
+    found: dict[int, tuple[int, tuple[StepWindow, ...]]] = {}
+    for seat in seats:
+        windows = tail_of(profile_file(folder, seat), num_windows)
+        rank = windows[-1].rank if windows else seat
+        told = found.get(rank, (seat, ()))[1]
+        if not told or (windows and windows[-1].end > told[-1].end):  # else of a worker that has gone
+            found[rank] = seat, _last_of(rank, windows)
+    return found
+
+
+def _last_of(rank: int, windows: tuple[StepWindow, ...]) -> tuple[StepWindow, ...]:
+    """The last of these windows that are one rank's without another's between them."""
+    others = [number for number, window in enumerate(windows) if window.rank != rank]
+    return windows[others[-1] + 1 :] if others else windows
+
+
+def read_profiles(folder: Path, seats: Sequence[int], *, num_windows: int) -> NodeProfiles:
+    """What the workers in these seats have written of their time, by the rank that each has now."""
+    tails = _tails_by_rank(folder, seats, num_windows)
+    censuses = {rank: read_census(folder, seat) for rank, (seat, _) in tails.items()}
+    traces = {rank: read_trace(folder, seat) for rank, (seat, _) in tails.items()}
     return NodeProfiles(
-        windows=tails_of(folder, ranks, num_windows),
+        windows={rank: windows for rank, (_, windows) in tails.items()},
         censuses={rank: each for rank, each in censuses.items() if each is not None},
-        calibration=read_calibration(folder) if ranks else None,
+        calibration=read_calibration(folder) if seats else None,
         traces={rank: each for rank, each in traces.items() if each is not None},
     )
 
 
-def read_census(folder: Path, rank: int) -> StepCensus | None:
-    """What a step of this rank asks of its machine, if that was counted."""
-    return _read(folder / f"census-{rank}.json", StepCensus.from_json)
+def read_census(folder: Path, seat: int) -> StepCensus | None:
+    """What a step of the worker in this seat asks of its machine, if that was counted."""
+    return _read(folder / f"census-{seat}.json", StepCensus.from_json)
 
 
-def read_trace(folder: Path, rank: int) -> StepTrace | None:
-    """What torch's profiler saw of a step of this rank, if one was traced."""
-    return _read(folder / f"trace-{rank}.json", StepTrace.from_json)
+def read_trace(folder: Path, seat: int) -> StepTrace | None:
+    """What torch's profiler saw of a step of the worker in this seat, if one was traced."""
+    return _read(folder / f"trace-{seat}.json", StepTrace.from_json)
 
 
 def read_calibration(folder: Path) -> NodeCalibration | None:

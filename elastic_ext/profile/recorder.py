@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat
+from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import StepWindow
 
 from .memory.analyzer import Analyzer
@@ -143,6 +144,15 @@ class Recorder(Heartbeat):
     def note_change(self) -> None:
         self._heartbeat.note_change()
         self._windows.expect_change()
+
+    def take_world(self, world: World) -> None:
+        self._heartbeat.take_world(world)
+        self._measure_again()
+        if self._has_begun:
+            self._close()  # a window is of one world
+        self._windows.take_world(world)
+        if self._surveyor is not None:
+            self._surveyor.take_world(world)
 
     def end(self) -> None:
         self._heartbeat.end()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ext.ranks.notices import PeerName
+from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace
 
 from .memory.analyzer import Analyzer
@@ -34,8 +34,8 @@ class StepMeasurementListeners:
 
     census: Callable[[StepCensus], None]
     trace: Callable[[StepTrace], None]
-    calibration: Callable[[NodeCalibration], None] | None
-    """Called with this machine's calibration; None where another rank measures the machine."""
+    calibration: Callable[[NodeCalibration], None]
+    """Called with this machine's calibration, on the first rank of the machine."""
 
 
 class Surveyor:
@@ -46,7 +46,7 @@ class Surveyor:
         timeline: Timeline,
         probe: Probe,
         *,
-        name: PeerName,
+        world: World,
         device: torch.device,
         listeners: StepMeasurementListeners,
         why_no_census: Callable[[], str | None],
@@ -59,7 +59,7 @@ class Surveyor:
         """
         self._timeline = timeline
         self._probe = probe
-        self._name, self._device = name, device
+        self._world, self._device = world, device
         self._listeners = listeners
         self._why_no_census = why_no_census
         self._needs_trace = needs_trace
@@ -97,8 +97,12 @@ class Surveyor:
         if has_ended and self._census is not None:
             self._keep_census(self._census)
             self._census = None
-            if self._listeners.calibration is not None:
-                self._measure_machine(self._listeners.calibration)
+            if self._world.is_first_here:
+                self._measure_machine()
+
+    def take_world(self, world: World) -> None:
+        """Name this rank as it is in ``world`` in what is measured from here on, between two steps."""
+        self._world = world
 
     def close(self) -> None:
         """Stop measuring: training ends, perhaps within a step."""
@@ -109,9 +113,9 @@ class Surveyor:
         if trace is not None:
             trace.end()
 
-    def _measure_machine(self, found: Callable[[NodeCalibration], None]) -> None:
+    def _measure_machine(self) -> None:
         try:
-            found(calibrate(self._device, host=self._name.host))
+            self._listeners.calibration(calibrate(self._device, host=self._world.name.host))
         except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
             _logger.debug("the peak speed of this machine is not measured: %s", error)
 
@@ -128,7 +132,7 @@ class Surveyor:
         elif self._trace is None and time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if self._needs_trace() and can_trace():
-                self._trace = Trace(self._name.rank)
+                self._trace = Trace(self._world.rank)
                 self._trace.begin()
 
     def _pause(self) -> None:
@@ -143,7 +147,7 @@ class Surveyor:
         if num_rows > 0:  # else no pass was seen
             self._listeners.census(
                 census.record(
-                    rank=self._name.rank,
+                    rank=self._world.rank,
                     num_samples=num_rows,
                     num_micro_steps=self._num_micro_steps,
                     device=str(self._device),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase, Spent, Timeline
@@ -72,6 +73,10 @@ class WindowAccumulator:
         self._counts = 0, 0  # tokens, bytes
         self._is_settled = True  # as the window began
         self._config = 0, 0  # that was in force as the window began
+
+    def take_world(self, world: World) -> None:
+        """Count what follows as time of this rank in ``world``; the window of the world before was closed."""
+        self._rank, self._world_size = world.rank, world.size
 
     @property
     def num_steps(self) -> int:

@@ -2,7 +2,8 @@
 
 All of them run on a gloo group of their own: control traffic on the user's group could pair with a gradient.
 Everything is called on the training thread, by all ranks in the same order. While it waits, a rank reads its
-peers' notices, so that it does not wait for one that has said it will not come.
+peers' notices, so that it does not wait for one that has said it will not come. A ``Ranks`` lives as long as its
+process trains; who the others are may change (``regroup``), so nobody keeps what it says of them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
+from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, GivenSeat
 
 from .board import Board, BoardGone
-from .notices import Notices, PeerName, Trouble
+from .notices import Notices, Trouble
+from .world import PeerName, World
 
 __all__ = ["PendingSum", "Ranks"]
 
@@ -54,11 +57,18 @@ class Ranks:
     """This rank's connection to the other ranks: collectives of numbers and bytes, and a board."""
 
     def __init__(
-        self, *, rank: int, names: Sequence[PeerName], group: dist.ProcessGroup | None, board: Board | None
+        self,
+        world: World,
+        *,
+        group: dist.ProcessGroup | None = None,
+        board: Board | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        agents_folder: Path | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = len(names)
-        self.names = tuple(names)
+        self.world = world
+        """Who the ranks are now; another value after ``regroup``."""
+        self.seat = world.name.seat
+        """The number by which this rank's files are named, for as long as its process lives."""
         self.board = board
         """What ranks tell each other without collectives; None where they have no store for it."""
         self.notices: Notices | None = None
@@ -68,49 +78,102 @@ class Ranks:
         self.slice_seconds = 0.5
         """How long a collective is waited for between two looks at the peers' notices."""
         self._group = group
+        self._timeout_seconds = timeout_seconds
+        self._agents_folder = agents_folder
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
         self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
     @classmethod
     def alone(cls) -> Ranks:
         """Rank 0 of 1, whose collectives exchange nothing."""
-        board = Board(dist.HashStore(), _PREFIX) if dist.is_available() else None  # type: ignore[attr-defined]
-        return cls(rank=0, names=[_my_name(0)], group=None, board=board)
+        ranks = cls(_world_of(0, 1, seat=0))
+        ranks._stand_alone()
+        return ranks
 
     @classmethod
-    def join(cls, *, timeout_seconds: float, agents_folder: Path | None = None) -> Ranks:
+    def join(cls, *, timeout_seconds: float, agents_folder: Path | None = None, seat: GivenSeat | None = None) -> Ranks:
         """The ranks of the default process group; all of them call this. Rank 0 of 1 where there is no group.
 
-        In ``agents_folder`` an agent says which ranks have ended.
+        In ``agents_folder`` an agent says which ranks have ended; it may have given this process a ``seat``.
         """
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return cls.alone()
-        rank = dist.get_rank()
+        rank, size = _default_place()
+        number = rank if seat is None else seat.of(rank, size)
+        ranks = cls(_world_of(rank, size, seat=number), timeout_seconds=timeout_seconds, agents_folder=agents_folder)
+        ranks._join()
+        return ranks
+
+    def regroup(self, form: Callable[[], object]) -> World:
+        """Leave these ranks for those of the default process group that ``form`` makes; gives the new world.
+
+        ``form`` ends the default process group, if there is one, and begins another, on a store of its own: a store
+        that an agent holds, under a prefix that no world before has had. All ranks of the new world call this,
+        newcomers too, from a world of their own. Nothing is under way in this group, which is let go of before ``form``
+        is called, with its board and notices. What is set here stays: the seat, ``progress``, limits of time. Who keeps
+        anything of a world is told of the new one by its ``take_world``.
+
+        Where ``form`` or a collective of the new world fails this rank is in no world: it may call this again.
+        """
+        self._let_go()
+        form()
+        self._join()
+        return self.world
+
+    def _join(self) -> None:
+        """Make the control group of the default process group's ranks, and learn who they are."""
+        rank, size = _default_place()
+        self.world = _world_of(rank, size, seat=self.seat)
+        if size == 1:
+            self._stand_alone()
+            return
         try:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {rank} could not make a process group for agreements with all ranks: {error}; make the same "
                 "calls of elastic_ext on every rank"
             ) from error
         assert isinstance(group, dist.ProcessGroup)
-        unnamed = [PeerName(rank=peer, host="?", pid=0) for peer in range(dist.get_world_size())]
-        ranks = cls(rank=rank, names=unnamed, group=group, board=None)
+        self._group = group
         store = _default_store()
-        board = None if store is None else Board(store, _PREFIX, place=rank, num_peers=ranks.world_size)
+        board = None if store is None else Board(store, _PREFIX, place=rank, num_peers=size)
         number = board.count("groups") if rank == 0 and board is not None else 0
-        hello = json.dumps({"name": asdict(_my_name(rank)), "number": number}).encode()
-        greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining the other ranks")]
-        ranks.names = tuple(PeerName(**greeting["name"]) for greeting in greetings)
+        hello = json.dumps({"name": asdict(self.world.name), "number": number}).encode()
+        greetings = [json.loads(greeting) for greeting in self.gather(hello, "joining the other ranks")]
+        self.world = World(rank=rank, names=tuple(PeerName(**greeting["name"]) for greeting in greetings))
         if board is not None:  # on a connection of its own: the user's threads may be waiting in theirs
-            ranks.board = board.below(str(greetings[0]["number"]), connects=True)
-            ranks.notices = Notices(ranks.board, ranks.names, agents_folder=agents_folder)
-        return ranks
+            self.board = board.below(str(greetings[0]["number"]), connects=True)
+            self.notices = Notices(self.board, self.names, agents_folder=self._agents_folder)
+
+    def _stand_alone(self) -> None:
+        if dist.is_available():
+            self.board = Board(dist.HashStore(), _PREFIX)  # type: ignore[attr-defined]
+
+    def _let_go(self) -> None:
+        """Let go of the group, whose connections close, and of the board, with its connection to the store."""
+        self.board = self.notices = None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the ranks."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.world.size
+
+    @property
+    def names(self) -> tuple[PeerName, ...]:
+        """The names of all ranks, in their order."""
+        return self.world.names
 
     @property
     def host(self) -> str:
         """The machine that this rank runs on."""
-        return self.names[self.rank].host
+        return self.world.name.host
 
     def speaks_for(self, thing: str) -> bool:
         """Whether this rank is the one to log what all ranks of its machine that have the same ``thing`` would log.
@@ -175,12 +238,10 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group and the store; collectives under way are given up, and nothing may be called afterwards."""
-        self.board = None if self.world_size > 1 else self.board
-        self.notices = None
+        board = None if self.world_size > 1 else self.board
         self.progress = lambda: "the end"
-        if self._group is not None and dist.is_initialized():
-            group, self._group = self._group, None
-            dist.destroy_process_group(group)
+        self._let_go()
+        self.board = board
 
     def _begin(self, start: Callable[[], dist.Work | None], doing: str) -> dist.Work:
         try:
@@ -236,7 +297,7 @@ class Ranks:
         """The error of a collective that lost a peer, with what the other ranks say of themselves."""
         if self.notices is None:
             return PeerLostError(f"a peer was lost while {doing}: {error}")
-        progress, me = self.progress(), self.names[self.rank]
+        progress, me = self.progress(), self.world.name
         if self._doubt and error is None and self._are_well():
             self.notices.post(Trouble(kind="failed", progress=progress, text=f"it {self._doubt}"))
             silent = f"did not, and waits for rank {self.rank} in that step, unless it has died or hangs"
@@ -258,8 +319,18 @@ class Ranks:
             return False
 
 
-def _my_name(rank: int) -> PeerName:
-    return PeerName(rank=rank, host=socket.gethostname(), pid=os.getpid())
+def _default_place() -> tuple[int, int]:
+    """This process's rank in the default process group, and the number of ranks there; (0, 1) without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _world_of(rank: int, size: int, *, seat: int) -> World:
+    """A world in which the other ranks have not told their names yet."""
+    names = [PeerName(rank=peer, host="?", pid=0, seat=peer) for peer in range(size)]
+    names[rank] = PeerName(rank=rank, host=socket.gethostname(), pid=os.getpid(), seat=seat)
+    return World(rank=rank, names=tuple(names))
 
 
 def _default_store() -> Any:

@@ -26,6 +26,7 @@ from elastic_ext.records.files import write_whole
 
 from .deadlines import OwnedThread
 from .processes import do_in_forked_processes, is_alive, process_of, this_process
+from .world import World
 
 __all__ = [
     "Activity",
@@ -136,6 +137,7 @@ _FORMAT = 1
 _SIZE = 128
 _FIXED = struct.Struct("=8sIIIIIIQQQiI")
 """Magic, format, 0; pid, rank, restart, stacks signal; start ticks, thread; the stacks' file: inode, number; 0."""
+_RANK, _RANK_AT = struct.Struct("=I"), 20  # within what is fixed: a rank gets another number where members change
 _MOVING = struct.Struct("=8q")
 _SEQUENCE, _SINCE, _ACTIVITY, _MICRO_STEP, _STEPS, _BOUNDARIES, _ALIKE, _NANOSECONDS = range(8, 16)
 """Where the numbers stand that change, of 16; the sequence is odd while something is being written."""
@@ -201,6 +203,9 @@ class Heartbeat:
     def note_change(self) -> None:
         """Note a change of the config or the model, after which steps may take as long as the first ones."""
 
+    def take_world(self, world: World) -> None:
+        """Note which number this rank has from here on, and that steps may take as long as the first ones."""
+
     def end(self) -> None:
         """Note that training has ended in this process, and write nothing any more."""
 
@@ -210,8 +215,11 @@ class FileHeartbeat(Heartbeat):
 
     wants_micro_steps = True
 
-    def __init__(self, path: Path, *, rank: int, restart: int, stacks: Path) -> None:
-        """Make the file ``path``, and offer to write stacks to ``stacks``; OSError where ``path`` cannot be made."""
+    def __init__(self, path: Path, *, rank: int, restart: int, stacks: Path, pipe: Path) -> None:
+        """Make the file ``path``; OSError where that cannot be.
+
+        Who writes to ``pipe`` has stacks written to ``stacks``.
+        """
         self._stacks_signal, self._stacks_descriptor = _offer_stacks(stacks)
         self._sequence = self._num_boundaries = self._num_alike = 0
         self._activity = int(Activity.STARTING)
@@ -231,7 +239,7 @@ class FileHeartbeat(Heartbeat):
             with open(path, "r+b") as file:
                 self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
             if self._stacks_signal:
-                self._own_stacks = OwnStacks(stacks_pipe(path.parent, rank), self._stacks_descriptor)
+                self._own_stacks = OwnStacks(pipe, self._stacks_descriptor)
         except OSError:
             self._withdraw_stacks()
             with contextlib.suppress(OSError):
@@ -302,6 +310,10 @@ class FileHeartbeat(Heartbeat):
         self._num_alike = 0
         self._write({_ALIKE: 0})
 
+    def take_world(self, world: World) -> None:
+        _RANK.pack_into(self._numbers.cast("B"), _RANK_AT, world.rank)
+        self.note_change()
+
     def end(self) -> None:
         self.note(Activity.ENDED)
         self._withdraw_stacks()
@@ -364,22 +376,24 @@ class HeartbeatReading:
     """The inode of the file of stacks; if the descriptor has another one, the script has replaced the file."""
 
 
-def begin_heartbeat(folder: Path | None, *, rank: int, restart: int, run_dir: Path) -> Heartbeat:
+def begin_heartbeat(folder: Path | None, *, seat: int, rank: int, restart: int, run_dir: Path) -> Heartbeat:
     """The heartbeat of this rank, in an agent's ``folder``; one that writes nothing where there is no agent.
 
-    Nothing is written either where another live process has that rank's, as where a script starts another that trains.
+    Nothing is written either where another live process has that seat's, as where a script starts another that trains.
     """
     if folder is None:
         return Heartbeat()
-    path = heartbeat_file(folder, rank)
+    path = heartbeat_file(folder, seat)
     found = read_heartbeat(path)
     if found is not None and found.pid != os.getpid() and found.activity is not Activity.ENDED:
         other = process_of(found.pid)
         if other is not None and other.start_ticks == found.start_ticks and is_alive(other):
-            _logger.debug("process %d has the heartbeat of rank %d, and this one has none", found.pid, rank)
+            _logger.debug("process %d has the heartbeat of seat %d, and this one has none", found.pid, seat)
             return Heartbeat()
     try:
-        return FileHeartbeat(path, rank=rank, restart=restart, stacks=stacks_file(run_dir, rank))
+        return FileHeartbeat(
+            path, rank=rank, restart=restart, stacks=stacks_file(run_dir, seat), pipe=stacks_pipe(folder, seat)
+        )
     except OSError as error:
         _logger.warning(
             "rank %d cannot write its heartbeat, so that its agent does not notice if the rank hangs: %s", rank, error
@@ -387,19 +401,19 @@ def begin_heartbeat(folder: Path | None, *, rank: int, restart: int, run_dir: Pa
         return Heartbeat()
 
 
-def heartbeat_file(folder: Path, rank: int) -> Path:
-    """The file of a rank's heartbeat."""
-    return folder / f"pulse-{rank}"
+def heartbeat_file(folder: Path, seat: int) -> Path:
+    """The file of a worker's heartbeat."""
+    return folder / f"pulse-{seat}"
 
 
-def stacks_pipe(folder: Path, rank: int) -> Path:
-    """The pipe through which a rank is asked for its stacks."""
-    return folder / f"stacks-{rank}"
+def stacks_pipe(folder: Path, seat: int) -> Path:
+    """The pipe through which a worker is asked for its stacks."""
+    return folder / f"stacks-{seat}"
 
 
-def stacks_file(run_dir: Path, rank: int) -> Path:
-    """The file to which a rank writes its stacks when it is asked to."""
-    return run_dir / f"stacks-{rank}.txt"
+def stacks_file(run_dir: Path, seat: int) -> Path:
+    """The file to which a worker writes its stacks when it is asked to."""
+    return run_dir / f"stacks-{seat}.txt"
 
 
 def read_heartbeat(path: Path) -> HeartbeatReading | None:

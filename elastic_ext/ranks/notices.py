@@ -12,8 +12,9 @@ from typing import Literal
 from elastic_ext.records.json import record_of
 
 from .board import Board, BoardGone
+from .world import PeerName
 
-__all__ = ["Notices", "PeerName", "Trouble", "ended_file", "is_of_lost_peer"]
+__all__ = ["Notices", "Trouble", "ended_file", "is_of_lost_peer"]
 
 _logger = logging.getLogger(__name__)
 
@@ -26,18 +27,6 @@ _OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at t
     r"|remote process (has )?(exited|terminated)|socket (closed|error)|Socket Timeout|NCCL.*(remote|system) error"
     r"|DistNetworkError|RanksFailedError|recvBytes|sendBytes|Timed out waiting .*(recv|send|operation)"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerName:
-    """A rank with the host and the process that it runs in, to be named in messages."""
-
-    rank: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +44,9 @@ def is_of_lost_peer(message: str) -> bool:
     return _OF_OTHERS.search(message) is not None
 
 
-def ended_file(folder: Path, rank: int) -> Path:
-    """The file in which an agent says how a rank has ended."""
-    return folder / f"ended-{rank}"
+def ended_file(folder: Path, seat: int) -> Path:
+    """The file in which an agent says how a worker has ended."""
+    return folder / f"ended-{seat}"
 
 
 class Notices:
@@ -114,7 +103,7 @@ class Notices:
         found = {}
         for peer in self._others:
             try:
-                text = ended_file(self._agents_folder, peer.rank).read_text(errors="replace")[:_MOST_TEXT]
+                text = ended_file(self._agents_folder, peer.seat).read_text(errors="replace")[:_MOST_TEXT]
             except OSError:
                 continue
             found[peer.rank] = Trouble(kind="ended", progress="", text=text)

@@ -167,6 +167,9 @@ class WorkerSeen:
     """How long the worker's trainer has been at its activity."""
     trouble: str | None = None
     """Why the worker makes no progress, in a sentence."""
+    seat: int | None = None
+    """The number by which the worker's files are named; None in a record of an earlier version, where it is the rank.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from .metrics import FILE as JOB_FILE
 from .metrics import JobEvent, JobFacts, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .text import expanded, path_given
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "RunDirectory", "StartSettings", "given_run_id"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "GivenSeat", "RunDirectory", "StartSettings", "given_run_id"]
 
 _logger = logging.getLogger(__name__)
 
@@ -25,14 +25,19 @@ _logger = logging.getLogger(__name__)
 # --- what lives on a node for one job, where worker, agent and people meet -------------------------------------------
 #     <run directory>/
 #       config.json              what training should be doing; one writer: a person, or the agent where there is one
-#       metrics-<rank>.json      what a rank is doing; one writer: that rank
-#       model-<rank>.json        what a rank trains; one writer: that rank
+#       metrics-<seat>.json      what a worker is doing; one writer: that worker
+#       model-<seat>.json        what a worker trains; one writer: that worker
 #       job.json                 what can be changed in the job, for whoever tunes it; one writer: rank 0
-#       census-<rank>.json       what a step asks of its machine; one writer: that rank
-#       trace-<rank>.json        what torch's profiler saw of a step; one writer: that rank
+#       census-<seat>.json       what a step asks of its machine; one writer: that worker
+#       trace-<seat>.json        what torch's profiler saw of a step; one writer: that worker
 #       calibration.json         what the machine does at best; one writer: the first rank on it
-#       profile-<rank>.jsonl     where a rank's time went, a line for each second or more; one writer: that rank
-#       events-<rank>.jsonl      what happened to a rank, a line each; one writer: that rank
+#       profile-<seat>.jsonl     where a worker's time went, a line for each second or more; one writer: that worker
+#       events-<seat>.jsonl      what happened to a worker, a line each; one writer: that worker
+#
+# A *seat* is a number that no living worker of a job shares. It is the rank in a job whose members never change; where
+# they change a worker keeps its seat and gets another rank, and a later worker gets the seat of one that has gone. So
+# no two processes write one file, and a reader takes the rank from a record, never from the name of its file. The files
+# in an agent's folders in memory are named by seats too.
 #
 # Each record carries the restart generation, so that a reader can tell yesterday's files from today's. Training never
 # depends on these files: a write that fails is one warning.
@@ -42,16 +47,16 @@ _MOST_METRICS_BYTES = 64 << 10
 
 
 class RunDirectory:
-    """Writes one rank's files in its node's run directory; a write that fails is one warning."""
+    """Writes one worker's files in its node's run directory; a write that fails is one warning."""
 
-    def __init__(self, path: Path, *, rank: int) -> None:
+    def __init__(self, path: Path, *, seat: int) -> None:
         self.path = path
-        self.metrics_file = path / f"metrics-{rank}.json"
-        self.model_file = path / f"model-{rank}.json"
-        self.events_file = path / f"events-{rank}.jsonl"
-        self.profile_file = path / f"profile-{rank}.jsonl"
-        self.trace_file = path / f"trace-{rank}.json"
-        self.census_file = path / f"census-{rank}.json"
+        self.metrics_file = path / f"metrics-{seat}.json"
+        self.model_file = path / f"model-{seat}.json"
+        self.events_file = path / f"events-{seat}.jsonl"
+        self.profile_file = path / f"profile-{seat}.jsonl"
+        self.trace_file = path / f"trace-{seat}.json"
+        self.census_file = path / f"census-{seat}.json"
         self.job_file = path / JOB_FILE
         self.calibration_file = path / "calibration.json"
         self._warned = False
@@ -147,6 +152,33 @@ _RANDOM = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?4[0-9a-f]{3}-?[89ab][0-9a-f]{3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GivenSeat:
+    """The seat that an agent gave a worker, and the place among the ranks that it started the worker for."""
+
+    number: int
+    rank: int
+    world_size: int
+
+    @classmethod
+    def in_environment(cls, environ: Mapping[str, str]) -> GivenSeat | None:
+        """The seat in ``ELASTIC_EXT_SEAT``; None without an agent. ValueError where it is no number."""
+        if not environ.get("ELASTIC_EXT_SEAT"):
+            return None
+        return cls(
+            number=_count(environ, "ELASTIC_EXT_SEAT"),
+            rank=_count(environ, "RANK"),
+            world_size=_count(environ, "WORLD_SIZE"),
+        )
+
+    def of(self, rank: int, world_size: int) -> int:
+        """The seat of the process that has this place; its rank where the agent started another one for that.
+
+        A worker may start processes that are ranks of a world of their own, and inherit what it was told.
+        """
+        return self.number if (rank, world_size) == (self.rank, self.world_size) else rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StartSettings:
     """The settings that one process was started with."""
 
@@ -170,6 +202,8 @@ class StartSettings:
     """Seconds between two log lines that say where time went; 0 for no lines."""
     pulse_dir: Path | None = None
     """The agent's folder for the heartbeats of its workers; None where there is no agent."""
+    seat: GivenSeat | None = None
+    """The seat that an agent gave this process; None where there is no agent."""
 
     @staticmethod
     def is_enabled(environ: Mapping[str, str]) -> bool:
@@ -223,6 +257,7 @@ class StartSettings:
             profiles=_switched("ELASTIC_EXT_PROFILE", environ),
             profile_seconds=_seconds_or_never(environ, "ELASTIC_EXT_PROFILE_SECONDS", 60.0),
             pulse_dir=_absolute(Path(pulse_dir)) if pulse_dir else None,
+            seat=GivenSeat.in_environment(environ),
         )
 
 

@@ -85,12 +85,18 @@ class Broken:
 
 
 def windows_in(path: Path, rank: int, broken: Broken, advance: Callable[[int], None]) -> Iterator[StepWindow]:
-    """The step windows of ``rank`` in a profile; ``advance`` is told how many bytes were read."""
+    """The step windows of ``rank`` in a profile; ``advance`` is told how many bytes were read.
+
+    A profile is of one worker, which may have had several ranks, one after another.
+    """
     for line in _lines(path, broken, advance):
         try:
-            yield _window_of(line, rank)
+            window = _window_of(line)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             broken.num_lines += 1
+            continue
+        if window.rank == rank:
+            yield window
 
 
 def events_in(path: Path, broken: Broken) -> Iterator[JobEvent]:
@@ -122,13 +128,13 @@ def _lines(path: Path, broken: Broken, advance: Callable[[int], None]) -> Iterat
         broken.files.append(f"{path}: {error.strerror or error}")
 
 
-def _window_of(line: bytes, rank: int) -> StepWindow:
-    """The step window in a line; ValueError, KeyError or TypeError if the line has none of ``rank``."""
+def _window_of(line: bytes) -> StepWindow:
+    """The step window in a line; ValueError, KeyError or TypeError if the line has none."""
     found: dict[str, Any] = json.loads(line)
     counts: dict[str, Any] = {name: _count(found[name]) for name in _COUNTS}
     begin, end = _number(found["begin"]), _number(found["end"])
-    if counts["rank"] != rank or not _LEAST_TIME < begin <= end < _MOST_TIME:
-        raise ValueError("of another rank, or of no time")
+    if not _LEAST_TIME < begin <= end < _MOST_TIME:
+        raise ValueError("of no time")
     values: dict[str, Any] = {name: _count(found[name]) for name in _LATER_COUNTS if name in found}
     values |= {name: _lengths(found.get(name, {})) for name in _PARTS}
     values |= {name: None if found.get(name) is None else _count(found[name]) for name in SIZES}
@@ -167,6 +173,8 @@ def _lengths(value: dict[str, Any]) -> dict[str, float]:
 # --- where the files of a run lie: one run directory, or those of several nodes below one folder ---------------------
 
 _PROFILE = re.compile(r"profile-(\d{1,7})\.jsonl")
+_RANK = re.compile(rb'^.{0,200}?"rank": ?(\d{1,7})\b', re.MULTILINE)
+_PIECE_BYTES = 1 << 20
 _EVENTS = re.compile(r"events-\d{1,7}\.jsonl")
 _JOURNAL = "events-agent.jsonl"
 _MOST_FOLDERS = 4096
@@ -180,7 +188,7 @@ class RunPlaces:
     folders: tuple[Path, ...]
     """The run directories, one for each node."""
     profiles: Mapping[int, Sequence[Path]] = field(default_factory=dict)
-    """The profiles of each rank; a rank has several where it was on one node after another."""
+    """The profiles that have windows of each rank; several where one worker after another had that rank."""
     events: tuple[Path, ...] = ()
     """The files of events that ranks have written."""
     journals: tuple[Path, ...] = ()
@@ -189,7 +197,7 @@ class RunPlaces:
     @property
     def num_bytes(self) -> int:
         """The size of all profiles together."""
-        return sum(_size_of(each) for paths in self.profiles.values() for each in paths)
+        return sum(map(_size_of, {each for paths in self.profiles.values() for each in paths}))
 
 
 def find_places(path: Path) -> RunPlaces:
@@ -206,8 +214,9 @@ def find_places(path: Path) -> RunPlaces:
     events: list[Path] = []
     for folder in folders:
         for file in sorted(folder.iterdir()):
-            if found := _PROFILE.fullmatch(file.name):
-                profiles.setdefault(int(found[1]), []).append(file)
+            if _PROFILE.fullmatch(file.name):
+                for rank in _ranks_in(file) or {_seat_of(file)}:
+                    profiles.setdefault(rank, []).append(file)
             elif _EVENTS.fullmatch(file.name):
                 events.append(file)
     journals = [folder / _JOURNAL for folder in folders if (folder / _JOURNAL).exists()]
@@ -222,6 +231,26 @@ def find_places(path: Path) -> RunPlaces:
         events=tuple(events),
         journals=tuple(journals),
     )
+
+
+def _seat_of(profile: Path) -> int:
+    """The number in a profile's name."""
+    return int(profile.stem.rpartition("-")[2])
+
+
+def _ranks_in(profile: Path) -> set[int]:
+    """The ranks that a profile's lines name; none where it has no line or cannot be read."""
+    found: set[int] = set()
+    rest = b""
+    try:
+        with open_regular(profile) as file:
+            while piece := file.read(_PIECE_BYTES):
+                lines, _, rest = (rest + piece).rpartition(b"\n")
+                found.update(map(int, _RANK.findall(lines)))
+                rest = rest[:_MOST_LINE_BYTES]
+    except OSError:
+        return set()
+    return found
 
 
 def _size_of(path: Path) -> int:
@@ -254,41 +283,44 @@ def _has_files(folder: Path) -> bool:
 _MOST_METRICS_BYTES = 1 << 16
 
 
-def rank_view_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
-    """The windows of a rank with its metrics, census, calibration and trace; None where its metrics cannot be read."""
-    metrics = _metrics_of(folder, rank)
+def rank_view_of(profile: Path, windows: list[StepWindow]) -> RankView | None:
+    """The windows of a rank with what else the worker with that ``profile`` has told; None without its metrics."""
+    metrics, folder, seat = _metrics_beside(profile), profile.parent, _seat_of(profile)
     if metrics is None:
         return None
     return view_of(
         windows,
         host=metrics.host,
         measures=metrics.measures,
-        census=read_census(folder, rank),
+        census=read_census(folder, seat),
         calibration=read_calibration(folder),
-        trace=read_trace(folder, rank),
+        trace=read_trace(folder, seat),
     )
 
 
-def speeds_of(folder: Path, rank: int) -> Speeds | None:
-    """What computes a rank's tokens per second and MFU; None where the rank's metrics cannot be read.
+def speeds_of(profile: Path) -> Speeds | None:
+    """What computes the tokens per second and MFU of a worker with that ``profile``; None without its metrics.
 
-    A calibration counts only if it is of the rank's own machine.
+    A calibration counts only if it is of the worker's own machine.
     """
-    metrics = _metrics_of(folder, rank)
+    metrics = _metrics_beside(profile)
     if metrics is None:
         return None
-    best = read_calibration(folder)
+    best = read_calibration(profile.parent)
     return Speeds(
         num_replicas=metrics.measures.num_replicas,
-        census=read_census(folder, rank),
+        census=read_census(profile.parent, _seat_of(profile)),
         best=best if best is not None and best.host == metrics.host else None,
     )
 
 
-def shown_metrics_of(folder: Path, rank: int) -> dict[str, float]:
-    """The metrics of a rank that a report shows, by name, as its last process wrote them; those it wrote alone."""
-    metrics = _metrics_of(folder, rank)
-    measured = {} if metrics is None else metrics.measures.told()
+def shown_metrics_of(profile: Path, rank: int) -> dict[str, float]:
+    """The metrics that a report shows of a rank, by name, as the worker with that ``profile`` wrote them last.
+
+    Those that it did not write are not there, and none is where it has another rank by now.
+    """
+    metrics = _metrics_beside(profile)
+    measured = {} if metrics is None or metrics.rank != rank else metrics.measures.told()
     found: dict[str, float] = {}
     for name, parts in ON_PAGE.items():
         if measured.get(name) is not None:
@@ -297,9 +329,11 @@ def shown_metrics_of(folder: Path, rank: int) -> dict[str, float]:
     return found
 
 
-def _metrics_of(folder: Path, rank: int) -> RankMetrics | None:
+def _metrics_beside(profile: Path) -> RankMetrics | None:
+    """The metrics of the worker that has this ``profile``; None where they cannot be read."""
+    file = profile.with_name(f"metrics-{_seat_of(profile)}.json")
     try:
-        return RankMetrics.from_json(read_at_most(folder / f"metrics-{rank}.json", _MOST_METRICS_BYTES).decode())
+        return RankMetrics.from_json(read_at_most(file, _MOST_METRICS_BYTES).decode())
     except (OSError, ValueError):
         return None
 
@@ -397,6 +431,7 @@ class _Gathering:
     num_failures: int = 0
     chosen: _Chosen | None = None
     _processes_of_first: list[ProcessProfile] | None = None
+    _paths_read: set[Path] = field(default_factory=set)
     _num_shifted: int = 0
 
     def choose(self, training: int | None) -> None:
@@ -497,14 +532,14 @@ class _Gathering:
         )
 
     def _view(self, rank: int, windows: list[StepWindow]) -> RankView:
-        for path in reversed(self.places.profiles[rank]):
-            if (found := rank_view_of(path.parent, rank, windows)) is not None:
+        for path in self._latest_first(rank):
+            if (found := rank_view_of(path, windows)) is not None:
                 return found
         return RankView(host="?", window=merged(windows))
 
     def _speeds(self, rank: int) -> Speeds:
-        for path in reversed(self.places.profiles[rank]):
-            if (found := speeds_of(path.parent, rank)) is not None:
+        for path in self._latest_first(rank):
+            if (found := speeds_of(path)) is not None:
                 return found
         return Speeds()
 
@@ -513,14 +548,26 @@ class _Gathering:
         assert self.chosen is not None
         if self.chosen.number < self.chosen.num_trainings:
             return {}
-        found = (shown_metrics_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
+        found = (shown_metrics_of(path, rank) for path in self._latest_first(rank))
         return next(filter(None, found), {})
 
+    def _latest_first(self, rank: int) -> list[Path]:
+        """The profiles that have windows of a rank, that of the worker that has it now before the others."""
+
+        def has_it_now(path: Path) -> bool:
+            metrics = _metrics_beside(path)
+            return metrics is not None and metrics.rank == rank
+
+        return sorted(self.places.profiles[rank], key=has_it_now)[::-1]
+
     def _processes(self, rank: int) -> list[ProcessProfile]:
-        paths = self.places.profiles[rank]
-        return in_order(
-            process for path in paths for process in processes_of(windows_in(path, rank, self.broken, self.advance))
-        )
+        found: list[ProcessProfile] = []
+        for path in self.places.profiles[rank]:
+            is_first = path not in self._paths_read  # a profile of several ranks is read for each
+            self._paths_read.add(path)
+            broken, advance = (self.broken, self.advance) if is_first else (Broken(), lambda num_bytes: None)
+            found += processes_of(windows_in(path, rank, broken, advance))
+        return in_order(found)
 
     def _events(self, path: Path) -> Sequence[JobEvent]:
         is_first = path == self.places.events[0]

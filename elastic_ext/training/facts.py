@@ -20,6 +20,7 @@ from elastic_ext.doctor.hardware import group_limits
 from elastic_ext.errors import ConfigError
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.profile.phases import ChangingSource
+from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import JobFacts, ModelProfile
 from elastic_ext.strategies import STRATEGIES, StrategyName
 
@@ -72,17 +73,20 @@ class FactsOfJob:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._model, self._batches, self._spread = training.model, training.batches, training.spread
-        self._follower = follower = training.follower
+        self._follower = training.follower
         self._why_not_reshard = training.why_not_reshard
-        self._is_told = follower.ranks.rank == 0 and follower.settings.enabled
         self._num_processors: int | None = None
         self._choices: _Choices | None = None
         self._num_parameters = 0
         self._last: JobFacts | None = None
 
+    def take_world(self, world: World) -> None:
+        """Look anew for what a job of these ranks can change, and tell of it where this rank is the first."""
+        self._num_processors = self._choices = self._last = None
+
     def tell(self) -> None:
         """Write the job's facts, where they differ from those written last."""
-        if not self._is_told:
+        if self._follower.ranks.rank > 0 or not self._follower.settings.enabled:
             return
         facts = self.look()
         if facts is not None and (self._last is None or replace(facts, time=self._last.time) != self._last):

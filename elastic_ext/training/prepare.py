@@ -135,16 +135,15 @@ def _surveyor(
     analyzer: Analyzer | None,
 ) -> Surveyor:
     ranks, reports = follower.ranks, follower.reports
-    is_first_here = all(name.host != ranks.host for name in ranks.names[: ranks.rank])
     return Surveyor(
         timeline,
         probe,
-        name=ranks.names[ranks.rank],
+        world=ranks.world,
         device=device,
         listeners=StepMeasurementListeners(
             census=reports.write_census,
             trace=reports.write_trace,
-            calibration=reports.write_calibration if is_first_here else None,
+            calibration=reports.write_calibration,
         ),
         why_no_census=lambda: why_no_census(model),
         needs_trace=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
@@ -164,7 +163,8 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     launched = Launched.in_environment(environ)
     epoch = _join(training, optimizer, lr_scheduler, scaler)
     state, prepared, follower = training.state, training.prepared, training.follower
-    training.settings.tells = state.remarks.are_logged = training.ranks.rank == 0
+    training.settings.take_world(training.ranks.world)
+    state.remarks.take_world(training.ranks.world)
     training.gradients.optimizers = list(prepared.optimizers)
     state.remarks.on_said = partial(_tell_remark, training)
     for kind, text in remarks_on_optimizers(training.model, training.optimizers):
@@ -339,8 +339,7 @@ def _profile_output(training: Training) -> ProfileOutput:
     follower = training.follower
     profile_output = ProfileOutput(
         follower.settings.run_dir,
-        rank=follower.ranks.rank,
-        hosts=[name.host for name in follower.ranks.names],
+        world=follower.ranks.world,
         every_seconds=follower.settings.profile_seconds,
         facts=partial(_facts_of, training),
         sinks=training.sinks,
@@ -352,12 +351,12 @@ def _profile_output(training: Training) -> ProfileOutput:
 def _after_each_window(follower: ConfigFollower, look: Callable[[StepWindow], None]) -> None:
     """Have rank 0 call ``look`` each time that it has written a profile window."""
     on_window = follower.reports.on_window
-    if follower.ranks.rank != 0 or on_window is None:
-        return
+    assert on_window is not None
 
     def see(window: StepWindow) -> None:
         on_window(window)
-        look(window)
+        if follower.ranks.rank == 0:
+            look(window)
 
     follower.reports.on_window = see
 

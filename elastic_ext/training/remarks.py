@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ext.ranks.world import World
+
 __all__ = ["EpochLength", "Remarks", "is_looked_at", "lengths_of", "next_look", "remark_on_length"]
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ class Remarks:
         self.on_said: Callable[[str], None] | None = None
         """Called with each warning that this rank logs."""
         self._said: set[str] = set()
+
+    def take_world(self, world: World) -> None:
+        """Log what is said from here on where this rank is the first of ``world``."""
+        self.are_logged = world.rank == 0
 
     def say(self, kind: str, text: str) -> None:
         """Log ``text``, unless a warning of its kind was logged before."""

@@ -24,6 +24,7 @@ from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, Ste
 from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.ranks.world import World
 from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
@@ -240,16 +241,24 @@ class Session:
         self._gradients, self._learning = training.gradients, training.learning
         self._loading = SameLoading(training.batches, training.ranks)
         self._startup = ElasticConfig.from_values(training.startup)
-        is_first, wanted = training.ranks.rank == 0, training.following.progress
+        wanted = training.following.progress
         # A script may have put something else in its place, and a process without a console has none.
         is_terminal = wanted is not False and bool(getattr(sys.stderr, "isatty", bool)())
-        self._progress = Progress(is_shown=is_first and (is_terminal if wanted is None else wanted))
+        self._wants_progress = is_terminal if wanted is None else wanted
+        self._progress = Progress(is_shown=False)
+        self._show_progress()
         self._shows_start = is_terminal and not _logger.hasHandlers()
         self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
         self.endless = EndlessBatches(self, training)
         """What ``trainer.batches()`` gives."""
+
+    def _show_progress(self) -> None:
+        """Have the bar shown on the first rank, from the next epoch on, and ended on another."""
+        self._progress.is_shown = self._training.ranks.rank == 0 and self._wants_progress
+        if not self._progress.is_shown:
+            self._progress.end()
 
     @property
     def steps(self) -> Steps:
@@ -292,6 +301,22 @@ class Session:
         except BaseException as error:
             self.end(error)
             raise
+
+    def take_world(self, world: World) -> None:
+        """Tell what this rank's training keeps of its ranks that they are those of ``world`` now, between two steps.
+
+        After ``Ranks.regroup``, and once the model is spread over these ranks and ``Gradients.take_up`` was called:
+        nothing is exchanged here. What asks the ranks each time is not told.
+        """
+        training, follower = self._training, self.follower
+        follower.take_world(world)
+        parts = training.settings, training.state.remarks, training.profile_output, training.facts, training.guarding
+        for each in (*parts, self._learning):
+            each.take_world(world)
+        if self._saving is not None:
+            self._saving.take_world(world)
+        self._show_progress()
+        self._begin_batches(follower.config)
 
     def resume(self, config: Mapping[str, Any]) -> None:
         """Take up the config of a state that is loaded after ``start``."""

@@ -21,6 +21,7 @@ from elastic_ext.agent.rendezvous import Counted, count, judge
 FAILURE = Failure(
     rank=3,
     local_rank=1,
+    seat=3,
     host="one",
     node_id="one-1",
     pid=17,
@@ -87,7 +88,7 @@ def test_a_signal_without_a_traceback_comes_with_what_may_be_behind_it() -> None
 
 def test_a_worker_that_hung_is_told_of_as_such() -> None:
     node = FailedNode(host="one", node_id="one-1")
-    assert told(hung(3, 1, 17, "it has been in step 8 for 31 s", node=node)) == (
+    assert told(hung(3, 1, 17, "it has been in step 8 for 31 s", seat=3, node=node)) == (
         "rank 3 (local rank 1, pid 17) on one hung: it has been in step 8 for 31 s"
     )
 

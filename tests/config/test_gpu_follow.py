@@ -33,8 +33,8 @@ def test_a_config_is_followed_beside_nccl(nccl: None, tmp_path: Path) -> None:
 def test_control_traffic_beside_nccl_stays_on_the_cpu(nccl: None) -> None:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    names = Ranks.alone().names
-    ranks = Ranks(rank=0, names=names, group=group, board=None)
+    world = Ranks.alone().world
+    ranks = Ranks(world, group=group)
     before = torch.cuda.memory_allocated()
     assert ranks.gather(b"hello", "testing") == [b"hello"]
     assert ranks.broadcast(b"hello", 0, "testing") == b"hello"

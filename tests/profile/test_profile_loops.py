@@ -28,7 +28,7 @@ from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
 from elastic_ext.profile.windows import memory_held
-from elastic_ext.ranks.notices import PeerName
+from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.training.prepare import _started_at
 from tests.profile.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of
@@ -182,7 +182,7 @@ def test_a_machine_that_cannot_be_measured_is_left_so() -> None:
     surveyor = Surveyor(
         timeline,
         probe,
-        name=PeerName(rank=0, host="node", pid=1),
+        world=World(rank=0, names=(PeerName(rank=0, host="node", pid=1, seat=0),)),
         device=torch.device("meta"),  # which nobody waits for
         listeners=StepMeasurementListeners(census=seen.append, trace=seen.append, calibration=seen.append),
         why_no_census=lambda: None,

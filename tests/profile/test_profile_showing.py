@@ -19,7 +19,15 @@ import pytest
 from elastic_ext.errors import ElasticError
 from elastic_ext.profile.output import ProfileOutput, Sinks, TensorBoardSink, TrainingFacts
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.reader import present_windows, profiled_ranks, rounds_of, tail_of, tails_of, view_of
+from elastic_ext.profile.reader import (
+    present_windows,
+    profiled_seats,
+    read_profiles,
+    rounds_of,
+    tail_of,
+    tails_of,
+    view_of,
+)
 from elastic_ext.profile.summary import (
     StepProfile,
     duration_in_words,
@@ -29,6 +37,7 @@ from elastic_ext.profile.summary import (
     shares_in_words,
     summary_of,
 )
+from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import StepWindow
 from elastic_ext.records.run_dir import RunDirectory
@@ -51,7 +60,7 @@ def startup(at: float, **values: Any) -> StepWindow:
 
 def write(folder: Path, windows: Sequence[StepWindow]) -> None:
     for each in windows:
-        RunDirectory(folder, rank=each.rank).add_window(each)
+        RunDirectory(folder, seat=each.rank).add_window(each)
 
 
 # ---- reading ----
@@ -69,8 +78,23 @@ def test_the_last_windows_of_a_file_are_read_and_broken_lines_passed_over(tmp_pa
         opened.write(windows[0].to_json()[:50])
     assert tail_of(file, 5) == tuple(windows[-2:])
     assert tail_of(tmp_path / "profile-4.jsonl", 5) == ()
-    assert profiled_ranks(tmp_path) == [3]
+    assert profiled_seats(tmp_path) == [3]
     assert tails_of(tmp_path, [3, 4], 4) == {3: (windows[-1],), 4: ()}
+
+
+def test_what_is_read_of_workers_is_by_the_ranks_that_they_have_now(tmp_path: Path) -> None:
+    had = {0: (0, 0, 1, 1), 1: (1, 1, 0, 0), 2: (1, 1)}  # by seat; the last one has gone
+    rows = {seat: [window(float(at), rank=rank) for at, rank in enumerate(ranks, 1)] for seat, ranks in had.items()}
+    for seat, row in rows.items():
+        directory = RunDirectory(tmp_path, seat=seat)
+        directory.write_census(census(num_ops=100 + seat))
+        for each in row:
+            directory.add_window(each)
+    for seats in ([0, 1, 2], [2, 1, 0]):
+        found = read_profiles(tmp_path, seats, num_windows=10)
+        assert found.windows == tails_of(tmp_path, seats, 10) == {1: tuple(rows[0][2:]), 0: tuple(rows[1][2:])}
+        assert {rank: each.num_ops for rank, each in found.censuses.items()} == {1: 100, 0: 101}
+    assert tails_of(tmp_path, [2], 10) == {1: tuple(rows[2])}
 
 
 def test_a_tail_is_read_in_bounded_time_whatever_the_file_holds(tmp_path: Path) -> None:
@@ -232,11 +256,15 @@ def training(**values: Any) -> TrainingFacts:
     return TrainingFacts(**usual | values)
 
 
+def world_on(*hosts: str, rank: int = 0) -> World:
+    names = [PeerName(rank=number, host=host, pid=number, seat=number) for number, host in enumerate(hosts)]
+    return World(rank=rank, names=tuple(names))
+
+
 def shown(folder: Path, *, hosts: Sequence[str] = ("node",), seconds: float = 3.0, rank: int = 0) -> ProfileOutput:
     return ProfileOutput(
         folder,
-        rank=rank,
-        hosts=hosts,
+        world=world_on(*hosts, rank=rank),
         every_seconds=seconds,
         facts=lambda: training(num_replicas=len(hosts)),
         sinks=Sinks(),
@@ -381,7 +409,7 @@ def test_a_sink_that_raises_is_told_of_once_and_dropped(tmp_path: Path, caplog: 
     sinks = Sinks()
     sinks.add(bad)
     sinks.add(good)
-    output = ProfileOutput(tmp_path, rank=0, hosts=("n",), every_seconds=0, facts=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, world=world_on("n"), every_seconds=0, facts=training, sinks=sinks)
     for at in range(1, 6):
         output.see(window(float(at)))
     output.close()
@@ -405,7 +433,7 @@ def test_a_sink_that_cannot_be_closed_stands_in_nobodys_way(caplog: pytest.LogCa
 def test_sinks_are_written_on_rank_0_alone(tmp_path: Path) -> None:
     kept, sinks = Kept(), Sinks()
     sinks.add(kept)
-    output = ProfileOutput(tmp_path, rank=1, hosts=("n", "n"), every_seconds=0, facts=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, world=world_on("n", "n", rank=1), every_seconds=0, facts=training, sinks=sinks)
     output.see(window(1.0))
     output.close()
     assert (kept.profiles, kept.num_closed) == ([], 1)
@@ -414,7 +442,7 @@ def test_sinks_are_written_on_rank_0_alone(tmp_path: Path) -> None:
 def test_numbers_that_were_logged_come_to_sinks_with_steps_and_without(tmp_path: Path) -> None:
     kept, sinks = Kept(), Sinks()
     sinks.add(kept)
-    output = ProfileOutput(tmp_path, rank=0, hosts=("n",), every_seconds=60, facts=training, sinks=sinks)
+    output = ProfileOutput(tmp_path, world=world_on("n"), every_seconds=60, facts=training, sinks=sinks)
     output.see(replace(window(1.0), logged={"loss": 2.5}))
     output.see(startup(2.0))
     output.see(replace(startup(3.0), logged={"val_loss": 7.0}))

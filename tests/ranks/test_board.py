@@ -18,7 +18,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # typ
 from elastic_ext.errors import ElasticError
 from elastic_ext.ranks.board import Board, BoardGone, Store
 from elastic_ext.ranks.node_board import RoundBoard
-from elastic_ext.ranks.notices import Notices, PeerName, Trouble, ended_file
+from elastic_ext.ranks.notices import Notices, Trouble, ended_file
+from elastic_ext.ranks.world import PeerName
 from tests.support.ranks import RankPool
 from tests.support.scripts import Script
 from tests.support.stores import PlainStore
@@ -304,7 +305,7 @@ def test_where_the_store_is_gone_nothing_is_told_quietly(held: tuple[Any, Script
         board.tell("meeting", True)
 
 
-NAMES = [PeerName(rank=rank, host="here", pid=100 + rank) for rank in range(4)]
+NAMES = [PeerName(rank=rank, host="here", pid=100 + rank, seat=rank) for rank in range(4)]
 
 
 def test_ranks_say_why_they_stop_and_agents_which_have_ended(store: Any, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_second_trainer_adds_no_hook(tmp_path: Path, monkeypatch: pytest.Monke
         hooks.clear()
         leaving = Leaving(Board(PlainStore(), "job"), ToldToEnd(), seconds=1.0)
         leaving.start()
-        pulse = begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)
+        pulse = begin_heartbeat(tmp_path, seat=0, rank=0, restart=0, run_dir=tmp_path)
         claim = Claim(tmp_path, f"run-{number}", patience_seconds=0)
         assert pulse.wants_micro_steps
         leaving.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -32,6 +33,7 @@ from elastic_ext.ranks.heartbeat import (
     stacks_file,
     stacks_pipe,
 )
+from elastic_ext.ranks.world import World
 from elastic_ext.training.steps.steps import Steps
 from tests.support.beating import reading_of, until, worker
 from tests.support.ranks import RankPool
@@ -43,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def pulse(tmp_path: Path) -> Iterator[FileHeartbeat]:
     """One in the folder of the test."""
-    made = begin_heartbeat(tmp_path, rank=3, restart=2, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=2, run_dir=tmp_path / "run")
     assert isinstance(made, FileHeartbeat)
     yield made
     made.end()
@@ -54,6 +56,17 @@ def said(folder: Path) -> HeartbeatReading:
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_gets_another_number_says_so_in_the_same_file(tmp_path: Path, pulse: FileHeartbeat) -> None:
+    for step in range(3):
+        pulse.enter(0)
+        pulse.leave(step + 1, step + 1, 0)
+    before = said(tmp_path)
+    pulse.take_world(World(rank=70_000, names=()))
+    found = said(tmp_path)
+    assert (before.rank, before.num_alike, found.rank, found.num_alike) == (3, 3, 70_000, 0)
+    assert dataclasses.replace(found, rank=3, num_alike=3) == before
 
 
 def test_a_new_pulse_says_who_writes_it_and_that_it_starts(tmp_path: Path, pulse: FileHeartbeat) -> None:
@@ -110,7 +123,7 @@ def test_nothing_is_written_after_the_end(tmp_path: Path, pulse: FileHeartbeat) 
 
 
 def test_without_an_agent_nothing_is_written(tmp_path: Path) -> None:
-    nobody = begin_heartbeat(None, rank=0, restart=0, run_dir=tmp_path)
+    nobody = begin_heartbeat(None, seat=0, rank=0, restart=0, run_dir=tmp_path)
     nobody.enter(0)
     with nobody.during(Activity.SAVING):
         nobody.leave(1, 1, 0)
@@ -120,7 +133,7 @@ def test_without_an_agent_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_gone_leaves_training_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert type(begin_heartbeat(tmp_path / "gone", rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
+    assert type(begin_heartbeat(tmp_path / "gone", seat=1, rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
     assert "rank 1 cannot write its heartbeat" in caplog.text
 
 
@@ -131,7 +144,7 @@ def test_where_no_thread_can_be_started_training_is_left_alone_and_no_pulse_stay
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
-    assert type(begin_heartbeat(tmp_path, rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
+    assert type(begin_heartbeat(tmp_path, seat=1, rank=1, restart=0, run_dir=tmp_path / "run")) is Heartbeat
     assert "rank 1 cannot write its heartbeat" in caplog.text and "can't start new thread" in caplog.text
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
@@ -173,7 +186,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from elastic_ext.ranks.heartbeat import begin_heartbeat
-pulse = begin_heartbeat(Path(sys.argv[1]), rank=0, restart=0, run_dir=Path(sys.argv[1]))
+pulse = begin_heartbeat(Path(sys.argv[1]), seat=0, rank=0, restart=0, run_dir=Path(sys.argv[1]))
 pulse.enter(2)
 child = os.fork()
 if child == 0:
@@ -189,11 +202,11 @@ os.waitpid(child, 0)
 
 def test_the_pulse_of_a_process_that_is_alive_is_left_to_it(tmp_path: Path) -> None:
     with worker("is in a step", tmp_path) as other:
-        assert type(begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)) is Heartbeat
+        assert type(begin_heartbeat(tmp_path, seat=0, rank=0, restart=0, run_dir=tmp_path)) is Heartbeat
         assert reading_of(tmp_path).pid == other.process.pid
         other.process.kill()
         other.process.wait()
-        mine = begin_heartbeat(tmp_path, rank=0, restart=0, run_dir=tmp_path)
+        mine = begin_heartbeat(tmp_path, seat=0, rank=0, restart=0, run_dir=tmp_path)
         assert reading_of(tmp_path).pid == os.getpid()
         mine.end()
 
@@ -206,14 +219,14 @@ def test_a_signal_has_the_stacks_added_to_a_file_of_the_owner_alone(tmp_path: Pa
     file.parent.mkdir()
     file.write_text("from before\n")
     file.chmod(0o600)
-    made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=0, run_dir=tmp_path / "run")
     os.kill(os.getpid(), said(tmp_path).stacks_signal)
     text = file.read_text()
     assert text.startswith("from before\n")
     assert "test_a_signal_has_the_stacks_added" in text
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     made.end()
-    fresh = begin_heartbeat(tmp_path / "run", rank=4, restart=0, run_dir=tmp_path / "run")
+    fresh = begin_heartbeat(tmp_path / "run", seat=4, rank=4, restart=0, run_dir=tmp_path / "run")
     assert stat.S_IMODE(stacks_file(tmp_path / "run", 4).stat().st_mode) == 0o600
     fresh.end()
 
@@ -226,7 +239,7 @@ def test_signals_that_somebody_has_taken_are_left_alone(tmp_path: Path) -> None:
     with open(tmp_path / "theirs", "w+") as theirs:
         faulthandler.register(in_c, theirs)
         try:
-            made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+            made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=0, run_dir=tmp_path / "run")
             number = said(tmp_path).stacks_signal
             assert number not in (0, in_c, in_python)
             made.end()
@@ -246,7 +259,7 @@ def test_a_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path, caplo
     target.touch()
     (tmp_path / "run").mkdir()
     stacks_file(tmp_path / "run", 3).symlink_to(target)
-    made = begin_heartbeat(tmp_path, rank=3, restart=0, run_dir=tmp_path / "run")
+    made = begin_heartbeat(tmp_path, seat=3, rank=3, restart=0, run_dir=tmp_path / "run")
     assert said(tmp_path).stacks_signal == 0
     assert "cannot open the file for its stack traces" in caplog.text
     made.enter(0)

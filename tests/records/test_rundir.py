@@ -17,7 +17,7 @@ from tests.support.profiles import made_window
 
 
 def test_metrics_are_replaced_and_events_are_added(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "a" / "b", rank=3)
+    directory = RunDirectory(tmp_path / "a" / "b", seat=3)
     directory.prepare()
     for _ in range(3):
         directory.write_metrics(METRICS)
@@ -32,7 +32,7 @@ def test_a_new_directory_belongs_to_its_owner_alone_and_an_old_one_stays_as_it_i
     old.mkdir()
     old.chmod(0o750)
     for path in (new, old):
-        RunDirectory(path, rank=0).prepare()
+        RunDirectory(path, seat=0).prepare()
     assert stat.S_IMODE(new.stat().st_mode) == 0o700
     assert stat.S_IMODE(old.stat().st_mode) == 0o750
 
@@ -43,7 +43,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_no_error(
 ) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"in the way")
-    directory = RunDirectory(file / below, rank=0)
+    directory = RunDirectory(file / below, seat=0)
     with caplog.at_level(logging.WARNING):
         directory.prepare()
         for _ in range(3):
@@ -55,7 +55,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_no_error(
 
 
 def test_a_pipe_that_nobody_reads_is_waited_for_never(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = RunDirectory(tmp_path, rank=0)
+    directory = RunDirectory(tmp_path, seat=0)
     os.mkfifo(directory.profile_file)
     os.mkfifo(directory.events_file)
     with caplog.at_level(logging.WARNING):
@@ -66,7 +66,7 @@ def test_a_pipe_that_nobody_reads_is_waited_for_never(tmp_path: Path, caplog: py
 
 
 def test_a_directory_that_goes_away_under_way_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = RunDirectory(tmp_path / "run", rank=0)
+    directory = RunDirectory(tmp_path / "run", seat=0)
     directory.prepare()
     directory.write_metrics(METRICS)
     directory.metrics_file.unlink()

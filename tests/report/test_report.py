@@ -237,14 +237,14 @@ def write_arithmetic(folder: Path, num_ranks: int, *, host: str = "node") -> Non
             larger = 1 + index // 10
             rows.append(replace(row, num_samples=row.num_samples * larger, num_tokens=40_000 * larger, num_detailed=5))
         write_windows(folder, rank, rows)
-        directory = RunDirectory(folder, rank=rank)
+        directory = RunDirectory(folder, seat=rank)
         directory.write_census(census(num_flops=10**9))  # of 16 samples
         metrics = RankMetrics(
             time=START, job="made", generation=0, rank=rank, world_size=num_ranks, host=host, pid=1, step=200,
             config_version=2, config_revision=0, agree_every_steps=1, measures=Measures(num_replicas=num_ranks),
         )  # fmt: skip
         directory.write_metrics(metrics)
-    RunDirectory(folder, rank=0).write_calibration(calibration())
+    RunDirectory(folder, seat=0).write_calibration(calibration())
 
 
 def test_tokens_and_arithmetic_are_told_as_the_log_tells_them(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_broken_half_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) 
         b"[" * 5000,
         b'{"begin": NaN}',
         b"x" * 200_000,
-        json.dumps({**json.loads(good[3].to_json()), "rank": 7}).encode(),
+        json.dumps({**json.loads(good[3].to_json()), "rank": -7}).encode(),
         json.dumps({**json.loads(good[3].to_json()), "end": 0}).encode(),
         json.dumps({**json.loads(good[3].to_json()), "begin": 1e308}).encode(),
         json.dumps({**json.loads(good[3].to_json()), "step": -1}).encode(),
@@ -411,6 +411,25 @@ def test_nothing_in_a_file_is_a_traceback(parts: list[bytes]) -> None:
         path.write_bytes(b"".join(parts))
         assert list(windows_in(path, 0, Broken(), lambda num_bytes: None)) == []
         assert list(events_in(path, Broken())) == []
+
+
+def test_a_rank_has_the_time_of_each_worker_that_had_its_number(tmp_path: Path) -> None:
+    lives = [list(life(START, START + 60.0, rank=rank, num_ranks=2)) for rank in (0, 1)]
+    half = len(lives[0]) // 2
+    for seat, rows in enumerate(lives):
+        write_windows(tmp_path, seat, [*rows[:half], *(replace(each, rank=1 - seat) for each in rows[half:])])
+    places, read = find_places(tmp_path), list[int]()
+    assert {rank: [path.name for path in paths] for rank, paths in places.profiles.items()} == dict.fromkeys(
+        (0, 1), ["profile-0.jsonl", "profile-1.jsonl"]
+    )
+    record = gather(places, None, read.append)
+    assert sum(read) == places.num_bytes, "a file that is read for two ranks counts once"
+    parts = [lives[rank][:half] + lives[1 - rank][half:] for rank in (0, 1)]
+    assert [each.rank for each in record.ranks] == [0, 1]
+    assert [each.num_steps for each in record.ranks] == [sum(each.num_steps for each in part) for part in parts]
+    assert [(each.begin, each.end) for each in record.ranks] == [(part[0].begin, part[-1].end) for part in parts]
+    assert not record.notes
+    check_page(shown(record))
 
 
 def test_run_directories_of_several_nodes_are_one_job(tmp_path: Path) -> None:

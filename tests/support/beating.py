@@ -32,7 +32,7 @@ class Worker:
         self.process = process
         found = process_of(process.pid)
         assert found is not None
-        self.watched = Watched(local_rank=rank, rank=rank, process=found)
+        self.watched = Watched(local_rank=rank, rank=rank, seat=rank, process=found)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def main(does: str, folder: Path, rank: int) -> None:
     if does == "starts another":
         with worker("is in a step", folder, rank):
             return waits_to_be_ended(ready)
-    pulse = begin_heartbeat(folder, rank=rank, restart=0, run_dir=folder / "run")
+    pulse = begin_heartbeat(folder, seat=rank, rank=rank, restart=0, run_dir=folder / "run")
     if does == "is outside":
         pulse.note(Activity.OUTSIDE)
         return waits_to_be_ended(ready)

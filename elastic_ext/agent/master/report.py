@@ -120,19 +120,18 @@ class NodeReporter:
     # ---- workers ----
 
     def _workers(self, record: WorkersRecord) -> list[pb.Worker]:
-        ranks = [each.rank for each in record.workers]
-        windows = self._new_windows(ranks)
+        windows = self._new_windows([_seat_of(each) for each in record.workers])
         found = (
             _worker_message(each, self._metrics_of(each, record.restart), windows.get(each.rank, ()))
             for each in record.workers
         )
         return [each for each in found if each is not None]
 
-    def _new_windows(self, ranks: Sequence[int]) -> Mapping[int, Sequence[StepWindow]]:
+    def _new_windows(self, seats: Sequence[int]) -> Mapping[int, Sequence[StepWindow]]:
         """The profile windows of each rank that the master does not have yet; of too many the newest."""
-        most = max(min(_MOST_WINDOWS_OF_RANK, _MOST_WINDOWS // max(len(ranks), 1)), 1)
+        most = max(min(_MOST_WINDOWS_OF_RANK, _MOST_WINDOWS // max(len(seats), 1)), 1)
         found = {}
-        for rank, windows in tails_of(self._run_dir, ranks, most).items():
+        for rank, windows in tails_of(self._run_dir, seats, most).items():
             ends = [each.end for each in windows]
             known = self._known_windows.get(rank)
             first = ends.index(known) + 1 if known in ends else 0  # in the order in which they were written
@@ -141,8 +140,8 @@ class NodeReporter:
         return found
 
     def _metrics_of(self, worker: WorkerSeen, restart: int) -> RankMetrics | None:
-        """The metrics that a worker has written; None where an earlier process with its rank wrote them."""
-        metrics = self._record(f"metrics-{worker.rank}.json", _MOST_METRICS_BYTES, RankMetrics.from_json)
+        """The metrics that a worker has written; None where an earlier process in its seat wrote them."""
+        metrics = self._record(f"metrics-{_seat_of(worker)}.json", _MOST_METRICS_BYTES, RankMetrics.from_json)
         if metrics is None or metrics.generation != restart or metrics.time < self._began.seconds:
             return None
         is_its = metrics.pid == worker.pid or (0 < metrics.pid < 1 << 31 and process_of(metrics.pid) is not None)
@@ -213,6 +212,10 @@ def _membership_message(plan: MembershipPlan) -> pb.Membership:
         for each in plan.nodes
     )
     return message
+
+
+def _seat_of(worker: WorkerSeen) -> int:
+    return worker.rank if worker.seat is None else worker.seat
 
 
 def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Sequence[StepWindow]) -> pb.Worker | None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from elastic_ext.agent.config_writer import is_running
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.profile.reader import NodeProfiles, read_profiles
+from elastic_ext.profile.reader import NodeProfiles, profiled_seats, read_profiles
 from elastic_ext.ranks.processes import ProcessIdentity, is_alive, process_of
 from elastic_ext.records.agent import (
     AGENT_FILE,
@@ -36,7 +36,7 @@ from elastic_ext.records.metrics import ModelProfile, RankMetrics
 __all__ = ["CONFIG_FILE", "EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
 
 CONFIG_FILE = "config.json"
-_METRICS = re.compile(r"metrics-(\d{1,9})\.json")
+_METRICS = re.compile(r"metrics-\d{1,9}\.json")
 _MODEL = re.compile(r"model-\d{1,9}\.json")
 _EVENTS = re.compile(r"events-(\d{1,9}|agent)\.jsonl")
 _MOST_METRICS_BYTES = 64 << 10
@@ -61,6 +61,13 @@ class EventSeen:
     step: int | None = None
     kind: str
     text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WrittenBy:
+    """The rank that an event is of."""
+
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +136,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         metrics=found,
         living=_living(agent, workers, found, host),
         model=next((each for name in names if _MODEL.fullmatch(name) and (each := reader.model(name))), None),
-        profiles=read_profiles(path, most_ranks=_MOST_TAILS, num_windows=_MOST_WINDOWS),
+        profiles=read_profiles(path, profiled_seats(path)[:_MOST_TAILS], num_windows=_MOST_WINDOWS),
         config=config,
         config_refusal=refusal,
         config_time=None if stamp is None else stamp / 1e9,
@@ -179,10 +186,9 @@ class _Reader:
         stamps = {name: _stamp_or_none(self._folder / name) or 0 for name in names}
         found: list[EventSeen] = []
         for name in sorted(names, key=lambda name: stamps[name])[-_MOST_TAILS:]:
-            source = name.removeprefix("events-").removesuffix(".jsonl")
             lines, num_damaged = self._tail(name), 0
             for line in lines:
-                event = _event_of(line, source if name == EVENTS_FILE else f"rank {int(source)}")
+                event = _event_of(line, name)
                 if event is None:
                     num_damaged += 1
                 else:
@@ -204,10 +210,12 @@ class _Reader:
         return lines[1:] if size > _TAIL_BYTES else lines
 
 
-def _event_of(line: bytes, source: str) -> EventSeen | None:
-    """The event in a line that ``source`` wrote; None where the line is none."""
+def _event_of(line: bytes, name: str) -> EventSeen | None:
+    """The event in a line of the file ``name``; None where the line is none."""
     try:
-        event = record_of(EventSeen, {**object_of(line.decode()), "source": source})
+        found = object_of(line.decode())
+        source = "agent" if name == EVENTS_FILE else f"rank {record_of(_WrittenBy, found).rank}"
+        event = record_of(EventSeen, {**found, "source": source})
     except ValueError:
         return None
     if not 0 <= event.time < _LATEST:

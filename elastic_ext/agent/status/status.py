@@ -349,16 +349,21 @@ def _without_former_agent(files: RunFiles) -> RunFiles:
 
 def _told_apart(files: RunFiles) -> tuple[dict[int, RankMetrics], list[RankMetrics]]:
     """The metrics of the present processes, by rank, and the metrics that are left of an earlier start."""
-    workers = {each.rank: each for each in files.workers.workers} if files.workers else None
     candidates = [each for each in files.metrics if files.agent is None or each.time >= files.agent.time]
-    if workers is not None:
-        current = [each for each in candidates if each.rank in workers and _is_of(each, workers[each.rank], files)]
+    by_rank: dict[int, RankMetrics] = {}
+    if files.workers is not None:
+        workers = {each.rank: each for each in files.workers.workers}
+        by_pid = {each.pid: each for each in files.workers.workers}  # it may have another rank by now
+        for metrics in sorted(candidates, key=lambda each: (each.pid in by_pid, each.time)):
+            worker = by_pid.get(metrics.pid, workers.get(metrics.rank))
+            if worker is not None and _is_of(metrics, worker, files):
+                by_rank[worker.rank] = metrics
     else:
         running = [each for each in candidates if each.pid in files.living and each.host == files.host]
         newest = max(running or candidates, key=lambda each: each.time, default=None)
-        current = [each for each in candidates if newest is not None and _start_of(each) == _start_of(newest)]
-    by_rank = {each.rank: each for each in current}
-    return by_rank, [each for each in files.metrics if each.rank not in by_rank]
+        by_rank = {each.rank: each for each in candidates if newest and _start_of(each) == _start_of(newest)}
+    current = {id(each) for each in by_rank.values()}
+    return by_rank, [each for each in files.metrics if id(each) not in current]
 
 
 def _is_of(metrics: RankMetrics, worker: WorkerSeen, files: RunFiles) -> bool:

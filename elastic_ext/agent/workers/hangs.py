@@ -210,7 +210,7 @@ class Judge:
     def __init__(self, limits: HangLimits | None) -> None:
         """Without ``limits`` no worker is stuck for taking long."""
         self._limits = limits
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _Worker] = {}  # by pid: a rank may become another process's
         self._looked_at: float | None = None
 
     def look(self, now: float, looks: Sequence[WorkerLook]) -> tuple[WorkerStanding, ...]:
@@ -233,7 +233,7 @@ class Judge:
             return WorkerStanding(
                 rank=look.rank, is_held=is_held, progress="stuck" if is_held else "getting on", reason=reason
             )
-        worker = self._workers.setdefault(look.rank, _Worker())
+        worker = self._workers.setdefault(look.pid, _Worker())
         _note(worker, look, reading, now, passed)
         is_asleep = worker.num_asleep >= _ASLEEP
         limit = math.inf

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -202,10 +202,12 @@ _RATE_SECONDS = 30.0  # that a step rate is the mean of, about
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """A worker process of this node that an agent watches: its ranks, its pid, and how it has ended if it has."""
+    """A worker process of this node that an agent watches: ranks, seat, pid, and how it has ended if it has."""
 
     local_rank: int
     rank: int
+    seat: int
+    """The number by which the worker's files are named."""
     process: ProcessIdentity
     state: WorkerState = "running"
     exit_code: int | None = None
@@ -249,7 +251,7 @@ class Monitor:
         self._due_at = clock()
         self._readings: dict[ProcessIdentity, HeartbeatReading] = {}  # the last that could be read
         self._rates: dict[ProcessIdentity, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
-        self._metrics: dict[int, tuple[int, RankMetrics]] = {}  # rank -> when its file was written; what it says
+        self._metrics: dict[int, tuple[int, RankMetrics]] = {}  # seat -> when its file was written; what it says
 
     def look(
         self,
@@ -266,30 +268,39 @@ class Monitor:
             return None
         self._due_at = now + self._every_seconds
         uses = {} if self._gpus is None else self._gpus.by_pid()
-        samples = {each.rank: self._table.sample(each.process, now) for each in workers if each.state == "running"}
+        samples = {each.seat: self._table.sample(each.process, now) for each in workers if each.state == "running"}
         readings = {
-            each.rank: self._reading(each, found) for each in workers if (found := samples.get(each.rank)) is not None
+            each.seat: self._reading(each, found) for each in workers if (found := samples.get(each.seat)) is not None
         }
+        workers = self.with_present_ranks(workers)
+        observed = [each for each in workers if samples.get(each.seat) is not None]
         looks = [
-            WorkerLook(rank=each.rank, pid=each.process.pid, reading=readings[each.rank], process_state=found.state)
-            for each in workers
-            if (found := samples.get(each.rank)) is not None
+            WorkerLook(rank=each.rank, pid=each.process.pid, reading=readings[each.seat], process_state=found.state)
+            for each in observed
+            if (found := samples[each.seat]) is not None
         ]
         standings = self._judge.look(now, looks)
         verdict = find_hang(standings, world_size=world_size)
-        stand = {each.rank: each for each in standings}
+        stand = {each.seat: standing for each, standing in zip(observed, standings, strict=True)}
         record = WorkersRecord(
             time=time.time(),
             restart=restart,
             membership_version=membership_version,
             workers=tuple(
                 self._seen(
-                    each, now, restart, samples.get(each.rank), readings.get(each.rank), stand.get(each.rank), uses
+                    each, now, restart, samples.get(each.seat), readings.get(each.seat), stand.get(each.seat), uses
                 )
                 for each in workers
             ),
         )
         return WorkersLook(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
+
+    def with_present_ranks(self, workers: Sequence[Watched]) -> tuple[Watched, ...]:
+        """The workers with the ranks that their heartbeats told last: members may have changed since they started."""
+        told = {each.process: self._readings.get(each.process) for each in workers}
+        return tuple(
+            each if (reading := told[each.process]) is None else replace(each, rank=reading.rank) for each in workers
+        )
 
     def forget(self) -> None:
         """Forget the workers of the round before, as others start, and remove their heartbeat files."""
@@ -308,7 +319,7 @@ class Monitor:
 
     def _reading(self, worker: Watched, sample: ProcessSample) -> HeartbeatReading | None:
         """The last heartbeat that was read of a worker, or of its child process that trains; None before the first."""
-        reading = read_heartbeat(heartbeat_file(self._pulse_dir, worker.rank))
+        reading = read_heartbeat(heartbeat_file(self._pulse_dir, worker.seat))
         if reading is not None and reading.pid in (worker.process.pid, *sample.children):
             self._readings[worker.process] = reading
         return self._readings.get(worker.process)
@@ -332,6 +343,7 @@ class Monitor:
                 start_ticks=worker.process.start_ticks,
                 state=worker.state,
                 exit_code=worker.exit_code,
+                seat=worker.seat,
             )
         step, rate = self._progress(worker, now, restart, sample, reading)
         gpu = [uses[pid] for pid in (worker.process.pid, *sample.children) if pid in uses]
@@ -353,6 +365,7 @@ class Monitor:
             activity=standing.activity,
             activity_seconds=None if standing.activity is None else round(standing.seconds, 1),
             trouble=standing.reason or None,
+            seat=worker.seat,
         )
 
     def _progress(
@@ -374,16 +387,16 @@ class Monitor:
         self, worker: Watched, restart: int, sample: ProcessSample
     ) -> tuple[int | None, float | None]:
         """The last step of a worker and its steps per second, by the metrics file that it writes every few seconds."""
-        file = self._run_dir / f"metrics-{worker.rank}.json"
+        file = self._run_dir / f"metrics-{worker.seat}.json"
         try:
             written = file.stat().st_mtime_ns
-            if worker.rank not in self._metrics or self._metrics[worker.rank][0] != written:
+            if worker.seat not in self._metrics or self._metrics[worker.seat][0] != written:
                 with open(file, "rb") as opened:
                     found = RankMetrics.from_json(opened.read(_MOST_METRICS_BYTES).decode())
-                self._metrics[worker.rank] = written, found
+                self._metrics[worker.seat] = written, found
         except (OSError, ValueError):
             return None, None
-        metrics = self._metrics[worker.rank][1]
+        metrics = self._metrics[worker.seat][1]
         if metrics.generation != restart or metrics.pid not in (worker.process.pid, *sample.children):
             return None, None
         return metrics.step, metrics.measures.steps_per_second

@@ -234,7 +234,7 @@ def capture(
     at most 2.5 times ``patience_seconds``. Nothing is raised: the hang is the error to be reported.
     """
     asked = [_prepared(each, pulse_dir) for each in workers]
-    by_thread = [each for each in asked if each.file != -1 and ask_for_stacks(stacks_pipe(pulse_dir, each.worker.rank))]
+    by_thread = [each for each in asked if each.file != -1 and ask_for_stacks(stacks_pipe(pulse_dir, each.worker.seat))]
     _wait(by_thread, patience_seconds / 2)
     by_signal = [each for each in asked if each.file != -1 and not each.text]
     for each in by_signal:
@@ -258,7 +258,7 @@ def capture(
 def _prepared(worker: Watched, pulse_dir: Path) -> _StacksRequest:
     """The request for a worker's stacks, with the open file that the worker writes them to, if it does."""
     asked = _StacksRequest(worker=worker, state=_state_of(worker.process.pid))
-    reading = asked.reading = read_heartbeat(heartbeat_file(pulse_dir, worker.rank))
+    reading = asked.reading = read_heartbeat(heartbeat_file(pulse_dir, worker.seat))
     if reading is None or reading.stacks_signal == 0:
         return asked
     if _state_of(reading.pid) in ("T", "t"):

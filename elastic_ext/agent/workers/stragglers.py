@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.profile.breakdown import RankView
-from elastic_ext.profile.reader import present_windows, read_trace, tails_of, view_of
+from elastic_ext.profile.reader import present_windows, read_profiles, view_of
 from elastic_ext.profile.stragglers import RankBusyTime, Straggler, Stragglers, rank_busy_times
 from elastic_ext.ranks.board import Board
 from elastic_ext.records.json import records_of
 from elastic_ext.records.measures import Measures
-from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.metrics import StepTrace, StepWindow
 
 __all__ = ["SlowNews", "SlowWorker", "SlowWorkers", "StragglerRounds"]
 
@@ -132,8 +132,8 @@ class SlowWorkers:
         self._rounds = StragglerRounds()
         self._told: tuple[SlowWorker, ...] = ()
 
-    def look(self, ranks: Sequence[int], board: Board | None) -> list[SlowNews]:
-        """The news of stragglers, if a look is due; ``ranks`` are this node's running workers.
+    def look(self, seats: Sequence[int], board: Board | None) -> list[SlowNews]:
+        """The news of stragglers, if a look is due; ``seats`` are those of this node's running workers.
 
         Nodes exchange their rounds on ``board``; None where there is no other node.
         """
@@ -141,7 +141,7 @@ class SlowWorkers:
         if now < self._due_at:
             return []
         self._due_at = now + self._every_seconds
-        own = self._own_round(ranks)
+        own = self._own_round(seats)
         if board is None or board.num_peers == 1:
             if own is not None:
                 self._rounds.see({0: own})
@@ -156,20 +156,19 @@ class SlowWorkers:
             board.post(_SLOW, [asdict(each) for each in self._rounds.slow])
         return self._news(self._rounds.slow)
 
-    def _own_round(self, ranks: Sequence[int]) -> NodeRound | None:
+    def _own_round(self, seats: Sequence[int]) -> NodeRound | None:
         """The busy times of this node's workers since the round before; None until each has written enough windows."""
-        tails = tails_of(self._run_dir, ranks, _NUM_WINDOWS)
-        windows = present_windows(tails, seconds=math.inf, since=self._since)
-        views = [self._view(rank, row) for rank, row in windows.items()]
+        profiles = read_profiles(self._run_dir, seats, num_windows=_NUM_WINDOWS)
+        windows = present_windows(profiles.windows, seconds=math.inf, since=self._since)
+        views = [self._view(row, profiles.traces.get(rank)) for rank, row in windows.items()]
         times = rank_busy_times(views)
-        if not times or len(times) < len(ranks):
+        if not times or len(times) < len(seats):
             return None
         last = max((row[-1] for row in windows.values()), key=lambda each: each.end)
         self._since = last.end
         return NodeRound(until=last.end, config=(last.config_version, last.config_revision), times=tuple(times))
 
-    def _view(self, rank: int, windows: Sequence[StepWindow]) -> RankView:
-        trace = read_trace(self._run_dir, rank)
+    def _view(self, windows: Sequence[StepWindow], trace: StepTrace | None) -> RankView:
         measures = Measures(waits_in_passes=trace is not None)
         return view_of(windows, host=self._host, measures=measures, trace=trace)
 

@@ -4,10 +4,11 @@ agent.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .monitor import Watched
 
-__all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments", "workers_of"]
+__all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments", "free_seats", "workers_of"]
 
 
 # --- the workers of one node, each behind a process context of its own, as torch's agent sees one for all ------------
@@ -44,6 +45,7 @@ __all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments
 
 _LEFT_SECONDS = 3.0  # for what a worker has started and left behind
 _MOST_THREADS = 32
+_SEAT = "ELASTIC_EXT_SEAT"
 
 
 class WorkerNotStarted(ElasticError):
@@ -92,7 +94,14 @@ class Workers(PContext):
             state: WorkerState = "left" if code == EXIT_STATUS else "failed" if code else "succeeded"
             state = "running" if code is None else state
             found.append(
-                Watched(local_rank=local_rank, rank=ranks[local_rank], process=process, state=state, exit_code=code)
+                Watched(
+                    local_rank=local_rank,
+                    rank=ranks[local_rank],
+                    seat=int(self.envs[local_rank][_SEAT]),
+                    process=process,
+                    state=state,
+                    exit_code=code,
+                )
             )
         return tuple(found)
 
@@ -207,7 +216,20 @@ class Launch:
 
 def environments(launch: Launch, group: WorkerGroup, *, restart_count: int) -> dict[int, dict[str, str]]:
     """The environment variables for each worker of a round, by local rank."""
-    return {worker.local_rank: _environment(launch, group, worker, restart_count) for worker in group.workers}
+    seats = free_seats([worker.global_rank for worker in group.workers], taken=())  # the round before has ended
+    return {
+        worker.local_rank: {**_environment(launch, group, worker, restart_count), _SEAT: str(seat)}
+        for worker, seat in zip(group.workers, seats, strict=True)
+    }
+
+
+def free_seats(ranks: Sequence[int], *, taken: Collection[int]) -> list[int]:
+    """A seat for the worker of each of ``ranks`` where living workers have the seats ``taken``.
+
+    It is the rank where that is free, else the lowest number that is neither taken nor another of these ranks.
+    """
+    free = (number for number in itertools.count() if number not in taken and number not in ranks)
+    return [next(free) if rank in taken else rank for rank in ranks]
 
 
 def workers_of(

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.value_encoding import pack, unpack
 from elastic_ext.ranks.group import Ranks
+from elastic_ext.records.run_dir import GivenSeat
 from elastic_ext.records.text import as_list, check_flag, path_given
 
 from .contents import Contents
@@ -101,7 +102,7 @@ class ShardCheckpointer:
                 f"timeout_seconds, {timeout_seconds:g}, after which the other ranks give up waiting"
             )
         self._is_closed = False
-        self._ranks = Ranks.join(timeout_seconds=timeout_seconds)
+        self._ranks = Ranks.join(timeout_seconds=timeout_seconds, seat=GivenSeat.in_environment(os.environ))
         with ExitStack() as undoing:
             undoing.callback(self._ranks.close)
             self._job = JobCheckpoints(

@@ -248,8 +248,8 @@ class JobCheckpoints:
         """The staging memory: in an agent's ``folder`` if there is one, else of this process alone."""
         if folder is None:
             return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        owner = f"{self.root}/{self.name}"
-        return Staging(shelf=Shelf(folder, owner, rank=self.ranks.rank, num_slots=num_copies))
+        owner, ranks = f"{self.root}/{self.name}", self.ranks
+        return Staging(shelf=Shelf(folder, owner, seat=ranks.seat, rank_now=lambda: ranks.rank, num_slots=num_copies))
 
 
 def as_count(what: str, given: object) -> int:

@@ -15,6 +15,7 @@ from elastic_ext.config.agreement import Boundary
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
 from elastic_ext.fsdp.checkpoint.coordination import first_says
 from elastic_ext.fsdp.checkpoint.saving.saver import AsyncSaveMode
+from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
 
 from .checkpoints import Checkpoints
@@ -60,6 +61,12 @@ class Saving:
         self._follower.on_change("checkpoint", lambda old, new: None, self.checkpoints.check)
         if self._leaving is not None:
             self._leaving.start()
+
+    def take_world(self, world: World) -> None:
+        """Listen for signals to the ranks of ``world`` from here on, between two steps; no save is under way."""
+        board = self._follower.ranks.board
+        if self._leaving is not None and board is not None:
+            self._leaving.take_world(board)
 
     def plan(self) -> None:
         """Set the next step with a checkpoint from the config in force; on all ranks alike."""

@@ -126,6 +126,10 @@ class Leaving:
             OwnedThread(run, name=THREAD_NAME, stopping=self._is_over) for run in (self._listen, self._watch)
         ]
 
+    def take_world(self, board: Board) -> None:
+        """Listen on the ``board`` of other ranks from here on, and tell these if this rank was told to end."""
+        self._board, self._has_told = board, False
+
     def start(self) -> None:
         """Take the signals that nobody else takes, and listen for other ranks that were sent one."""
         if threading.current_thread() is threading.main_thread():

@@ -282,9 +282,7 @@ class TrainingState:
     """All of a training's state on one rank: collected for a checkpoint, and put back from one."""
 
     def __init__(self, training: Training) -> None:
-        ranks = training.ranks
-        self.rank, self.num_ranks = ranks.rank, ranks.world_size
-        self._ranks_here = sum(name.host == ranks.host for name in ranks.names)
+        self._ranks = training.ranks
         self.model = training.model
         self.counts = training.counts
         self._training = training
@@ -294,6 +292,16 @@ class TrainingState:
         self._told: set[str] = set()  # of what is said once
         self._loader: Loader
         self._wanted: list[Wanted] = []  # of what is registered
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the ranks that train now."""
+        return self._ranks.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that train now."""
+        return self._ranks.world_size
 
     # ---- saving ----
 
@@ -396,7 +404,7 @@ class TrainingState:
         """Why the state is to be staged before the next step begins, None where staging can overlap with passes."""
         optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
         how = self._training.gradients.sharing.name
-        return why_not_overlap(self.model, optimizers, sharding=how, ranks_here=self._ranks_here, asked=asked)
+        return why_not_overlap(self.model, optimizers, sharding=how, ranks_here=self._ranks.world.num_here, asked=asked)
 
     def about(self) -> dict[str, Any]:
         """Facts about this run that its checkpoints hold, and that a run that resumes compares with its own."""

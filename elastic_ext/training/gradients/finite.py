@@ -110,7 +110,7 @@ class FiniteGradients:
         self._optimizers = training.optimizers
         self._gradients = training.gradients
         self._has_scaler = scaler is not None and scaler.is_enabled()
-        self._tells = training.ranks.rank == 0  # what others would say too
+        self._ranks = training.ranks
         self._reports = training.follower.reports
         self._number = -1  # of the step that the following is of
         self._after = 0  # steps that had committed before it
@@ -255,7 +255,7 @@ class FiniteGradients:
 
     def _say(self, text: str) -> None:
         # What one rank alone has seen of gradients that are shared out, it says itself.
-        if self._tells or (self._when == "warn" and not self._gradients.sharing.has_alike(self._trained())):
+        if self._ranks.rank == 0 or (self._when == "warn" and not self._gradients.sharing.has_alike(self._trained())):
             _logger.warning("%s", text)
         self._report(text)
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.training.steps.state import StepState
 
@@ -90,6 +91,12 @@ class GradientPairs:
         self._first: _Look | None = None
         self._cuts: dict[tuple[int, int, int], _Cut] = {}  # by position, number of elements, and of ranks that share it
         self._weights: dict[tuple[tuple[_NoisePiece, ...], torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take_world(self, world: World) -> None:
+        """Weigh what this rank sees as a part of what the ranks of ``world`` add up."""
+        self._num_ranks = world.size
+        self._cuts.clear()
+        self._weights.clear()
 
     @torch.no_grad()
     def look(self, parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
@@ -287,6 +294,11 @@ class Learning:
         is_pair, self._first = num_samples > 0 and self._first == (number - 1, num_samples), None
         seen = self._pairs.compare()
         self._take(num_samples, self._all_of(seen if is_pair else None))
+
+    def take_world(self, world: World) -> None:
+        """Look at gradients as one of the ranks of ``world``, from the next step on."""
+        self._pairs.take_world(world)
+        self.forget()
 
     def forget(self) -> None:
         """Drop the first step of a pair, since the next gradients are of another model or of another state of it."""

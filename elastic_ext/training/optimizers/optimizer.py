@@ -329,7 +329,7 @@ class ElasticOptimizer(Optimizer):
     def _follow(self, config_file: str | Path, options: dict[str, Any]) -> None:
         settings = OptimizerSettings([self])
         self._follower = follow_config(config_file, startup=settings.startup_values(), **options)
-        settings.tells = self._follower.ranks.rank == 0
+        settings.take_world(self._follower.ranks.world)
         self._follower.add(settings)
         self._follower.start()
 

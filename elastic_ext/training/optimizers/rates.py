@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.ranks.world import World
 
 __all__ = ["OptimizerSettings", "Rates"]
 
@@ -392,6 +393,10 @@ class OptimizerSettings:
         rates = self.optimizers[0].rates
         rate = float(self.optimizers[0].inner.param_groups[0].get("lr", math.nan)) * rates.factor
         return rate if math.isfinite(rate) else None
+
+    def take_world(self, world: World) -> None:
+        """Log warnings from here on where this rank is the first of ``world``."""
+        self.tells = world.rank == 0
 
     def startup_values(self) -> dict[str, object]:
         """The first optimizer's rate and weight decay, as the script gave them, as values of config keys."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE
 from elastic_ext.errors import StepError, StepUndone
+from elastic_ext.ranks.world import World
 from elastic_ext.torch_private.out_of_memory import is_out_of_memory
 from elastic_ext.training.gradients.sharing import Averaging
 from elastic_ext.training.options import GuardMode
@@ -96,6 +97,11 @@ class Guarding:
         self._why_not: str | None = None
         self.holds_back = False
         """Whether passes of the guarded step under way must not share gradients."""
+
+    def take_world(self, world: World) -> None:
+        """Guard the first steps with the ranks of ``world``, which may need more memory than those before."""
+        self.let_go()
+        self.expect_more()
 
     def is_due(self, largest: int) -> bool:
         """Whether the step that begins is to be guarded; in it a rank takes at most ``largest`` samples at once."""

@@ -127,8 +127,7 @@ class Steps:
         if training.recorder is not None:
             self._pass_boundary = training.recorder.around_boundary(self._pass_boundary)
         self._follower = training.follower
-        # Said once, where other ranks would say the same.
-        self._tells_of_infinities = training.ranks.rank == 0 and self._scaler is not None
+        self._tells_of_infinities = self._scaler is not None  # once, on the first rank: others would say the same
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._by_turns = MicroStepWeights(self._step.weights)
         self._keeps_batch = True
@@ -587,7 +586,7 @@ class Steps:
                 self._gradients.drop()
             elif state.num_stepped == 0:
                 self._batches.is_gathered_by_hand = True
-            if self._tells_of_infinities:
+            if self._tells_of_infinities and self._follower.ranks.rank == 0:
                 self._tell_of_infinities()
         if self._checks.is_looking:
             self._checks.end_step(has_committed=has_committed)

@@ -364,6 +364,16 @@ def test_metrics_of_a_worker_that_was_replaced_are_left_out() -> None:
     assert status.notes == ("metrics of rank 1 are of an earlier start, and left out",)
 
 
+def test_metrics_are_a_workers_by_its_process_though_it_had_another_rank_when_it_wrote_them() -> None:
+    told = [metrics(rank, measures=Measures(samples_per_second=speed)) for rank, speed in enumerate((5.0, 7.0))]
+    now = (worker(1, pid=100, local_rank=0, seat=0), worker(0, pid=101, local_rank=1, seat=1))
+    status = status_of(replace(WITH_AGENT, metrics=tuple(told), workers=replace(WORKERS, workers=now)))
+    assert [(each.rank, each.pid, each.samples_per_second) for each in status.ranks] == [(0, 101, 7.0), (1, 100, 5.0)]
+    gone = replace(WORKERS, workers=(worker(0, pid=101, local_rank=1, seat=1),))
+    left = status_of(replace(WITH_AGENT, metrics=tuple(told), workers=gone, living=frozenset({101})))
+    assert [(each.rank, each.pid, each.samples_per_second) for each in left.ranks] == [(0, 101, 7.0)]
+
+
 def test_metrics_of_a_process_that_a_worker_has_started_are_the_workers() -> None:
     files = replace(WITH_AGENT, metrics=(metrics(0, pid=555),), living=frozenset({100, 101, 555}))
     assert [each.config_version for each in status_of(files).ranks] == [3, None]

@@ -50,13 +50,13 @@ def write_metrics(folder: Path, rank: int, *, world_size: int, **values: Any) ->
         agree_every_steps=1,
         measures=Measures(**usual | values),
     )
-    RunDirectory(folder, rank=rank).write_metrics(metrics)
+    RunDirectory(folder, seat=rank).write_metrics(metrics)
 
 
 def write_windows(folder: Path, rank: int, step: Mapping[Phase, float], num_windows: int = 3, /, **values: Any) -> None:
     for number in range(num_windows):
         window = made_window(step, rank=rank, **values)
-        RunDirectory(folder, rank=rank).add_window(replace(window, begin=100.0 + number, end=101.0 + number))
+        RunDirectory(folder, seat=rank).add_window(replace(window, begin=100.0 + number, end=101.0 + number))
 
 
 def seen(folder: Path) -> NodeStatus:
@@ -113,7 +113,7 @@ def test_with_ranks_elsewhere_it_is_said_that_they_are_not_looked_at(tmp_path: P
 def test_arithmetic_is_compared_with_the_devices_best(tmp_path: Path) -> None:
     write_metrics(tmp_path, 0, world_size=1)
     write_windows(tmp_path, 0, STEP, num_samples=1600)
-    directory = RunDirectory(tmp_path, rank=0)
+    directory = RunDirectory(tmp_path, seat=0)
     directory.write_census(census(num_flops=5 * 10**8))
     directory.write_calibration(replace(calibration(), host=HOST))
     assert "samples/s, 1.3M tokens/s over all ranks; MFU 50%\n" in words(seen(tmp_path))
@@ -146,7 +146,7 @@ def test_whatever_the_profiles_say_there_is_a_status(tmp_path: Path, rows: list[
     for each in tmp_path.iterdir():
         each.unlink()
     write_metrics(tmp_path, 0, world_size=1, shares=shares, num_micro_steps=3, num_replicas=1)
-    directory = RunDirectory(tmp_path, rank=0)
+    directory = RunDirectory(tmp_path, seat=0)
     directory.write_census(census(num_flops=1))
     directory.write_calibration(replace(calibration(), host=HOST))
     for window in rows:

@@ -111,6 +111,7 @@ def test_what_is_seen_can_be_written_and_read_again(tmp_path: Path, clock: Clock
         gone = Watched(
             local_rank=1,
             rank=1,
+            seat=1,
             process=ProcessIdentity(pid=found.process.pid, start_ticks=1),
             state="failed",
             exit_code=-9,

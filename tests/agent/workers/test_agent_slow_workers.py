@@ -48,7 +48,7 @@ class Agents:
         for folder, ranks in zip(self._folders, self.ranks, strict=True):
             for rank in set(ranks) - set(silent):
                 window = made_window(SLOW if rank in slow else STEP, rank=rank, world_size=self.world_size)
-                RunDirectory(folder, rank=rank).add_window(replace(window, begin=self.now - 1, end=self.now))
+                RunDirectory(folder, seat=rank).add_window(replace(window, begin=self.now - 1, end=self.now))
         return [
             each.look(ranks, board) for each, ranks, board in zip(self._each, self.ranks, self._boards, strict=True)
         ]

@@ -195,7 +195,7 @@ def test_of_two_ranks_that_train_the_hung_one_is_named_by_where_it_is(ranks: Ran
             for pulse in pulses:
                 process = process_of(pulse.pid)
                 assert process is not None
-                workers.append(Watched(local_rank=pulse.rank, rank=pulse.rank, process=process))
+                workers.append(Watched(local_rank=pulse.rank, rank=pulse.rank, seat=pulse.rank, process=process))
             monitor = Monitor(
                 run_dir=tmp_path,
                 pulse_dir=tmp_path,

@@ -242,7 +242,7 @@ class Shelf:
     """One rank's slots for staged copies in ``folder``, which outlives the rank; ``owner`` is its job's name there.
 
     It has ``num_slots`` slots for a copy each. With two they are used in turn, and the copy before stays whole while
-    the next one is made. What an earlier process of this rank has left goes when memory is first asked for.
+    the next one is made. What an earlier process in this ``seat`` has left goes when memory is first asked for.
     """
 
     def __init__(
@@ -250,13 +250,15 @@ class Shelf:
         folder: Path,
         owner: str,
         *,
-        rank: int,
+        seat: int,
+        rank_now: Callable[[], int],
         num_slots: int = 1,
         room_in: Callable[[Path], int] = room_in,
     ) -> None:
+        """``rank_now`` gives this rank's number, for warnings."""
         self._folder = folder
-        self._rank = rank
-        self._own = f"{xxhash.xxh3_64_hexdigest(os.fsencode(owner))}-{rank}."
+        self._rank_now = rank_now
+        self._own = f"{xxhash.xxh3_64_hexdigest(os.fsencode(owner))}-{seat}."
         self._room_in = room_in
         self._memories: list[Path | None] = [None] * num_slots
         self._sizes = [0] * num_slots
@@ -324,7 +326,7 @@ class Shelf:
             _logger.warning(
                 "rank %d: the staged copy has no record in %s, and is lost if this process dies before the checkpoint "
                 "is written: %s",
-                self._rank,
+                self._rank_now(),
                 self._folder,
                 error,
             )
@@ -389,7 +391,7 @@ class Shelf:
             "rank %d stages what it saves in its own memory, and a staged copy is lost if the process dies before the "
             "checkpoint is written: %d bytes are needed in %s, %s. Give that folder more room: docker run "
             "--shm-size=..., or in Kubernetes an emptyDir with medium: Memory at /dev/shm",
-            self._rank,
+            self._rank_now(),
             num_bytes,
             self._folder,
             why,

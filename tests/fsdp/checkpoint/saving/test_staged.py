@@ -505,7 +505,7 @@ def test_what_another_process_of_the_rank_has_left_is_never_mixed_with_what_come
     another = left.shelf / f"another-0.0{RECORD}"
     shutil.copy(record_in(left.shelf), another)
     operations = FileOperations(left.shelf)
-    shelf = Shelf(left.shelf, f"{left.storage}/{JOB}", rank=0)
+    shelf = Shelf(left.shelf, f"{left.storage}/{JOB}", seat=0, rank_now=lambda: 0)
     pages = shelf.pages(shelf.begin() or 0, 8192)
     removed = [words.split()[1] for words in operations.end() if words.startswith("os.remove ")]
     assert removed[0].endswith(RECORD) and len(removed) == 5, removed
@@ -515,7 +515,7 @@ def test_what_another_process_of_the_rank_has_left_is_never_mixed_with_what_come
 
 
 def test_storage_whose_name_is_no_utf8_has_copies_too(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, f"{os.fsdecode(b'/caf' + bytes([0xE9]))}/{JOB}", rank=0)
+    shelf = Shelf(tmp_path, f"{os.fsdecode(b'/caf' + bytes([0xE9]))}/{JOB}", seat=0, rank_now=lambda: 0)
     pages = shelf.pages(shelf.begin() or 0, 4096)
     assert pages is not None and len(pages) == 4096
 
