@@ -69,6 +69,9 @@ __all__ = [
 class ElasticError(Exception):
     """The base class of all errors of this library."""
 
+    says_all = False
+    """Whether the message says all, on all ranks, so that the traceback of the error itself would add nothing."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
@@ -100,8 +103,6 @@ class CheckpointError(ElasticError):
 
     is_in_log = False
     """Whether the error was logged where it came about, before it was raised."""
-    says_all = False
-    """Whether the message is a refusal that says all, on all ranks, so that a traceback would add nothing."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -222,6 +223,8 @@ class RanksFailedError(RanksError):
 
     Of a rank that refused an argument, and raises that error itself, ``tracebacks`` has the message alone.
     """
+
+    says_all = True
 
     def __init__(self, doing: str, num_ranks: int, tracebacks: Mapping[int, str]) -> None:
         self.doing = doing

@@ -27,7 +27,7 @@ from elastic_ext import (
     StepOptions,
     follow_config,
 )
-from elastic_ext.errors import CheckpointError, ElasticError, RanksFailedError
+from elastic_ext.errors import ApplyError, CheckpointError, ElasticError, RanksFailedError
 from elastic_ext.fsdp import ShardCheckpointer
 from tests.support.chains import num_causes
 from tests.support.ranks import RankPool
@@ -328,6 +328,34 @@ def test_a_disk_that_is_full_is_told_in_the_script_s_own_line_and_a_sentence(
         assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.__traceback__ is None
     assert not any(record.exc_info for record in caplog.records), "the sentence says all"
     trainer.close()
+
+
+def test_a_save_that_has_failed_is_told_in_the_script_s_own_line_as_a_step_begins(tmp_path: Path) -> None:
+    trainer, model, optimizer = prepared(
+        tmp_path, shared_storage_path=tmp_path / "storage", checkpoint_interval=CheckpointInterval(steps=1)
+    )
+    (tmp_path / "storage").rename(tmp_path / "moved")
+    (tmp_path / "storage").touch()
+    with pytest.raises(CheckpointError, match="Not a directory") as caught:
+        for _ in range(10_000):
+            take(trainer, model, optimizer)
+    assert_shows(caught.value)
+    assert num_causes(caught.value) == 0
+    assert {Path(each.path).name for each in caught.traceback} == {"test_refusals.py", "steps.py"}
+
+
+def test_an_applier_that_raises_is_told_in_the_script_s_own_line_as_a_step_ends(tmp_path: Path) -> None:
+    def apply(old: ElasticConfig, new: ElasticConfig) -> None:
+        raise ArithmeticError("the applier failed")
+
+    trainer, model, optimizer = prepared(tmp_path)
+    trainer.on_change("user", apply)
+    trainer.propose({"user.dropout": 0.5}, "a test")
+    with pytest.raises(ApplyError, match="the applier failed") as caught:
+        for _ in range(10_000):
+            take(trainer, model, optimizer)
+    assert_shows(caught.value)
+    assert {Path(each.path).name for each in caught.traceback} == {"test_refusals.py", "steps.py"}
 
 
 def fails_on_rank_one(rank: int, folder: Path) -> tuple[str, int, str]:

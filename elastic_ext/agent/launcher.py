@@ -38,7 +38,6 @@ from elastic_ext.records.agent import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.records.text import counted, expanded, on_one_line
-from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .arguments import (
     LaunchRefused,
@@ -128,6 +127,7 @@ _SOCKET = "socket"
 _LAST_EXCHANGE_SECONDS = 20.0
 _PART_SECONDS = 5.0
 _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
+_OF_SIGNALS = 128  # the exit status after a signal is that and the signal's number
 _FIRST_WORD_SECONDS = 3.0  # for a master that keeps this node out to say so
 
 
@@ -266,7 +266,7 @@ class _Launch:
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
             left = "" if agent is None else tasks.words_of_leaving(each.seat for each in agent.watched)
             self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
-            status = 128 + int(error.sigval)
+            status = _OF_SIGNALS + int(error.sigval)
         except WorkerNotStarted as error:
             self._journal.tell("failed", f"workers could not be started: {error}", is_bad=True)
         finally:
@@ -478,4 +478,4 @@ def _why_it_leaves(status: int) -> str:
     """The reason that a master is given as the node leaves, by the launcher's exit status."""
     if status == 0:
         return "its workers have ended well"
-    return "it was told to end" if status == EXIT_STATUS else f"it ends with status {status}"
+    return "it was told to end" if status > _OF_SIGNALS else f"it ends with status {status}"

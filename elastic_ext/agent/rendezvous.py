@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from elastic_ext.doctor.meeting import is_at
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import (
     Completion,
@@ -147,7 +148,7 @@ def handler_for(launch: LaunchConfig) -> RendezvousHandler:
     looks at the names and addresses of the machine's hostname alone.
     """
     tries = [dict(launch.rdzv_configs)]
-    if launch.rdzv_backend == "c10d" and "is_host" not in tries[0] and _is_at(launch.rdzv_endpoint, launch.local_addr):
+    if launch.rdzv_backend == "c10d" and "is_host" not in tries[0] and is_at(launch.rdzv_endpoint, launch.local_addr):
         tries.insert(0, {**tries[0], "is_host": True})
     for configs in tries:
         try:
@@ -336,22 +337,6 @@ def _flag(value: object) -> bool:
 def _seconds_to_answer(launch: LaunchConfig) -> float:
     """How long a rendezvous may take to answer: its own read timeout, and a few seconds more."""
     return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS
-
-
-def _is_at(endpoint: str, address: str | None) -> bool:
-    """Whether an endpoint's host and ``address`` are the same machine, by name or by IP address."""
-    if not address:
-        return False
-    host, _ = _parted(endpoint)
-    return host == address or not _numbers_of(host).isdisjoint(_numbers_of(address))
-
-
-def _numbers_of(host: str) -> frozenset[str]:
-    """The IP addresses that a host name stands for; none where it cannot be looked up."""
-    try:
-        return frozenset(str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
-    except (OSError, ValueError):
-        return frozenset()
 
 
 def _parted(endpoint: str) -> tuple[str, int | None]:

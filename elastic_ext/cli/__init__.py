@@ -77,7 +77,10 @@ _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of elastic-ext; gives its exit status: 0 done, 1 failed or trouble found, 2 refused."""
+    """Run one command of elastic-ext; gives its exit status: 0 done, 1 failed or trouble found, 2 refused.
+
+    After Ctrl-C it is 130, and 141 where nobody reads the output any more.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
         return int(importlib.import_module(_LAUNCHER).main(given[1:]))
@@ -87,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except OSError as error:  # commands tell of all that they read and write, so that it is the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail at the exit
         if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
@@ -178,8 +183,6 @@ def _run_events(options: argparse.Namespace) -> int:
     except ValueError as error:
         terminal.complain(str(error))
         return 2
-    except KeyboardInterrupt:  # who follows has seen enough
-        return INTERRUPTED
 
 
 def _run_tuning(options: argparse.Namespace) -> int:

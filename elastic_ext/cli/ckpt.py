@@ -301,8 +301,6 @@ DAMAGED = 1
 """Exit status where something on the disk is not what was saved, or where the file system refused."""
 REFUSED = 2
 """Exit status where the input was refused: no checkpoint there, one of a newer format, or impossible arguments."""
-_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
-_INTERRUPTED = 130
 _PATH = "a shared_storage_path, a job's folder in it, or one checkpoint's"
 
 
@@ -408,12 +406,8 @@ def run_ckpt(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         if options.path is None:
             options.path = _found(options.job, environ, removes=COMMANDS[options.command].finds == "named jobs")
         status: int = getattr(home, f"run_{options.command}")(options, terminal)
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    except BrokenPipeError:  # of the output
+        raise
     except (CheckpointError, OSError) as error:
         terminal.complain(in_words(error))
         return status_of(error)

@@ -109,6 +109,9 @@ _{name}() {{
     case "$place $prev" in
 {values}
     esac
+    if [[ -n $is_value && $prev == --job ]]; then
+        words=$(command ls "${{XDG_CACHE_HOME:-$HOME/.cache}}/elastic_ext" 2>/dev/null)
+    fi
     if [[ -n $has_equals && -z $is_value ]]; then
         words=
     elif [[ $cur == -* && -z $is_value ]]; then

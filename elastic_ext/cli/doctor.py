@@ -24,8 +24,6 @@ __all__ = ["FINE", "WRONG", "add_doctor"]
 FINE = 0
 WRONG = 1
 """Exit status where there is a warning or an error."""
-_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
-_INTERRUPTED = 130
 _WITH_OTHERS = "doctor_pairs"  # imports torch
 _RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "local_addr", "pair_backend", "silence")
 
@@ -109,13 +107,7 @@ def _run(options: argparse.Namespace) -> int:
                 )
     elif options.nnodes is None:
         options.refuse("--rdzv-endpoint is given and --nnodes is not; add --nnodes N, how many nodes come")
-    try:
-        return _check(options, terminal)
-    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return _check(options, terminal)
 
 
 def _check(options: argparse.Namespace, terminal: Terminal) -> int:
@@ -137,7 +129,6 @@ def _check(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.rdzv_endpoint is not None:
         sys.stdout.flush()
         is_bad |= bool(importlib.import_module(f".{_WITH_OTHERS}", __package__).run(options, terminal, hardware))
-    sys.stdout.flush()
     return WRONG if is_bad else FINE
 
 

@@ -45,7 +45,7 @@ TROUBLE = 1
 REFUSED = 2
 """Exit status where there is no such job or run directory."""
 INTERRUPTED = 130
-"""Exit status of what goes on until Ctrl-C, as of a program that SIGINT ends."""
+"""Exit status after Ctrl-C, as of a program that SIGINT ends."""
 _WATCH_SECONDS = 2.0
 _LEAST_WATCH_SECONDS, _MOST_WATCH_SECONDS = 0.1, 86400.0
 

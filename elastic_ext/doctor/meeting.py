@@ -7,12 +7,14 @@ node that is merely late keeps writing them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from elastic_ext.ranks.board import Board, BoardGone, Store
 from elastic_ext.ranks.deadlines import NoAnswer, OwnedThread, within
 
-__all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
+__all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "is_at", "meet"]
 
 _logger = logging.getLogger(__name__)
 
@@ -83,6 +85,23 @@ class Rendezvous:
             self.local_addr,
             **config,
         )
+
+
+def is_at(endpoint: str, address: str | None) -> bool:
+    """Whether an endpoint's host and ``address`` are the same machine, by name or by IP address."""
+    try:
+        host, _ = parse_rendezvous_endpoint(endpoint, _DEFAULT_PORT)
+    except ValueError:  # a file, for one
+        return False
+    return address is not None and (host == address or not _numbers_of(host).isdisjoint(_numbers_of(address)))
+
+
+def _numbers_of(host: str) -> frozenset[str]:
+    """The IP addresses that a host name stands for; none where it cannot be looked up."""
+    try:
+        return frozenset(str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
+    except (OSError, ValueError):
+        return frozenset()
 
 
 def holds_store(rendezvous: Rendezvous) -> bool:
@@ -241,7 +260,7 @@ def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
     """
     where = rendezvous.endpoint
     try:
-        handler = get_rendezvous_handler(rendezvous.parameters())
+        handler = _handler(rendezvous)
         info = handler.next_rendezvous()
     except RendezvousClosedError:
         raise MeetingFailed(
@@ -259,6 +278,18 @@ def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
     return Meeting(
         info.store, info.rank, info.world_size, where=where, silence_seconds=silence_seconds, handler=handler
     )
+
+
+def _handler(rendezvous: Rendezvous) -> RendezvousHandler:
+    """Torch's handler; a node whose ``local_addr`` is the endpoint hosts the rendezvous, unless another one there does.
+
+    Torch looks at the names and addresses of the machine's hostname alone.
+    """
+    config = rendezvous.config
+    if rendezvous.backend == "c10d" and "is_host" not in config and is_at(rendezvous.endpoint, rendezvous.local_addr):
+        with contextlib.suppress(RendezvousConnectionError):
+            return get_rendezvous_handler(replace(rendezvous, config={**config, "is_host": True}).parameters())
+    return get_rendezvous_handler(rendezvous.parameters())
 
 
 def _cause(error: BaseException) -> str:

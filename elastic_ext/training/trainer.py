@@ -39,7 +39,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_ext.errors import CheckpointError, ElasticError, StepError
+from elastic_ext.errors import ElasticError, StepError
 from elastic_ext.records.text import check_flag
 
 from .options import CheckpointInterval, CheckpointOptions, FollowOptions, MemoryModel, StepOptions
@@ -61,6 +61,9 @@ __all__ = ["NOT_PREPARED", "ElasticTrainer", "Epoch", "Mutating", "NotPrepared",
 
 
 # --- what ``with trainer.step()`` and ``with trainer.epoch()`` enter, where it is not the steps themselves -----------
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 
 NOT_PREPARED = "prepare() was not called; call it with the optimizer, on every rank, before the loop"
 
@@ -97,6 +100,21 @@ class NotPrepared:
     ) -> None: ...
 
 
+def _in_a_sentence(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """``method``; of an error that says all, what shows is the script's own line and the sentence."""
+
+    @functools.wraps(method)
+    def called(*given: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        try:
+            return method(*given, **named)
+        except ElasticError as error:
+            if not error.says_all:
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
+
+
 class Epoch:
     """The context of ``with trainer.epoch():``; entering it gives the epoch's number."""
 
@@ -104,9 +122,11 @@ class Epoch:
         self._session = session
         self._epoch = epoch
 
+    @_in_a_sentence
     def __enter__(self) -> int:
         return self._session.enter_epoch(self._epoch)
 
+    @_in_a_sentence
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -130,23 +150,6 @@ class Mutating:
 # --- the user's own loop, in steps that commit or never happened, and that every rank takes alike --------------------
 
 _Default = TypeVar("_Default")
-_Result = TypeVar("_Result")
-_Arguments = ParamSpec("_Arguments")
-
-
-def _in_a_sentence(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``method``; of an error that says all, what shows is the script's own line and the sentence."""
-
-    @functools.wraps(method)
-    def called(*given: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        try:
-            return method(*given, **named)
-        except CheckpointError as error:
-            if not error.says_all:
-                raise
-            raise error.with_traceback(None) from error.__cause__
-
-    return called
 
 
 class ElasticTrainer:
@@ -451,6 +454,7 @@ class ElasticTrainer:
         """Undo the micro-steps since the last boundary, as an exception would; on every rank or on none."""
         self._prepared.steps.rollback()
 
+    @_in_a_sentence
     def reset(self) -> None:
         """Begin counting ``num_steps`` from zero, and the dataloader's batches too: a new epoch."""
         self._prepared.reset()
@@ -598,6 +602,7 @@ class ElasticTrainer:
     def __enter__(self) -> ElasticTrainer:
         return self
 
+    @_in_a_sentence
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 from elastic_ext.agent.arguments import parser as launcher_parser
 from elastic_ext.cli import main
 from elastic_ext.cli.completion import completed, script_for
+from elastic_ext.records.run_dir import StartSettings
 
 BASH = shutil.which("bash")
 ASK = """
@@ -30,6 +32,9 @@ ASKED: Sequence[tuple[Sequence[str], Sequence[str]]] = [
     (["elastic-ext", "config", "s"], ["show", "set", "schema"]),
     (["elastic-ext", "config", "show", "--f"], ["--file"]),
     (["elastic-ext", "config", "show", "--job", "nano", "--m"], ["--master"]),
+    (["elastic-ext", "config", "show", "--job", "n"], ["nano", "nano-2"]),
+    (["elastic-ext", "report", "--job", "=", ""], ["mini", "nano", "nano-2"]),
+    (["elastic-ext", "run", "--job", "m"], ["mini"]),
     (["elastic-ext", "config", "set", "dataloader.n"], ["dataloader.num_workers="]),
     (["elastic-ext", "config", "set", "dataloader.num_workers", "=", "s"], []),
     (["elastic-ext", "config", "set", "vers"], []),
@@ -53,7 +58,12 @@ def test_bash_completes_commands_options_and_values(capsys: pytest.CaptureFixtur
     assert main(["completion", "bash"]) == 0 and main(["completion", "bash", "elastic-run"]) == 0
     asked = "".join(f"ask {' '.join(repr(word) for word in words)}\n" for words, _ in ASKED)
     script = capsys.readouterr().out + ASK + asked + "complete -p elastic-ext elastic-run\n"
-    done = subprocess.run([BASH, "--norc"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for job in ("nano", "nano-2", "mini"):
+        StartSettings.run_dir_of(environ, job).mkdir(parents=True)
+    done = subprocess.run(
+        [BASH, "--norc"], input=script, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and done.stderr == ""
     *found, ours, launchers = done.stdout.splitlines()
     assert [(words, line.split()) for (words, _), line in zip(ASKED, found, strict=True)] == list(map(tuple, ASKED))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -191,6 +193,22 @@ def test_nobody_there_is_1_and_no_token_is_2_and_neither_says_the_token(
         readable.chmod(0o644)
         assert shell.run(*command, "--master", master.address, "--token-file", str(readable), ways=False) == 2
         assert "chmod 600" in shell.err and TOKEN not in shell.err
+
+
+def test_ctrl_c_while_a_master_is_waited_for_ends_any_command_without_a_word() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    commands = (["config", "show"], ["status"], ["tuning", "log"], ["events"])
+    for command in commands:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            silent.settimeout(60)
+            words = [*command, "--master", f"127.0.0.1:{silent.getsockname()[1]}"]
+            argv = [sys.executable, "-m", "elastic_ext.cli", *words]
+            with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as process:
+                connection, _ = silent.accept()
+                with connection:
+                    process.send_signal(signal.SIGINT)
+                    assert process.communicate(timeout=60) == (b"", None), command
+                    assert process.returncode == 130, command
 
 
 # ---- the status ----

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ext.doctor.findings import Finding
-from elastic_ext.doctor.meeting import Meeting, MeetingFailed, Rendezvous, holds_store
+from elastic_ext.doctor.meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from elastic_ext.doctor.pairs import NUM_WINDOWS, Hello, Notes, matching
 from elastic_ext.doctor.report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.support.machines import GOOD_MACHINE as GOOD
@@ -200,6 +200,17 @@ def test_a_pair_whose_record_cannot_be_read_is_told_of_and_the_other_pairs_are_k
     assert {(pair.first, pair.second) for pair in notes.report(None).pairs} == {(0, 1), (1, 2)}
     words = {record.message.partition(" cannot be read: ")[0] for record in caplog.records}
     assert words == {f"node 2: its record of the pair of nodes {index} and 2" for index in (0, 1)}
+
+
+@pytest.mark.parametrize("address", ["127.0.2.1", "127.0.513"])
+def test_the_node_whose_address_is_the_endpoint_hosts_the_meeting_by_whatever_name(address: str) -> None:
+    there = Rendezvous(  # at 127.0.2.1, as torch does not find out
+        endpoint=f"127.0.513:{free_port()}", run_id="none", min_nodes=1, max_nodes=1, local_addr=address,
+        config={"join_timeout": 1},
+    )  # fmt: skip
+    with meet(there, silence_seconds=60) as meeting:
+        assert (meeting.index, meeting.num_nodes) == (0, 1) and holds_store(there)
+        meeting.leave({0})
 
 
 def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store(forked_jobs: None, tmp_path: Path) -> None:

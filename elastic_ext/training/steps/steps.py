@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from elastic_ext.errors import StepError, TornStepError
+from elastic_ext.errors import ElasticError, StepError, TornStepError
 from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, refuses_one
 from elastic_ext.training.batches import RankStep
 from elastic_ext.training.gradients.finite import FiniteGradients
@@ -214,7 +214,12 @@ class Steps:
             state.move(StepEvent.ENTER_LAST)
             return
         if state.index == 0:
-            self._begin(self.keep_batch)
+            try:
+                self._begin(self.keep_batch)
+            except ElasticError as error:
+                if not error.says_all:
+                    raise
+                raise error.with_traceback(None) from error.__cause__
         elif self.keep_batch is not self._keeps_batch:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it between two steps")
         elif state.is_guarded and not self.by_function:
@@ -277,7 +282,12 @@ class Steps:
             raise
         if is_last:
             self._end(StepEvent.END)
-            self._pass_boundary()
+            try:
+                self._pass_boundary()
+            except ElasticError as failure:
+                if not failure.says_all:
+                    raise
+                raise failure.with_traceback(None) from failure.__cause__
             if bare is not None:  # the step stands, on all ranks
                 raise bare
         else:

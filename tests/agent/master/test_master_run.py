@@ -174,6 +174,19 @@ def test_without_a_master_workers_are_started_and_it_is_said_once(tmp_path: Path
     assert [kind for kind in node.kinds() if kind.startswith("master-")] == ["master-absent"], node.text
 
 
+def test_a_node_that_ctrl_c_ends_tells_its_master_that_it_was_told_to(
+    tmp_path: Path, script: list[str], master: MasterProcess
+) -> None:
+    given = ["--master", master.address, "--token-file", str(master.token_file), "--job=job", "--nproc-per-node=1"]
+    with nodes(Node(tmp_path / "node", [*given, *script])) as (node,):
+        node.wait_for("this node has joined")
+        until(lambda: (tmp_path / "began").exists() or None)
+        node.send(signal.SIGINT)
+        assert node.end() == 130, node.text
+    with MasterClient(place_of(master)) as client:
+        assert any(each.text.endswith("has left: it was told to end") for each in client.events())
+
+
 # ---- trainings ----
 
 
