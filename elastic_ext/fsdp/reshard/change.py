@@ -139,8 +139,20 @@ class _Stage:
         return item
 
 
+@dataclass(frozen=True, eq=False)
+class _Among:
+    """The ranks among which a change is made, and what they make it by."""
+
+    agree: Agree
+    device: torch.device
+    group: dist.ProcessGroup | None
+    """The process group on which buckets are exchanged; None: the default one that is there by then."""
+    regroup: Regroup | None = None
+    """What swaps the process groups, where the ranks change."""
+
+
 class Change:
-    """A change of how a model is spread: checked as it is made, on every rank, and then ``run``."""
+    """A change of how a model is spread: checked as it is made, on every rank, then made by ``run`` or ``regroup``."""
 
     def __init__(
         self,
@@ -180,7 +192,9 @@ class Change:
         self._tensors: list[MovedTensor | None] = []  # None: where it shall be
         self._slots: list[ParameterSlot] = []
         self._mesh: DeviceMesh | None = None
-        self._has_moved = False
+        self._locals_before: list[torch.Tensor] = []
+        self._has_moved = False  # so that there is no way back
+        self._has_let_go = False  # of the process groups of before
         self._look()
         tells = worlds.has_comers and worlds.new[holder] == 0
         self._outline = outline_of(self._named(), optimizers) if tells else None
@@ -239,69 +253,73 @@ class Change:
         left_out = [parameter for parameter in self._model.parameters() if parameter in self.left_out]
         return MovedParts(self._model, self._parameters, left_out, self._optimizers, self._registered)
 
-    def run(
-        self,
-        agree: Agree,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        regroup: Regroup | None = None,
-    ) -> ChangeCost:
-        """Make the change; all ranks of both worlds call this between two steps.
+    def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> ChangeCost:
+        """Make the change; all ranks call this between two steps. ``group`` has all ranks, for ``device``."""
+        began = time.perf_counter()
+        among = _Among(agree, device, group)
+        mismatch = self._compare(among)
+        if mismatch is not None:
+            raise mismatch
+        self._begin()
+        error = self._caught(self._make_mesh) or self._caught(self._unwire)
+        return self._complete(among, error, began)
 
-        ``group`` has all ranks, for ``device``. Where the worlds differ it is None, for the default group that is there
-        by then; ``regroup`` swaps that, but not on ranks that leave: they are done once they have given what they have,
-        with no group kept alive. The ranks of the group that is there call ``agree``.
+    def regroup(self, agree: Agree, groups: Regroup, *, device: torch.device) -> ChangeCost:
+        """Make the change to a world of other ranks; the ranks of both worlds call this between two steps.
+
+        Buckets are exchanged on the default process group that is there by then, which ``groups`` swaps; the ranks of
+        that group call ``agree``. Who leaves is done once it has given what it has, and swaps nothing.
         """
-        began, formed = time.perf_counter(), 0.0
-        num_replaced = len(self.replaced)
-        locals_before = [local_of(each.tensor) for each in self._parameters]
-        error: BaseException | None = None
-        outline: dict[str, Any] | None = None
-        if regroup is None:
-            mismatch = self._compare(group, device)
-            if mismatch is not None:
-                raise mismatch
+        began = time.perf_counter()
+        among = _Among(agree, device, None, groups)
+        self._begin()
+        error = self._caught(self._unwire)
+        if self._worlds.has_leavers and not self.comes:
+            mismatch = self._compare(among)
+            self._move(among, error or mismatch, _Stage(self.given_plan, self._worlds.old, is_last=False))
+            error, self._has_moved = None, True
+        let_go = time.perf_counter()
+        self._let_go_of_groups()
+        if self.leaves:
+            return self._cost(0, began, 0.0, let_go)
+        self._form(among)
+        forming_seconds = time.perf_counter() - let_go
+        outline = tell_outline(self._outline, device) if self._worlds.has_comers else None
+        failure = self._caught(self._make_mesh)  # by all ranks, whatever has failed on this one
+        error = error or failure
+        if error is None and outline is not None and self.comes:
+            error = self._caught(lambda: self._begin_like(outline))
+        mismatch = self._compare(among)
+        return self._complete(among, error or mismatch, began, forming_seconds)
+
+    def _begin(self) -> None:
+        """Note that the change has begun, and what there was before."""
         self.is_as_before = False
-        if regroup is not None:
-            error = self._caught(self._unwire)
-            if self._worlds.has_leavers and not self.comes:
-                self._give(agree, error, locals_before, device)
-                error = None
-            began_forming = time.perf_counter()
-            self._let_go_of_groups()
-            if self.leaves:
-                return self._cost(num_replaced, began, formed)
-            self._form(agree, regroup, locals_before)
-            formed = time.perf_counter() - began_forming
-            outline = self._told_outline(device)
-        error = self._caught(self._make_mesh) or error  # on all ranks, whatever has failed on this one
-        if error is None and regroup is None:
-            error = self._caught(self._unwire)
+        self._locals_before = [local_of(each.tensor) for each in self._parameters]
+
+    def _complete(
+        self, among: _Among, error: BaseException | None, began: float, forming_seconds: float = 0.0
+    ) -> ChangeCost:
+        """Put on what shall wrap the model, and move all tensors to where they shall lie."""
+        num_replaced = len(self.replaced)
         if error is None:
-            error = self._caught(lambda: self._wire(outline))
-        if regroup is not None:
-            mismatch = self._compare(group, device)
-            error = error or mismatch
-        self._agree_or_go_back(agree, error, locals_before, regroup)
+            error = self._caught(self._wire)
+        self._agree_or_go_back(among, error)
         wired = time.perf_counter()
-        stage = _Stage(self.bucket_plan, self._worlds.new, is_last=True)
-        self._move(agree, None, stage, locals_before, group=group, device=device, regroup=regroup)
+        self._move(among, None, _Stage(self.bucket_plan, self._worlds.new, is_last=True))
         if isinstance(self._after, Whole):
             self._after.wake()
-        return self._cost(num_replaced, began, formed, wired)
+        return self._cost(num_replaced, began, forming_seconds, wired)
 
-    def _cost(self, num_replaced: int, began: float, formed: float, wired: float | None = None) -> ChangeCost:
-        """What the change has cost until now; ``wired`` is when the last stage began, for a rank that has it."""
-        now = time.perf_counter()
-        wired = now if wired is None else wired
+    def _cost(self, num_replaced: int, began: float, forming_seconds: float, wired: float) -> ChangeCost:
+        """What the change has cost until now."""
         return ChangeCost(
             sent_bytes=self.given_plan.sent_bytes + self.bucket_plan.sent_bytes,
             num_replaced=num_replaced,
             extra_bytes=max(self.given_plan.extra_bytes, self.bucket_plan.extra_bytes),
-            wiring_seconds=wired - began - formed,
-            moving_seconds=now - wired,
-            forming_seconds=formed,
+            wiring_seconds=wired - began - forming_seconds,
+            moving_seconds=time.perf_counter() - wired,
+            forming_seconds=forming_seconds,
         )
 
     @staticmethod
@@ -313,7 +331,7 @@ class Change:
             return error.with_traceback(None)  # which keeps alive what has been taken off
         return None
 
-    def _compare(self, group: dist.ProcessGroup | None, device: torch.device) -> ElasticError | None:
+    def _compare(self, among: _Among) -> ElasticError | None:
         """An error on all ranks where they would not move the same tensors."""
         told = repr(
             [
@@ -322,9 +340,9 @@ class Change:
                 for item in plan.items
             ]
         )
-        own = torch.tensor([turn_of(told) % (1 << 62)], device=device)
-        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, own, group=group)
+        own = torch.tensor([turn_of(told) % (1 << 62)], device=among.device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(among.group))]
+        dist.all_gather(found, own, group=among.group)
         if all(bool(each == own) for each in found):
             return None
         return ElasticError(
@@ -335,19 +353,6 @@ class Change:
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 
-    def _give(
-        self,
-        agree: Agree,
-        error: BaseException | None,
-        locals_before: list[torch.Tensor],
-        device: torch.device,
-    ) -> None:
-        """Have who leaves give what it has to those who stay, on the groups that are there."""
-        mismatch = self._compare(None, device)
-        stage = _Stage(self.given_plan, self._worlds.old, is_last=False)
-        self._move(agree, error or mismatch, stage, locals_before, group=None, device=device)
-        self._has_moved = True
-
     def _let_go_of_groups(self) -> None:
         """Keep no process group alive: those that are still known end with their sockets."""
         self.target.let_go_of_groups()
@@ -357,21 +362,15 @@ class Change:
             let_go_of_groups(mesh)
         self._mesh = None
         forget_propagation()
+        self._has_let_go = True
 
-    def _form(self, agree: Agree, regroup: Regroup, locals_before: Sequence[torch.Tensor]) -> None:
+    def _form(self, among: _Among) -> None:
         """Swap the process groups; where that fails those of before are formed anew, and what was there put on."""
-        error = self._caught(regroup.form)
+        assert among.regroup is not None
+        error = self._caught(among.regroup.form)
         if error is not None:
-            if not (self.comes or self._has_moved):
-                self._return(agree, locals_before, regroup)
+            self._go_back_if_possible(among)
             raise error
-
-    def _told_outline(self, device: torch.device) -> dict[str, Any] | None:
-        """The outline of what those have who stay, on a rank that comes; all ranks of the new world call this."""
-        if not self._worlds.has_comers:
-            return None
-        told = tell_outline(self._outline, device)
-        return told if self.comes else None
 
     def _named(self) -> dict[str, nn.Parameter]:
         """All parameters by name: those that lie by the plan, and those left out of fully_shard."""
@@ -389,32 +388,20 @@ class Change:
 
     # --- moving ----------------------------------------------------------------------------------------------------
 
-    def _move(
-        self,
-        agree: Agree,
-        error: BaseException | None,
-        stage: _Stage,
-        locals_before: list[torch.Tensor],
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        regroup: Regroup | None = None,
-    ) -> None:
+    def _move(self, among: _Among, error: BaseException | None, stage: _Stage) -> None:
         """Move all tensors, bucket by bucket; an error of this rank is raised on all."""
         exchange: BucketExchange | None = None
         new: list[torch.Tensor] | None = None
         buckets = stage.plan.buckets
         try:
             most_bytes = stage.plan.staged_bytes[self._holder] if buckets else 0
-            on = group or dist.group.WORLD
-            assert on is not None
-            exchange = BucketExchange(stage.rank_of, most_bytes, group=on, device=device)
+            exchange = BucketExchange(stage.rank_of, most_bytes, group=among.group, device=among.device)
             new = self._memory_for(buckets[0], stage) if buckets else []
         except Exception as caught:  # there is not enough of it, as a rule
             error = error or caught.with_traceback(None)
-        self._agree_or_go_back(agree, error, locals_before, regroup)
+        self._agree_or_go_back(among, error)
         assert exchange is not None
-        locals_before.clear()
+        self._locals_before = []
         if stage.is_last:
             self._survey = None  # which keeps what was there
         for bucket in buckets:
@@ -439,7 +426,7 @@ class Change:
                     rewire.settle(self._model)
             except Exception as caught:
                 error = caught.with_traceback(None)
-        agree(error)
+        among.agree(error)
 
     def _unwire(self) -> None:
         """Take off what wraps the model."""
@@ -452,10 +439,8 @@ class Change:
         """Make the mesh over which parameters are to be sharded, if they are; all ranks call this."""
         self._mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
 
-    def _wire(self, outline: dict[str, Any] | None) -> None:
-        """Put on what shall wrap the model; ``outline`` is what a rank that comes was told."""
-        if outline is not None:
-            self._begin_like(outline)
+    def _wire(self) -> None:
+        """Put on what shall wrap the model, with parameters that have no memory so far."""
         if self._survey is not None or isinstance(self._after, Sharded):
             rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         if isinstance(self._after, Sharded):
@@ -468,42 +453,41 @@ class Change:
         by_place = {place: slot for slot in rewire.slots_of(self._model) for place in slot.places}
         return [by_place[each.places[0]] for each in self._parameters]
 
-    def _agree_or_go_back(
-        self,
-        agree: Agree,
-        error: BaseException | None,
-        locals_before: Sequence[torch.Tensor],
-        regroup: Regroup | None = None,
-    ) -> None:
+    def _agree_or_go_back(self, among: _Among, error: BaseException | None) -> None:
         try:
-            agree(error)
+            among.agree(error)
         except Exception:
-            if not (self.comes or self._has_moved):
-                self._return(agree, locals_before, regroup)
+            self._go_back_if_possible(among)
             raise
 
-    def _return(self, agree: Agree, locals_before: Sequence[torch.Tensor], regroup: Regroup | None) -> None:
-        """Go back to what was there before, on all ranks that were there; raises on all where one cannot."""
-        failure = self._caught(lambda: self._go_back(locals_before, regroup))
-        agree(failure)  # else some ranks would go on
+    def _go_back_if_possible(self, among: _Among) -> None:
+        """Go back to what was there before, on all ranks that were there, unless something has moved.
+
+        Raises on all of them where one cannot.
+        """
+        if self.comes or self._has_moved:
+            return
+        failure = self._caught(lambda: self._go_back(among))
+        among.agree(failure)  # else some ranks would go on
         self.is_as_before = True
 
-    def _go_back(self, locals_before: Sequence[torch.Tensor], regroup: Regroup | None) -> None:
-        """Put back what wrapped the model before the change, on groups formed anew if ``regroup`` has ended those."""
+    def _go_back(self, among: _Among) -> None:
+        """Put back what wrapped the model before, on process groups formed anew if those of before were ended."""
         rewire.take_off(self._model)
         mesh: DeviceMesh | None = None
-        if regroup is not None:
+        if among.regroup is not None and self._has_let_go:
             self._let_go_of_groups()
-            regroup.form_again()
+            among.regroup.form_again()
             mesh = None if self._survey is None else self.target.mesh_before()
         if self._survey is None:
             for each in self._parameters:
                 each.register()
+            self.target.rest()  # where it has not been taken off
             self.target.wake_again()
             return
         rewire.stand_in((each.tensor, each.places) for each in self._parameters)
         slots = self._put_on(self._survey.units, mesh)
-        for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
+        for slot, each, local in zip(slots, self._parameters, self._locals_before, strict=True):
             rewire.bind(slot, each.tensor, local)
         for moved in self._present():
             if mesh is not None and moved.parameter is None and isinstance(moved.tensor, DTensor):

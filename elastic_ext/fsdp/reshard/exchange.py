@@ -61,10 +61,10 @@ class BucketExchange:
     """Exchanges the buckets of one change between ranks, through memory that is taken once."""
 
     def __init__(
-        self, rank_of: Sequence[int | None], most_bytes: int, *, group: dist.ProcessGroup, device: torch.device
+        self, rank_of: Sequence[int | None], most_bytes: int, *, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """``rank_of`` has the rank in the group of each holder; ``most_bytes`` is what this rank's holders exchange in
-        a bucket at most.
+        """``rank_of`` has each holder's rank in the group, None being the default one; ``most_bytes`` is what this
+        rank's holders exchange in a bucket at most.
 
         ``device`` is where the group's collectives take place.
         """

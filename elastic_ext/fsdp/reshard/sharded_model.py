@@ -330,7 +330,7 @@ class Spread:
         """
         target = prepared.target
         assert isinstance(target, _ToPlan) and self.plan is not None
-        moved = prepared.run(agree, device=self.device, regroup=groups)
+        moved = prepared.regroup(agree, groups, device=self.device)
         self._left = prepared if prepared.leaves else None
         self._num_local = target.worlds.num_local[1]
         if target.plan.ratio != self.plan.ratio:
