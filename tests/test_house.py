@@ -38,6 +38,7 @@ FLOORS: Mapping[str, int] = {
     "config": 4,
     "doctor": 4,
     "fsdp": 4,
+    "members": 5,
     "profile": 5,
     "data": 6,
     "report": 6,

@@ -25,9 +25,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
-from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
+from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.text import counted
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS

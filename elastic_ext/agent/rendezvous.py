@@ -41,10 +41,10 @@ from elastic_ext.fsdp.checkpoint.saving.rescue import (
     saved_in_words,
 )
 from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy
+from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.deadlines import NoAnswer, within
 from elastic_ext.ranks.node_board import RoundBoard
-from elastic_ext.records.agent import MembershipPlan, NodeShare
 from elastic_ext.records.text import counted
 from elastic_ext.torch_private.agent import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.records.agent import MembershipPlan, NodeShare
+from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.records.text import counted, on_one_line
 
 from .wire import master_pb2 as wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Protocol
 
 from elastic_ext.tuner.decisions import Decision
@@ -58,7 +58,12 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobSt
     status.recommendations.extend(comparison.recommendations)
     if job.membership_plans.newest is not None:
         plan = job.membership_plans.newest
-        nodes = [wire.NodeShare(**asdict(each)) for each in plan.nodes]
+        nodes = [
+            wire.NodeShare(
+                node_id=each.node_id, host=each.host, first_rank=each.first_rank, num_workers=each.num_workers
+            )
+            for each in plan.nodes
+        ]
         status.membership.CopyFrom(
             wire.Membership(version=plan.version, nodes=nodes, reason=plan.reason, time=plan.time)
         )

@@ -1,7 +1,7 @@
 """Records of the agent, as they stand in the run directory's files; each of them has one writer, the agent.
 
     agent.json         AgentRecord        who the agent of this node is, and where its things lie
-    membership.json    MembershipPlan     which nodes the job runs on, and since when
+    membership.json    MembershipPlan     which nodes the job runs on, and since when (members/plan.py)
     hardware.json      NodeHardware       what the machine has, as the doctor knows it
     master.json        MasterRecord       the master that the agent speaks with, if there is one
     workers.json       WorkersRecord      what the agent sees of its workers, every few seconds
@@ -28,8 +28,6 @@ __all__ = [
     "WORKERS_FILE",
     "AgentRecord",
     "MasterRecord",
-    "MembershipPlan",
-    "NodeShare",
     "Since",
     "WorkerSeen",
     "WorkerState",
@@ -110,32 +108,6 @@ class MasterRecord(JsonRecord):
     epoch: int
     time: float
     """When the agent joined, seconds since 1970."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeShare:
-    """A node in a membership plan: its host, and which ranks run on it."""
-
-    node_id: str
-    host: str
-    first_rank: int
-    num_workers: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MembershipPlan(JsonRecord):
-    """Which nodes the job runs on, in the order of their ranks; a version holds until there is a larger one."""
-
-    version: int
-    nodes: tuple[NodeShare, ...]
-    reason: str
-    time: float
-    """When the plan was made, seconds since 1970."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks on all nodes."""
-        return sum(node.num_workers for node in self.nodes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

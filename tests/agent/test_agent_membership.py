@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.rendezvous import NodeWords, settle
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
-from elastic_ext.records.agent import MembershipPlan
 
 NEW = NodeWords(
     node_id="one",

@@ -17,8 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_ext.agent.rendezvous import handler_for
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.ranks.processes import is_alive
-from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
+from elastic_ext.records.agent import MEMBERSHIP_FILE
 from tests.support.elastic_job import NUM_SAMPLES
 from tests.support.nodes import FORKING_RUN, Node, last_step, nodes, samples_of_steps, set_config, until
 from tests.support.ports import free_port

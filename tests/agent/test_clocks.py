@@ -28,7 +28,8 @@ from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.agent.rendezvous import loopback_store
 from elastic_ext.master.address import MOST_BEAT_BYTES
 from elastic_ext.master.wire import master_pb2 as wire
-from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, MembershipPlan, Since, WorkerSeen, WorkersRecord
+from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.torch_private.agent import judge_silence_here, participants, serve_workers_by
 from tests.agent.test_agent_nodes import FOR_EVER, JOB, Cluster
 from tests.support.nodes import Node, nodes

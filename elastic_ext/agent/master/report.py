@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from elastic_ext.master.wire import filled, put_logged, put_metrics, window_message
 from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.profile.reader import tails_of
 from elastic_ext.ranks.processes import process_of
 from elastic_ext.records.agent import (
@@ -20,7 +21,6 @@ from elastic_ext.records.agent import (
     MEMBERSHIP_FILE,
     MOST_BYTES,
     WORKERS_FILE,
-    MembershipPlan,
     Since,
     WorkerSeen,
     WorkersRecord,

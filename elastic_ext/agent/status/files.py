@@ -15,6 +15,7 @@ from typing import TypeVar
 from elastic_ext.agent.config_writer import is_running
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.profile.reader import NodeProfiles, profiled_seats, read_profiles
 from elastic_ext.ranks.processes import ProcessIdentity, is_alive, process_of
 from elastic_ext.records.agent import (
@@ -26,7 +27,6 @@ from elastic_ext.records.agent import (
     WORKERS_FILE,
     AgentRecord,
     MasterRecord,
-    MembershipPlan,
     WorkersRecord,
 )
 from elastic_ext.records.files import open_regular, read_at_most, stamp_of

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.profile.breakdown import RankView, breakdown_of
 from elastic_ext.profile.reader import NodeProfiles, WindowsByRank, present_windows, rounds_of, view_of
 from elastic_ext.profile.stragglers import Straggler, Stragglers, rank_busy_times
 from elastic_ext.profile.summary import flops_share
 from elastic_ext.profile.verdict import Verdict, verdict
-from elastic_ext.records.agent import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
+from elastic_ext.records.agent import AgentRecord, MasterRecord, WorkerSeen
 from elastic_ext.records.logged import as_json, mean_logged
 from elastic_ext.records.measures import METRICS, Measures, parts_of, words_of
 from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, ModelProfile, RankMetrics

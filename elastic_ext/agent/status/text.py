@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
+from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.profile.summary import mfu_in_words, number_in_words
-from elastic_ext.records.agent import AgentRecord, MembershipPlan
+from elastic_ext.records.agent import AgentRecord
 from elastic_ext.records.logged import logged_in_words
 from elastic_ext.records.measures import Measures, shown_in_words, words_of
 from elastic_ext.records.metrics import ModelProfile

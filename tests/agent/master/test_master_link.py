@@ -28,14 +28,13 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterAbsent
 from elastic_ext.master.address import MOST_BEAT_BYTES, Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.deadlines import Backoff
 from elastic_ext.records.agent import (
     MASTER_FILE,
     MEMBERSHIP_FILE,
     WORKERS_FILE,
     MasterRecord,
-    MembershipPlan,
-    NodeShare,
     Since,
     WorkerSeen,
     WorkersRecord,

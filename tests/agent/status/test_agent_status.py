@@ -25,6 +25,7 @@ from elastic_ext.agent.status.status import NodeStatus, status_of
 from elastic_ext.agent.status.text import line_of, words
 from elastic_ext.cli import main
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.processes import ProcessIdentity, process_of, this_process
 from elastic_ext.records.agent import (
     AGENT_FILE,
@@ -32,8 +33,6 @@ from elastic_ext.records.agent import (
     MEMBERSHIP_FILE,
     WORKERS_FILE,
     AgentRecord,
-    MembershipPlan,
-    NodeShare,
     WorkerSeen,
     WorkersRecord,
 )
