@@ -252,7 +252,9 @@ def decline_too_late(rank: int, folder: Path) -> str:
 
 
 def test_who_declines_after_something_was_applied_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
-    assert same(ranks.run(2, decline_too_late, tmp_path)).startswith("2 of 2 ranks failed while applying config version 2")
+    assert same(ranks.run(2, decline_too_late, tmp_path)).startswith(
+        "2 of 2 ranks failed while applying config version 2"
+    )
 
 
 # --- stop, save, revisions, schedules -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.fsdp.layout import Box, row_major, turn_of
+from elastic_ext.fsdp.layout import row_major, turn_of
 from elastic_ext.fsdp.plan import Degrees
 from elastic_ext.fsdp.state import local_of
 from elastic_ext.fsdp.worlds import Worlds
