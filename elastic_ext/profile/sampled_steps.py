@@ -127,7 +127,7 @@ class Surveyor:
             if why_not is None:
                 self._census = Census(lambda: self._timeline.phase == Phase.OPTIMIZER)
                 self._num_micro_steps, self._num_rows = 0, self._probe.num_rows
-            elif self._name.rank == 0:
+            elif self._world.rank == 0:
                 _logger.info("the model's operations are not counted, so that its MFU is not known: %s", why_not)
         elif self._trace is None and time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
