@@ -592,7 +592,7 @@ def test_a_damaged_one_is_passed_over_unless_it_is_asked_for(
     run = Run(tmp_path, "run")
     with run.trainer, run.trainer.epoch():
         run.train(SPIKE)
-        run.trainer._training.checkpoints.end()
+        run.trainer._training.checkpoints.job.saver.settle()
         damage(run, 8, file)
         before = run.bits
         with pytest.raises(CheckpointDamaged, match=f"step_8.{file}"):
