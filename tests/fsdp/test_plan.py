@@ -37,7 +37,10 @@ def test_strategies_are_named_as_torch_names_them_in_either_case(named: Any, str
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"strategy": "ddp"}, """strategy is 'ddp'; allowed: "no_shard" (DDP), "shard_grad_op" (ZeRO-2), "full_shard" (FSDP)"""),
+        (
+            {"strategy": "ddp"},
+            """strategy is 'ddp'; allowed: "no_shard" (DDP), "shard_grad_op" (ZeRO-2), "full_shard" (FSDP)""",
+        ),
         ({"strategy": None}, 'strategy is None; allowed: "no_shard" (DDP),'),
         ({"strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, "strategy is <ShardingStrategy._HYBRID_SHARD_ZERO2"),
         ({"shard_degree": 0}, "shard_degree is 0; allowed: an integer >= 1"),
