@@ -405,8 +405,8 @@ def job_name(argument: str | None, run_id: str | None, script: str | None) -> st
     """The name under which a job finds its checkpoints again when it is restarted.
 
     ``argument`` if it is given; else the launcher's ``run_id``, unless torchrun has made it up; else the script's name,
-    with a mark of where it lies, so that two scripts train.py do not share a folder. ValueError says what cannot be a name, and where there is none: a
-    notebook has no script of its own.
+    with a mark of where it lies, so that two scripts train.py do not share a folder. ValueError says what cannot be a
+    name, and where there is none: a notebook has no script of its own.
     """
     if argument is not None:
         return check_job(argument)
