@@ -272,7 +272,7 @@ def _switched(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def given_run_id(run_id: str | None) -> str:
-    """A launcher's run id, which names a job; empty for "none" and for a UUID that torchrun makes at each start."""
+    """A launcher's run id, which names a job; empty for "none" and a random UUID, as torchrun makes at each start."""
     return "" if run_id is None or run_id == "none" or _RANDOM.fullmatch(run_id) else run_id
 
 

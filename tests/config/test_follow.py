@@ -344,8 +344,7 @@ def test_another_run_that_writes_into_the_run_directory_is_warned_of(folder: Pat
             with seen_by() as seen, follower_in(folder):
                 assert sum(f"process {pid} runs, and writes into" in line for line in seen.log) == num_warned
     finally:
-        sleeper.kill()
-        sleeper.wait()
+        sleeper.communicate()
 
 
 def test_training_goes_on_where_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
