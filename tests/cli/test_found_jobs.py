@@ -66,7 +66,7 @@ def test_a_job_is_found_by_the_name_of_its_script_where_only_one_is_called_so(
     found = named_job(None, "train_slow", os.environ)
     assert found is not None and found.name == "train_slow-ff9f5fbd"
     write_all(cache / "train_slow-00000000", ENDED, job="train_slow-00000000")
-    with pytest.raises(ValueError, match="job 'train_slow' has no run directory .*: .*train_slow-ff9f5fbd"):
+    with pytest.raises(ValueError, match=r"job 'train_slow' has no run directory .*: .*train_slow-ff9f5fbd"):
         named_job(None, "train_slow", os.environ)
     write_all(cache / "train_slow", ENDED, job="train_slow")
     found = named_job(None, "train_slow", os.environ)
