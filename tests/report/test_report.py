@@ -522,7 +522,7 @@ def test_report_is_written_where_it_is_told_and_here_by_default(
     assert (tmp_path / "report.html").read_text().startswith(f"<!DOCTYPE html>\n{MARK}")
     told, record = capsys.readouterr().out.splitlines(), gathered(tmp_path / "run")
     assert "went into useful steps" in told[0]
-    assert told[1].startswith("  Of the rest, most went into ") and "startup (" in told[1]
+    assert told[1].startswith("  Of the rest, most went into restarts (")
     assert told[1][2:] in summary(record)
     assert told[2] == f"  {record.remarks[-1].text}" and told[-1] == "the report is report.html"
     assert main(["report", "run", "--out", "other.html"]) == 0
