@@ -40,7 +40,7 @@ def _between_looks(number: int) -> int:
 
 
 class Remarks:
-    """Warnings about a training loop, each logged once, by the first rank."""
+    """Warnings about a training loop, each logged once: by the first rank, or by the rank that they are about."""
 
     def __init__(self) -> None:
         self.are_logged = True
@@ -49,12 +49,12 @@ class Remarks:
         """Called with each warning that this rank logs."""
         self._said: set[str] = set()
 
-    def say(self, kind: str, text: str) -> None:
+    def say(self, kind: str, text: str, *, on_any_rank: bool = False) -> None:
         """Log ``text``, unless a warning of its kind was logged before."""
         if kind in self._said:
             return
         self._said.add(kind)
-        if self.are_logged:
+        if self.are_logged or on_any_rank:
             _logger.warning("%s (this warning is logged once)", text)
             if self.on_said is not None:
                 self.on_said(text)
