@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -125,10 +124,8 @@ def ask_of_shards(rank: int, folder: Path) -> None:
     with run.trainer:
         run.train(2)
         evaluate(run.model)
-        gathered = [not isinstance(part, DTensor) for part in run.model.parameters()]
-        assert all(gathered) and isinstance(run.model, FSDPModule)
-        assert all(isinstance(part, DTensor) for part in get_model_state_dict(run.model).values() if part.ndim > 1)
-        run.model.state_dict()
+        assert not any(isinstance(part, DTensor) for part in run.model.parameters())  # still gathered
+        assert any(isinstance(part, DTensor) for part in run.model.state_dict().values())
         run.train(4)
     assert remarks(run) == []
 
