@@ -1,6 +1,6 @@
 # Every target makes the environment it needs: one .venv in this folder, made anew when what it is made from changes.
-# PYTHON chooses the interpreter (3.10 or newer); ARGS goes to pytest or to the benchmarks; TEST_PROCESSES is how many
-# processes `make test` has beside each other (0: the tests run in pytest's own, as --pdb and -s need it):
+# PYTHON chooses the interpreter (3.10 or newer); ARGS goes to pytest, the benchmarks or the demo; TEST_PROCESSES is how
+# many processes `make test` has beside each other (0: the tests run in pytest's own, as --pdb and -s need it):
 #     make test ARGS="-k watch"      make test TEST_PROCESSES=0 ARGS="--pdb"      make bench ARGS="--list"
 
 PYTHON ?= python3
@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
+TORCH_FOR_CPUS := https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -45,7 +46,9 @@ $(READY): setup.py setup.cfg pyproject.toml constraints.txt elastic_ext/version.
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: python3-venv)" >&2; \
 	    exit 1; }
-	@echo "making $(VENV) with $$($(PYTHON) -V 2>&1): a minute or two, the first time"
+	@echo "making $(VENV) with $$($(PYTHON) -V 2>&1), once: pip downloads torch, and what the tests and the documents need."
+	@echo "That takes minutes, and prints nothing. With CUDA torch takes gigabytes; for CPUs alone, some 200 MB:"
+	@echo "    PIP_EXTRA_INDEX_URL=$(TORCH_FOR_CPUS) make ..."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP_INSTALL) setuptools
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[dev,docs]"
@@ -57,7 +60,7 @@ $(BENCH_READY): $(READY)
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m examples.tunes_itself
+	@$(BIN)/python -m examples.tunes_itself $(ARGS)
 
 demo-config: $(READY)
 	$(BIN)/python -m examples.live_config

@@ -25,15 +25,25 @@ class DemoError(Exception):
 
 
 class Training:
-    """The training job as a launcher's process, its output echoed and kept."""
+    """The training job as a launcher's process, its output kept, and echoed as far as the demo shows it."""
 
     def __init__(
-        self, run_directory: Path, deadline_seconds: float, script: Path, *given: str, launcher: Sequence[str] = ()
+        self,
+        run_directory: Path,
+        deadline_seconds: float,
+        script: Path,
+        *given: str,
+        launcher: Sequence[str] = (),
+        shown: Callable[[str], str | None] = str,
     ) -> None:
-        """``given`` goes to the script, ``launcher`` to elastic-run; the script counts samples in samples.txt."""
+        """``given`` goes to the script, ``launcher`` to elastic-run; the script counts samples in samples.txt.
+
+        ``shown`` gives what is echoed of a line; None for nothing.
+        """
         self.run_directory = run_directory
         self.config_file = run_directory / "config.json"
         self._samples = run_directory / "samples.txt"
+        self._shown = shown
         self._deadline = time.monotonic() + deadline_seconds
         self._lines: list[str] = []
         self._more = threading.Condition()
@@ -171,7 +181,9 @@ class Training:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            print(f"  | {line}", end="", flush=True)
+            shown = self._shown(line.rstrip())
+            if shown is not None:
+                print(f"  | {shown}", flush=True)
             with self._more:
                 self._lines.append(line.rstrip())
                 self._more.notify_all()

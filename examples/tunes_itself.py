@@ -1,11 +1,13 @@
 """The demo: a training job that starts badly tunes itself while it trains, and loses a worker on the way.
 
-    make demo        or        python -m examples.tunes_itself
+    make demo        or        python -m examples.tunes_itself [--all]
 
 Two ranks read samples that take a while to be had, without workers and one at a time. The job's own master watches
 where the time goes, tries other settings on real training steps, keeps what is faster and says why; a worker is killed
 with SIGKILL meanwhile. The exit status is 0 only if the job trains at least twice as fast in the end, every decision
 that was written came into force, and no sample was left out or taken otherwise when its step came again.
+
+Of the job's output only some lines are shown, in short; ``--all`` shows all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,36 @@ NUM_LINES = 3  # of the script's, which a rate is the median of
 CHECKPOINT_EVERY = 40
 _SCRIPT = Path(__file__).with_name("slow_samples.py")
 _RATE = re.compile(r"step \d+: (\d+) samples/s")
+_SHOW_EVERY = 4  # of the script's lines
+_LONGEST = 200  # characters of a line
+_LEFT_OUT = re.compile(r"elastic-run [\d:]+   |INFO (?!version \d+ in force|.*: training (?:begins|goes on))")
+_FOLDER = re.compile(r"/\S+/(?=step_\d+)")
+_REST = re.compile(r" \(.*|; config file .*")  # a reason, which the tuner's line has; and where things are
 
 
-def start(run_directory: Path, deadline_seconds: float) -> Training:
-    """The training, whose output is echoed."""
+def start(run_directory: Path, deadline_seconds: float, shown: Callable[[str], str | None]) -> Training:
+    """The training, whose output is echoed as far as ``shown`` gives it."""
     given = ["--log-seconds=2", f"--checkpoint-every={CHECKPOINT_EVERY}"]
-    return Training(run_directory, deadline_seconds, _SCRIPT, *given, launcher=["--tuning=auto"])
+    return Training(run_directory, deadline_seconds, _SCRIPT, *given, launcher=["--tuning=auto"], shown=shown)
+
+
+class Story:
+    """The lines of the job's output that tell what happens, in short: no checkpoints, no profiles, no paths."""
+
+    def __init__(self) -> None:
+        self._num_rates = 0
+
+    def shown(self, line: str) -> str | None:
+        """What is shown of a line; None for nothing."""
+        if _RATE.match(line):
+            self._num_rates += 1
+            return line if self._num_rates % _SHOW_EVERY == 1 else None
+        if _LEFT_OUT.match(line):
+            return None
+        if line.startswith("INFO "):
+            line = _REST.sub("", line.removeprefix("INFO "), count=1)
+        line = _FOLDER.sub("", line)
+        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
 class Tuner:
@@ -45,13 +71,13 @@ class Tuner:
         self._told: dict[int, str] = {}
 
     def decisions(self) -> list[Mapping[str, Any]]:
-        """All of them, in order; prints what is new of each."""
+        """All of them, in order; prints each with its reason, and later what came of it."""
         found = self._asked("tuning", "log")
         for each in found:
-            told = in_words(each)
-            if self._told.get(each["number"]) != told:
-                self._told[each["number"]] = told
-                print(f"tuner | {told}", flush=True)
+            number, told = each["number"], in_words(each)
+            if self._told.get(number) != told:
+                print(f"tuner | {f'{number}. {outcome_of(each)}' if number in self._told else told}", flush=True)
+                self._told[number] = told
         return found
 
     def is_settled(self) -> bool:
@@ -67,14 +93,17 @@ class Tuner:
 
 
 def in_words(decision: Mapping[str, Any]) -> str:
-    """A decision on one line."""
-    told = [
-        f"{name} {decision[name]:,.0f} samples/s" for name in ("predicted", "measured") if decision[name] is not None
-    ]
+    """A decision on one line; its reason says what was predicted."""
     version = "" if decision["version"] is None else f", version {decision['version']}"
-    rates_told = f" ({', '.join(told)})" if told else ""
-    outcome = f" -> {decision['outcome']}" if decision["outcome"] else ""
-    return f"{decision['number']}. {decision['kind']}{version}: {decision['reason']}{rates_told}{outcome}"
+    told = [f"{decision['kind']}{version}: {decision['reason']}", outcome_of(decision)]
+    return f"{decision['number']}. {'; '.join(filter(None, told))}"
+
+
+def outcome_of(decision: Mapping[str, Any]) -> str:
+    """What came of a decision; nothing so far where it is empty."""
+    told = ["" if decision["measured"] is None else f"measured {decision['measured']:,.0f} samples/s"]
+    told += [f"-> {decision['outcome']}"] if decision["outcome"] else []
+    return " ".join(filter(None, told))
 
 
 def rates(lines: Sequence[str]) -> list[float]:
@@ -90,9 +119,10 @@ def show(training: Training) -> tuple[float, float, list[Mapping[str, Any]]]:
     has_killed = False
     for decisions in _asked(training, tuner):
         if not has_killed and any(each["outcome"] == "kept" for each in decisions):
-            print("$ kill -9 (the process of rank 1)", flush=True)
+            print("\n$ kill -9 (the process of rank 1)", flush=True)
             training.kill_worker(1)
             training.wait_for_line(r"training goes on after step \d+: ")
+            print("\nboth ranks train again; the tuner goes on until nothing else is expected to be faster", flush=True)
             has_killed = True
         if has_killed and tuner.is_settled():
             break
@@ -102,8 +132,10 @@ def show(training: Training) -> tuple[float, float, list[Mapping[str, Any]]]:
     )
     after = statistics.median(rates(training.lines)[-NUM_LINES:])
     decisions = tuner.decisions()
-    end = [sys.executable, "-m", "elastic_ext.cli", "config", "set", f"user.steps={training.last_step() + 20}"]
-    subprocess.run([*end, "--reason", "that is enough", "--file", str(training.config_file)], check=True)
+    change = f"user.steps={training.last_step() + 20}"
+    print(f"\n$ elastic-ext config set {change}   (which the script reads, and ends)", flush=True)
+    end = [sys.executable, "-m", "elastic_ext.cli", "config", "set", change, "--reason", "that is enough"]
+    subprocess.run([*end, "--file", str(training.config_file)], check=True, stdout=subprocess.DEVNULL)
     training.finish()
     return before, after, decisions
 
@@ -138,10 +170,23 @@ def check(training: Training, before: float, after: float, decisions: Sequence[M
         raise DemoError(f"that is less than {LEAST_GAIN:g} times as fast")
 
 
-def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
+_INTRODUCTION = """\
+Two ranks train from a bad start: no loader workers, micro-batches of one sample. A tuner tries other settings on real
+steps meanwhile, and a rank is killed. It takes three to five minutes. In another terminal, from this folder:
+
+  .venv/bin/elastic-ext status {folder}
+  .venv/bin/elastic-ext tuning log --master {folder}
+
+A checkpoint is saved every {every} steps. Checkpoints, profiles and most of the script's lines are left out below;
+--all shows all. The script counts samples/s; lines of `tuner` are the tuner's decisions.
+"""
+
+
+def main(deadline_seconds: float = DEADLINE_SECONDS, *, shows_all: bool = False) -> int:
     """Run the demo; gives its exit status."""
     with tempfile.TemporaryDirectory(prefix="elastic_ext-demo-") as folder:
-        training = start(Path(folder), deadline_seconds)
+        print(_INTRODUCTION.format(folder=folder, every=CHECKPOINT_EVERY), flush=True)
+        training = start(Path(folder), deadline_seconds, str if shows_all else Story().shown)
         try:
             before, after, decisions = show(training)
             print("\nwhat was decided, and why:")
@@ -157,4 +202,4 @@ def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(shows_all="--all" in sys.argv[1:]))

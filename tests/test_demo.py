@@ -119,8 +119,44 @@ def test_the_demo_of_tuning_fails_when(
 def test_the_demo_of_tuning_passes_when_everything_happened() -> None:
     tunes_itself.check(cast(Training, Finished({1}, "", {}, AGAIN)), 100.0, 1000.0, [_decision(1)])
     assert tunes_itself.rates(["step 3: 40 samples/s, loss", "else"]) == [40.0]
-    told = tunes_itself.in_words(_decision(1))
-    assert told == "1. probe, version 1: why (predicted 900 samples/s, measured 1,000 samples/s) -> kept"
+    assert tunes_itself.in_words(_decision(1)) == "1. probe, version 1: why; measured 1,000 samples/s -> kept"
+    assert tunes_itself.in_words({**_decision(None, outcome=""), "measured": None}) == "1. probe: why"
+
+
+_RUN = "/tmp/elastic_ext-demo-1/checkpoints/fsdp_checkpoint/slow_samples-1_20261128-112254"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("step 6: 179 samples/s, loss 1.752", "step 6: 179 samples/s, loss 1.752"),
+        (f"INFO checkpoint {_RUN}/step_40 was saved in 0.09 s", None),
+        ("INFO job slow_samples, 2 ranks, config file /tmp/c.json; version 0 in force: {}", None),
+        ("INFO profile: step 1976, 17.9 ms a step", None),
+        ("INFO SIGTERM: training is to end; the step under way is saved first, if it ends in time", None),
+        ("elastic-run 11:22:34   settings     max_restarts=1", None),
+        ("elastic-run 11:22:35 workers started", "elastic-run 11:22:35 workers started"),
+        (
+            "INFO version 1 in force from step 44: dataloader.batch_size 1 -> 32 (the reason), on all 2 ranks",
+            "version 1 in force from step 44: dataloader.batch_size 1 -> 32",
+        ),
+        (
+            f"INFO job slow, 2 ranks: training goes on after step 40 of {_RUN}/step_40; config file /tmp/c.json",
+            "job slow, 2 ranks: training goes on after step 40 of step_40",
+        ),
+        (f"WARNING resuming from {_RUN}/step_40, saved then", "WARNING resuming from step_40, saved then"),
+        ("ValueError: wrong", "ValueError: wrong"),
+    ],
+)
+def test_the_demo_of_tuning_shows_what_happens_in_short(line: str, shown: str | None) -> None:
+    assert tunes_itself.Story().shown(line) == shown
+
+
+def test_the_demo_of_tuning_shows_one_of_four_of_the_scripts_lines_and_the_beginning_of_long_ones() -> None:
+    story = tunes_itself.Story()
+    lines = [f"step {step}: 40 samples/s" for step in range(8)]
+    assert [line for line in lines if story.shown(line) is not None] == [lines[0], lines[4]]
+    assert story.shown("x" * 300) == "x" * 200 + "..."
 
 
 def test_the_demo_of_tuning_exits_with_an_error_when_its_time_is_up() -> None:

@@ -86,6 +86,8 @@ class EndlessBatches:
         self._loop: Iterator[Any] | None = None  # over the dataloader, in the epoch that is open
         self.is_open = False
         """Whether an epoch was begun here, and has not ended."""
+        self.max_steps: int | None = None
+        """The step at which the loop that was begun last is to end; None where it does not say."""
         self._num_takers = 0  # loops that were begun and not left
         self._in_hand: list[Any] = []  # a batch between the dataloader and the loop, which alone is to hold it
         self._has_failed = False  # the dataloader, when it was asked for a batch last
@@ -106,7 +108,7 @@ class EndlessBatches:
         return self._take(max_steps)
 
     def _take(self, max_steps: int | None) -> Generator[Any, None, None]:
-        thread = get_ident()
+        thread, self.max_steps = get_ident(), max_steps
         self._num_takers += 1
         try:
             if self.is_open:

@@ -385,7 +385,9 @@ def _tell_remark(training: Training, text: str) -> None:
 
 def _remark_on_length(scheduler: Any, epoch: EpochLength | None, training: Training) -> None:
     batch = training.batches.global_batch
-    text = None if batch is None or epoch is None else remark_on_length(scheduler, epoch, batch)
+    if batch is None or epoch is None:
+        return
+    text = remark_on_length(scheduler, epoch, batch, training.session.endless.max_steps)
     if text is not None:
         training.state.remarks.say("length of a schedule", text)
 

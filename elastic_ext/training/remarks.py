@@ -42,7 +42,7 @@ def _between_looks(number: int) -> int:
 
 
 class Remarks:
-    """Warnings about a training loop, each logged once, by the first rank."""
+    """Warnings about a training loop, each logged once: by the first rank, or by the rank that they are about."""
 
     def __init__(self) -> None:
         self.are_logged = True
@@ -55,12 +55,12 @@ class Remarks:
         """Log what is said from here on where this rank is the first of ``world``."""
         self.are_logged = world.rank == 0
 
-    def say(self, kind: str, text: str) -> None:
+    def say(self, kind: str, text: str, *, on_any_rank: bool = False) -> None:
         """Log ``text``, unless a warning of its kind was logged before."""
         if kind in self._said:
             return
         self._said.add(kind)
-        if self.are_logged:
+        if self.are_logged or on_any_rank:
             _logger.warning("%s (this warning is logged once)", text)
             if self.on_said is not None:
                 self.on_said(text)
@@ -86,21 +86,26 @@ class EpochLength:
         return -(-self.num_batches * self.batch_samples // global_batch)
 
 
-def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int) -> str | None:
-    """A warning about a schedule that seems to be made for micro-batches, and steps once per step; None for none."""
+def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int, max_steps: int | None = None) -> str | None:
+    """A warning about a schedule that may be made for micro-batches, and steps once per step; None for none.
+
+    ``max_steps`` is the number of steps that the loop takes, where it says so. How many epochs it takes it never says:
+    a length of so many epochs of micro-batches is one of more epochs of steps too.
+    """
     num_batches, num_steps = epoch.num_batches, epoch.num_steps(global_batch)
     if num_batches < _FEWEST_BATCHES or 3 * num_steps > 2 * num_batches:
         return None
     for name, length in lengths_of(scheduler):
-        if length <= 0 or length % num_batches:
+        if length <= 0 or length % num_batches or (max_steps is not None and length <= max_steps):
             continue
         num_epochs = length // num_batches
-        times = "the" if num_epochs == 1 else f"{num_epochs} times the"
-        epochs = "one epoch has" if num_epochs == 1 else f"{num_epochs} epochs have"
+        epochs, each = (f"{num_epochs} epochs", "each") if num_epochs > 1 else ("one epoch", "it")
+        right = f"right for {length // num_steps} epochs of {num_steps} steps each" if length % num_steps == 0 else ""
         return (
-            f"{type(scheduler).__name__} has {name} {length}, {times} {num_batches} micro-batches of an epoch, and "
-            f"{epochs} {num_epochs * num_steps} steps: it steps once per step of the global batch of {global_batch} "
-            f"samples, and would not come to its end; give it the number of steps, {num_epochs * num_steps}"
+            f"{type(scheduler).__name__} has {name} {length}, and steps once per step of the global batch of "
+            f"{global_batch} samples: {right or 'no whole number of epochs'}; if training has {epochs}, {length} "
+            f"counts the {num_batches} micro-batches of {each}, as len(dataloader) gives them, and the schedule would "
+            f"not come to its end: give it the number of steps, {num_epochs * num_steps}"
         )
     return None
 

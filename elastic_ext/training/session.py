@@ -36,6 +36,7 @@ from .counters import Counts
 from .description import start_line
 from .endless import EndlessBatches
 from .facts import tell_of_model
+from .model_state import StateDictGuard, whole_state_dict
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
@@ -251,6 +252,7 @@ class Session:
         self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
+        self._state_dicts = StateDictGuard(training.spread, training.state)
         self.endless = EndlessBatches(self, training)
         """What ``trainer.batches()`` gives."""
 
@@ -332,6 +334,18 @@ class Session:
                 "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
             )
         return self.follower.heartbeat.during(Activity.OUTSIDE)
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """The model's whole state_dict on rank 0, an empty dict on the others; with all ranks, also after the end."""
+        if self.steps.torn is not None:
+            raise self.steps.torn
+        if self.steps.is_inside:
+            raise StepError(
+                "trainer.model_state_dict() was called inside `with trainer.step():`; call it between two steps"
+            )
+        with self.follower.heartbeat.during(Activity.OUTSIDE):
+            self.follower.ranks.all_or_raise(None, "making the model's whole state_dict")
+            return whole_state_dict(self._training.model)
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, with all ranks; gives its folder."""
@@ -485,8 +499,9 @@ class Session:
         self.follower.ranks.all_or_raise(error, "changing how the model is spread")
 
     def take_up_model(self) -> None:
-        """Share the gradients of the model as it is sharded now."""
+        """Share the gradients of the model as it is sharded now, and guard its state_dict."""
         self._gradients.take_up(self._training.spread.engine)
+        self._state_dicts.follow()
 
     def keep_up_with_model(self) -> None:
         """Take up a model that was wrapped anew since the step before; called on all ranks as a step begins."""

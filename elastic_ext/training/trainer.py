@@ -331,6 +331,14 @@ class ElasticTrainer:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
 
+    def model_state_dict(self) -> dict[str, Any]:
+        """The model's whole ``state_dict()`` on rank 0, by the bare model's names; an empty dict on other ranks.
+
+        All ranks call this between two steps, or after the last one, however the model is sharded or wrapped. The
+        tensors are copies, on the CPU.
+        """
+        return self._prepared.model_state_dict()
+
     def evaluation(self) -> AbstractContextManager[None]:
         """``with trainer.evaluation():`` around what may take long between two steps, and is no hang for that.
 

@@ -79,16 +79,30 @@ EPOCH = EpochLength(num_batches=100, batch_samples=16)
 def test_a_length_that_was_counted_in_micro_batches_is_told_with_both_numbers(kind: str) -> None:
     told = remark_on_length(schedule_of(kind, 400), EPOCH, 64)
     assert told is not None
-    assert " 400, 4 times the 100 micro-batches of an epoch, and 4 epochs have 100 steps: " in told
-    assert told.endswith("give it the number of steps, 100")
+    assert ": right for 16 epochs of 25 steps each; if training has 4 epochs, 400 counts the 100 micro-batches " in told
+    assert told.endswith(": give it the number of steps, 100")
 
 
-def test_the_sentence_of_a_cosine_is_this() -> None:
+def test_the_sentence_of_a_cosine_has_both_readings_of_its_length() -> None:
     assert remark_on_length(schedule_of("cosine", 400), EPOCH, 64) == (
-        "CosineAnnealingLR has T_max 400, 4 times the 100 micro-batches of an epoch, and 4 epochs have 100 steps: it "
-        "steps once per step of the global batch of 64 samples, and would not come to its end; give it the number of "
-        "steps, 100"
+        "CosineAnnealingLR has T_max 400, and steps once per step of the global batch of 64 samples: right for 16 "
+        "epochs of 25 steps each; if training has 4 epochs, 400 counts the 100 micro-batches of each, as "
+        "len(dataloader) gives them, and the schedule would not come to its end: give it the number of steps, 100"
     )
+
+
+def test_a_length_of_no_whole_number_of_epochs_is_right_for_none() -> None:
+    told = remark_on_length(schedule_of("cosine", 100), EPOCH, 60)
+    assert told is not None
+    assert "of 60 samples: no whole number of epochs; if training has one epoch, 100 counts the 100 " in told
+    assert told.endswith(" would not come to its end: give it the number of steps, 27")
+
+
+@pytest.mark.parametrize(("max_steps", "is_said"), [(100, True), (400, False), (600, False)])
+def test_a_loop_that_says_how_many_steps_it_takes_is_told_of_a_longer_schedule_alone(
+    max_steps: int, is_said: bool
+) -> None:
+    assert (remark_on_length(schedule_of("cosine", 400), EPOCH, 64, max_steps) is not None) == is_said
 
 
 @pytest.mark.parametrize("kind", [*WITH_A_LENGTH, "steps", "lambda", "plateau"])
@@ -164,7 +178,7 @@ def test_a_schedule_as_long_as_steps_were_is_told_of_when_they_become_larger(
                 assert not caplog.records
                 trainer.propose({"global_batch_size": batch}, "to see")
         assert trainer.global_batch_size == batch
-    told = "CosineAnnealingLR has T_max 32, 2 times the 16 micro-batches of an epoch, and 2 epochs have 8 steps: "
+    told = "CosineAnnealingLR has T_max 32, and steps once per step of the global batch of 16 samples: right for 8 "
     assert [each.message.startswith(told) for each in caplog.records] == [True] * num_said
 
 

@@ -84,9 +84,9 @@ def steps_the_bare_schedule(training: Training) -> None:
 
 @SCHEDULES.cause(
     "the schedule's length was counted in micro-batches",
-    says="CosineAnnealingLR has T_max 48, 3 times the 16 micro-batches of an epoch, and 3 epochs have 12 "
-    "steps: it steps "
-    "once per step of the global batch of 16 samples, and would not come to its end; give it the number of steps, 12",
+    says="CosineAnnealingLR has T_max 48, and steps once per step of the global batch of 16 samples: right for 12 "
+    "epochs of 4 steps each; if training has 3 epochs, 48 counts the 16 micro-batches of each, as len(dataloader) "
+    "gives them, and the schedule would not come to its end: give it the number of steps, 12",
     comes_as="warning",
     found="first steps",
     num_ranks=(1, 2),
@@ -99,8 +99,8 @@ def counts_micro_batches(training: Training) -> None:
 
 @SCHEDULES.cause(
     "a warm-up in transformers' way was counted in micro-batches",
-    says="LambdaLR has num_training_steps 16, the 16 micro-batches of an epoch, and one epoch has 4 steps: it "
-    "steps once ",
+    says="LambdaLR has num_training_steps 16, and steps once per step of the global batch of 16 samples: right for 4 "
+    "epochs of 4 steps each; if training has one epoch, 16 counts the 16 micro-batches of it",
     comes_as="warning",
     found="first steps",
 )
