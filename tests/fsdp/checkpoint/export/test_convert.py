@@ -287,8 +287,8 @@ def test_what_cannot_be_converted_is_refused_with_its_keys(
 def test_names_that_a_folder_does_not_have_are_told_in_order(tmp_path: Path) -> None:
     saved_by_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}})
     for number in range(8):  # the order of a set would be another one for some
+        tied = [(f"b{number}", f"a{number}")]
         with pytest.raises(CheckpointError, match=rf"tied \(--tied\) names a{number}, b{number}, and"):
-            tied = [(f"b{number}", f"a{number}")]
             convert_from_dcp(tmp_path / "dcp", tmp_path / "storage", job="new", step=1, tied=tied)
 
 

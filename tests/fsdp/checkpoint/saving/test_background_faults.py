@@ -61,7 +61,7 @@ def unable_to(what: str, patch: pytest.MonkeyPatch, staging: Any) -> None:
     if what == "memory":
         patch.setattr(staging, "hold", lambda *_: bytearray(1 << 60))
     elif what == "names":
-        patch.setattr(staging, "hold", lambda *_: laid_out([("a", "float32", (1,))] * 2, generation=""))
+        patch.setattr(staging, "hold", lambda *_: laid_out([("a", "F32", (1,))] * 2, generation=""))
     else:
         patch.setattr(threading.Thread, "start", start_others)
 
