@@ -68,6 +68,11 @@ def take(trainer: Any, model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
+def take_many(trainer: Any, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(10_000):
+        take(trainer, model, optimizer)
+
+
 def saved(folder: Path) -> Path:
     """The folder of a checkpoint that a trainer has saved into ``storage``."""
     trainer, model, optimizer = prepared(folder, shared_storage_path=folder / "storage")
@@ -337,8 +342,7 @@ def test_a_save_that_has_failed_is_told_in_the_script_s_own_line_as_a_step_begin
     (tmp_path / "storage").rename(tmp_path / "moved")
     (tmp_path / "storage").touch()
     with pytest.raises(CheckpointError, match="Not a directory") as caught:
-        for _ in range(10_000):
-            take(trainer, model, optimizer)
+        take_many(trainer, model, optimizer)
     assert_shows(caught.value)
     assert num_causes(caught.value) == 0
     assert {Path(each.path).name for each in caught.traceback} == {"test_refusals.py", "steps.py"}
@@ -352,8 +356,7 @@ def test_an_applier_that_raises_is_told_in_the_script_s_own_line_as_a_step_ends(
     trainer.on_change("user", apply)
     trainer.propose({"user.dropout": 0.5}, "a test")
     with pytest.raises(ApplyError, match="the applier failed") as caught:
-        for _ in range(10_000):
-            take(trainer, model, optimizer)
+        take_many(trainer, model, optimizer)
     assert_shows(caught.value)
     assert {Path(each.path).name for each in caught.traceback} == {"test_refusals.py", "steps.py"}
 

@@ -60,7 +60,7 @@ from elastic_ext.version import VERSION
 from .ckpt import Terminal, add_commands, path_of, run_ckpt
 from .completion import SHELLS, completed, script_for
 from .config import COMMANDS, ConfigPlace, FilesConfig, RefusedByJob, parse_assignment
-from .doctor import add_doctor
+from .doctor import add_doctor, run_doctor
 from .jobs import JobHere, add_job, one_job
 from .memory import add_memory, run_memory
 from .report import add_report
@@ -131,6 +131,10 @@ def _print_on_terminal(output: str) -> None:
 
 def _run_ckpt(options: argparse.Namespace) -> int:
     return run_ckpt(options, os.environ)
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    return run_doctor(options, os.environ)
 
 
 def _run_schema(options: argparse.Namespace) -> int:
@@ -261,7 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     completion.set_defaults(run=_run_completion)
     _add_tuning(groups.add_parser("tuning", help="what the tuner of a job does", description=_TUNING))
-    add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
+    doctor = groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes")
+    add_doctor(doctor)
+    doctor.set_defaults(run=_run_doctor)
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)
     commands = config.add_subparsers(dest="command", required=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from elastic_ext.records.text import expanded
 
 from .ckpt import Terminal, path_of
 
-__all__ = ["FINE", "WRONG", "add_doctor"]
+__all__ = ["FINE", "WRONG", "add_doctor", "run_doctor"]
 
 FINE = 0
 WRONG = 1
@@ -29,7 +28,7 @@ _RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "l
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``elastic-ext doctor``; ``run`` of the parsed options gives the exit status."""
+    """Give ``parser`` the arguments of ``elastic-ext doctor``, which ``run_doctor`` does."""
     parser.description = "Check this machine, and say in words what is wrong with it and what to do."
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument(
@@ -84,10 +83,11 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a node that says nothing for so long has stopped answering; default: 15",
     )
-    parser.set_defaults(run=_run, refuse=parser.error)
+    parser.set_defaults(refuse=parser.error)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Check this machine, and pairs of nodes if that is asked for; gives the exit status."""
     terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
     try:
         options.place = named_master(options, {}, is_other=False)
@@ -107,15 +107,15 @@ def _run(options: argparse.Namespace) -> int:
                 )
     elif options.nnodes is None:
         options.refuse("--rdzv-endpoint is given and --nnodes is not; add --nnodes N, how many nodes come")
-    return _check(options, terminal)
+    return _check(options, environ, terminal)
 
 
-def _check(options: argparse.Namespace, terminal: Terminal) -> int:
+def _check(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
     from elastic_ext.doctor.findings import findings, is_wrong, tell_findings
     from elastic_ext.doctor.hardware import look  # loads what the other commands can do without
 
     try:
-        run_dir = _run_dir(options.run_dir, os.environ)
+        run_dir = _run_dir(options.run_dir, environ)
     except ValueError as error:
         options.refuse(f"the run directory: {error}")
     hardware = look(options.path, run_dir=run_dir)

@@ -169,7 +169,7 @@ def test_a_node_whose_speeds_cannot_be_read_is_told_of_and_those_of_the_others_a
     store = dist.HashStore()  # type: ignore[attr-defined]
     own, *others = (Meeting(store, index, 6, where="here", silence_seconds=60) for index in range(6))
     notes = Notes(own, GOOD, Rendezvous(endpoint="/a/file", run_id="none", min_nodes=6, max_nodes=6), with_nccl=False)
-    rows = (
+    rows: tuple[object, ...] = (
         {"matmul": {"cpu": [1e9, 2e9]}, "gpu": None, "more": 1},
         {"matmul": {"cpu": [1e9]}},
         {"gpu": None},
