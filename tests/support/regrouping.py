@@ -19,7 +19,7 @@ from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.reshard.companions import Tensors
 from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.fsdp.worlds import Worlds
-from tests.support.resharding import agreeing, all_of_it, make
+from tests.support.resharding import agreeing, make
 
 __all__ = ["Members", "fresh_like", "num_sockets"]
 
