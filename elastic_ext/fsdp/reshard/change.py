@@ -189,6 +189,8 @@ class Change:
         self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
         """Parameters that the user has left out of fully_shard."""
         self._names = self._parts.names()
+        if not worlds.is_same:  # who comes may have them in another order, by a plan of its own
+            self._parameters.sort(key=lambda each: self._names[id(each.tensor)])
         self._tensors: list[MovedTensor | None] = []  # None: where it shall be
         self._slots: list[ParameterSlot] = []
         self._mesh: DeviceMesh | None = None
@@ -514,9 +516,9 @@ class Change:
         """Memory for this rank's new part of a tensor: the present memory, if the part stays the same or is all new."""
         box = item.new.boxes[self._holder]
         stays_plain = not isinstance(each.tensor, DTensor) and (each.is_copy or isinstance(self._after, Whole))
-        if item.old.boxes[self._holder] == box or (stays_plain and box.is_empty):
+        if item.old.boxes[self._holder] == box and not self.comes:
             return local
-        if stays_plain and local.is_contiguous():
+        if stays_plain and (box.is_empty or local.is_contiguous()):
             return local
         shape = list(each.tensor.shape)
         num_across = math.prod(size for dim, size in enumerate(shape) if dim != each.dim)
