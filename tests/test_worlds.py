@@ -53,7 +53,6 @@ _CHANGE = "of one change of plan, between two steps"
 _MOVED = "whoever moves the model to other ranks has it let go of its groups, and make others"
 
 KEPT: Mapping[str, str] = {
-    "config.follower:ConfigFollower.heartbeat": "named by this rank, and told by the follower's take_world",
     "data.indexed:IndexedEpochs._rank": _CUT,
     "data.indexed:IndexedEpochs.has_own_positions": "whether a script's own batch sampler shares nothing out",
     "data.indexed:IndexedEpochs.last_loop": _CUT,
@@ -78,7 +77,6 @@ KEPT: Mapping[str, str] = {
     "fsdp.reshard.exchange:BucketExchange._group": _CHANGE,
     "fsdp.reshard.exchange:BucketExchange._num_ranks": _CHANGE,
     "fsdp.reshard.exchange:BucketExchange._rank": _CHANGE,
-    "profile.sampled_steps:Surveyor._trace": "of one step",
     "profile.step_costs:Trace._rank": "of one step",
     "ranks.group:Ranks._group": "it is who is asked: regroup",
     "ranks.group:Ranks.board": "it is who is asked: regroup",
