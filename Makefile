@@ -11,7 +11,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
-TORCH_FOR_CPUS := https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -47,8 +46,8 @@ $(READY): setup.py setup.cfg pyproject.toml constraints.txt elastic_ext/version.
 	    echo "$(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: python3-venv)" >&2; \
 	    exit 1; }
 	@echo "making $(VENV) with $$($(PYTHON) -V 2>&1), once: pip downloads torch, and what the tests and the documents need."
-	@echo "That takes minutes, and prints nothing. With CUDA torch takes gigabytes; for CPUs alone, some 200 MB:"
-	@echo "    PIP_EXTRA_INDEX_URL=$(TORCH_FOR_CPUS) make ..."
+	@echo "That takes minutes, and prints nothing. With CUDA torch takes gigabytes, and some 200 MB where"
+	@echo "PIP_EXTRA_INDEX_URL names torch's own index of builds for CPUs alone."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP_INSTALL) setuptools
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[dev,docs]"

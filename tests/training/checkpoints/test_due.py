@@ -125,9 +125,8 @@ def test_a_training_that_ends_well_has_a_checkpoint_of_its_last_step(
     tmp_path: Path, way: str, interval: CheckpointInterval
 ) -> None:
     small = Small(tmp_path, checkpoint_interval=interval)
-    with small.trainer if way == "the block is left" else nullcontext():
-        with small.trainer.epoch(0):
-            small.take(3)
+    with small.trainer if way == "the block is left" else nullcontext(), small.trainer.epoch(0):
+        small.take(3)
     if way == "close() is called":
         small.trainer.close()
     assert "step_3" in small.saved
