@@ -211,9 +211,9 @@ def check_agent(readings: list[HeartbeatReading], run_dir: Path, pulses: Path) -
     NodeReporter(run_dir, since=Since(0.0)).fill(request, MOST_BYTES)
     beaten = {each.rank: each for each in request.workers}
     assert {rank: each.pid for rank, each in beaten.items()} == {1: readings[0].pid, 0: readings[1].pid}
-    for each in beaten.values():
-        assert each.windows and {(window.rank, window.world_size) for window in each.windows} == {(each.rank, 2)}
-        assert each.config_version == 0 and each.HasField("config_version"), "its metrics were found"
+    for told in beaten.values():
+        assert told.windows and {(window.rank, window.world_size) for window in told.windows} == {(told.rank, 2)}
+        assert told.config_version == 0 and told.HasField("config_version"), "its metrics were found"
 
 
 def check_status(files: RunFiles, pids: list[int]) -> None:

@@ -33,7 +33,7 @@ class Members:
 
     def __init__(self, own: int, port: int, worlds: Sequence[Sequence[int]]) -> None:
         self.own, self.worlds = own, worlds
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
         self.num_sockets = num_sockets()
         """Sockets that this process has where it is in no process group."""
         self.left_sockets = 0
@@ -55,7 +55,7 @@ class Members:
             dist.destroy_process_group()
         self.left_sockets = max(self.left_sockets, self.num_left())
         rank = list(members).index(self.own)
-        store = dist.PrefixStore(f"world {prefix}", self._store)
+        store = dist.PrefixStore(f"world {prefix}", self._store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(members))
 
     def num_left(self) -> int:
@@ -105,7 +105,7 @@ class Members:
             return
         told = io.BytesIO()
         torch.save(state, told)
-        self._store.set(key, told.getvalue())
+        self._store.set(key, told.getvalue())  # type: ignore[arg-type]
 
     def told(self, key: str) -> dict[str, torch.Tensor]:
         """The state that the first rank has told."""

@@ -9,6 +9,7 @@ import logging
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_results_on_a_mesh_of_groups_that_are_gone_are_forgotten(tmp_path: Path)
     for number in range(2):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / str(number)}", rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        result = distribute_tensor(torch.ones(4), mesh, [Shard(0)]) + 1
+        result: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)]) + 1
         found.append((mesh, result.device_mesh))
         meshes.let_go_of_groups(mesh)
         meshes.forget_propagation()

@@ -124,8 +124,8 @@ def _by_holder(rank: int, seed: int) -> int:
     for number in range(6):
         shape = tuple(draw.randrange(1, 9) for _ in range(draw.randrange(1, 4)))
         tensors.append(_tensor(shape, draw.choice(TYPES), number))
-        layouts = [_without_second(_layout(draw, shape, 3)) for _ in range(2)]
-        items.append(router.item(f"item {number}", *layouts, tensors[-1].element_size()))
+        old, new = (_without_second(_layout(draw, shape, 3)) for _ in range(2))
+        items.append(router.item(f"item {number}", old, new, tensors[-1].element_size()))
     bucket_plan = BucketPlan(items, draw.choice([0, 500]))
     group = dist.group.WORLD
     assert group is not None

@@ -52,7 +52,7 @@ BACK = [[A, B, C], [A, B], [A, B, C]]
 @pytest.fixture
 def port() -> Iterator[int]:
     """The port of a store that outlives all groups."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     yield store.port
     del store  # which ends it
 
@@ -340,7 +340,7 @@ def _refuse(rank: int, port: int) -> None:
         ({"process_group": dist.new_group()}, "the model is in DDP on a process group of its own"),
         ({"static_graph": True}, "the model is in DDP with static_graph=True"),
     ):
-        wrapped: Any = DistributedDataParallel(_small(), **options)  # type: ignore[arg-type]
+        wrapped: Any = DistributedDataParallel(_small(), **options)
         with pytest.raises(ValueError, match=words):
             members.prepare(1, Spread(wrapped, num_local=2), AdamW(wrapped.parameters()))
 

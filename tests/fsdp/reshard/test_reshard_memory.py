@@ -110,7 +110,7 @@ def _measured_regroup(rank: int, port: int, plan: ParallelPlan, worlds: list[lis
 def test_no_more_is_held_than_before_or_after_and_two_buckets_as_ranks_come_and_leave(
     ranks: RankPool, plan: ParallelPlan, worlds: list[list[int]]
 ) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     num_ranks = 1 + max(map(max, worlds))
     for over in ranks.run(num_ranks, _measured_regroup, store.port, plan, worlds, process_group=False):
         assert over <= 2 * BUCKET + LARGEST
