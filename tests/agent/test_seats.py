@@ -98,6 +98,9 @@ def change_ranks(own: int, port: int, folder: Path) -> dict[str, Any]:
 
     def take_steps() -> None:
         seen.append((ranks.rank, ranks.world_size, ranks.seat))
+        training = trainer._training
+        told = [training.settings.tells, training.state.remarks.are_logged, training.profile_output._world.rank == 0]
+        assert told == [ranks.rank == 0] * 3, "who logs what all ranks would is the first one now"
         for _ in range(STEPS):
             take_step()
         text = f"of worker {own} in a world of {ranks.world_size}"
