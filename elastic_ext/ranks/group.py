@@ -296,7 +296,8 @@ class Ranks:
     def _peer_lost(self, doing: str, error: RuntimeError | None) -> RanksError:
         """The error of a collective that lost a peer, with what the other ranks say of themselves."""
         if self.notices is None:
-            return PeerLostError(f"a peer was lost while {doing}: {error}")
+            why = error or f"other ranks have not come within {self._patience_seconds:g} seconds"
+            return PeerLostError(f"a peer was lost while {doing}: {why}")
         progress, me = self.progress(), self.world.name
         if self._doubt and error is None and self._are_well():
             self.notices.post(Trouble(kind="failed", progress=progress, text=f"it {self._doubt}"))
