@@ -65,6 +65,7 @@ KEPT: Mapping[str, str] = {
     "data.sampler:ElasticDistributedSampler.num_replicas": "the script's own; an ElasticDataLoader cuts by its plan",
     "data.sampler:ElasticDistributedSampler.rank": "the script's own; an ElasticDataLoader cuts by its plan",
     "fsdp.checkpoint.checkpointer:_Into._loader": _LOAD,
+    "fsdp.reshard.change:Change._names": "of parameters",
     "fsdp.checkpoint.loading.loader:Loader._num_ranks": _LOAD,
     "fsdp.checkpoint.loading.loader:Loader._rank": _LOAD,
     "fsdp.checkpoint.loading.source:Opened.num_ranks": "of the ranks that have saved a checkpoint",

@@ -218,7 +218,7 @@ def test_more_or_fewer_ranks_begin_an_epoch_of_batches_of_their_own_anew(
     ranks.run(2, train_batches, tmp_path, 2)
     with caplog.at_level(logging.WARNING):
         assert train_batches(0, tmp_path, None) == list(range(16))
-    assert "there were more or fewer ranks: the epoch begins anew" in caplog.text
+    assert "the number of ranks is another now: the epoch begins anew" in caplog.text
 
 
 # --- the same order on all ranks ------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Changing:
     """A loop over a loader whose workers change between its batches, and are killed at random."""
 
     def __init__(self, num_changes: int, seed: int) -> None:
-        self.size = BATCH_SIZE * MOST_BATCHES * (num_changes + 1)
+        self.size = BATCH_SIZE * (MOST_BATCHES * num_changes + 20 * (MOST_WORKERS * MOST_AHEAD + 2))
         self.num_taken = 0
         """Samples, each of which was the one that follows the one before."""
         self.killed: set[int] = set()
@@ -72,7 +72,8 @@ class Changing:
     def settle(self) -> int:
         """Have one worker, who is ready; gives the nursery's pid."""
         changed(self._loader, num_workers=1, prefetch_factor=1)
-        self._take()
+        for _ in range(1 + MOST_WORKERS * MOST_AHEAD):  # what earlier workers had made ahead, and one
+            self._take()
         until(self.is_settled)
         return psutil.Process(self._workers()[0]).ppid()
 

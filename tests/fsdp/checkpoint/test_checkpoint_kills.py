@@ -105,6 +105,8 @@ def make_job(ranks: RankPool, folder: Path, case: Case) -> Job:
     for rank, end in enumerate(went_on):
         if case.from_path is None:
             digests[rank][end.value.step] = end.value.digest
+        if case.overlaps:  # of the step after it, with which training ends
+            digests[rank][end.value.step + 1] = digest_at(end.value.step + 100)
     return Job(
         storage=storage,
         digests=digests,
@@ -161,8 +163,9 @@ def kill_and_go_on(ranks: RankPool, folder: Path, job: Job, points: list[Point])
             assert end.value.loaded_digest == job.digests[rank][before], (point, rank)
         model, optimizer = make_state(seed=5)
         with checkpointer_of(storage) as checkpointer:
-            assert checkpointer.load(model, optimizer).step == before + 1, point
-        assert digest_of(model, optimizer) == digest_at(before + 1), point
+            has_ended = job.go_on is train_on  # with a checkpoint of its last step too
+            assert checkpointer.load(model, optimizer).step == before + 1 + has_ended, point
+        assert digest_of(model, optimizer) == digest_at(before + 1 + 100 * has_ended), point
         assert garbage_in(storage) == [], point
 
 

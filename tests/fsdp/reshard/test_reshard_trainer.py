@@ -195,10 +195,10 @@ def ask_in_every_way(rank: int, folder: Path) -> tuple[list[str], list[Any]]:
 def test_a_plan_comes_by_the_config_file_by_one_rank_and_by_keys_and_is_told(ranks: RankPool, tmp_path: Path) -> None:
     (log, events), (other_log, other_events) = ranks.run(2, ask_in_every_way, tmp_path)
     assert [line.split(" in 0.")[0] for line in log] == [
-        "INFO full_shard, unit 1 -> no_shard, 50% recomputed",
-        "INFO no_shard, 50% recomputed -> full_shard, unit 1",
-        "INFO full_shard, unit 1 -> hybrid_shard of 1, unit 1",
-        "INFO hybrid_shard of 1, unit 1 -> hybrid_shard of 1, unit whole",
+        "INFO the model was resharded: full_shard, unit 1 -> no_shard, 50% recomputed",
+        "INFO the model was resharded: no_shard, 50% recomputed -> full_shard, unit 1",
+        "INFO the model was resharded: full_shard, unit 1 -> hybrid_shard of 1, unit 1",
+        "INFO the model was resharded: hybrid_shard of 1, unit 1 -> hybrid_shard of 1, unit whole",
     ]
     assert other_log == []
     for told in (events, other_events):

@@ -158,7 +158,8 @@ def on_rank(rank: int, folder: Path, name: str) -> None:
     with accelerate_forgotten(rank, num_ranks) if kind.is_accelerated else nullcontext():
         due = save_beside_a_step(rank, folder, kind)
     if rank == 0:
-        forget_newer(folder, SAVED_STEP + 2)
+        for step in (SAVED_STEP + 1, SAVED_STEP + 2):  # of the end, with or without the one left out
+            forget_newer(folder, step)
     if num_ranks > 1:
         torch.distributed.barrier()
     with accelerate_forgotten(rank, num_ranks) if kind.is_accelerated else nullcontext():

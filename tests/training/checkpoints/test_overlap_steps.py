@@ -137,6 +137,7 @@ def test_a_step_that_fails_between_micro_steps_while_it_is_copied_comes_again(
         with pytest.raises(ZeroDivisionError):
             run.take(SAVED_STEP, fail)
         run.take(SAVED_STEP, open_in_the_last)
+    forget_newer(tmp_path, SAVED_STEP + 1)  # of the end
     resumed = Gathering(0, tmp_path, "plain", seed=7)
     with resumed.trainer:
         assert resumed.trainer.global_step == SAVED_STEP
@@ -163,6 +164,7 @@ def test_mutate_between_micro_steps_waits_for_the_copy(tmp_path: Path, monkeypat
         due = run.state()
         gate.close()
         run.take(SAVED_STEP, change)
+    forget_newer(tmp_path, SAVED_STEP + 1)  # of the end
     resumed = Gathering(0, tmp_path, "plain", seed=7)
     with resumed.trainer:
         assert resumed.state() == due
