@@ -49,6 +49,7 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.config.follower._Default"),
     ("py:class", "elastic_ext.ranks.heartbeat.Heartbeat"),
     ("py:class", "elastic_ext.ranks.group.Ranks"),
+    ("py:class", "elastic_ext.ranks.world.World"),
     ("py:class", "elastic_ext.records.run_dir.StartSettings"),
     ("py:class", "elastic_ext.training.steps.state.StepState"),
     ("py:class", "elastic_ext.training.trainer._Default"),
