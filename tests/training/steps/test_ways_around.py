@@ -457,5 +457,6 @@ def test_a_script_whose_config_file_is_gone_at_the_end_says_nothing(
     options = ["-X", "dev", "-W", "error"] if is_new else []  # of an interpreter
     with begun([*options, str(script)], env=os.environ, is_new=is_new) as ended:
         told, _ = ended.communicate(timeout=120)
+    assert told.count("was there at the start") == 2  # of both folders' files, as each training begins
     at_the_end = [line for line in told.splitlines() if "was there at the start" not in line]
     assert (ended.returncode, at_the_end) == (0, [])
