@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,7 @@ from elastic_ext.records.measures import shown_in_words
 from elastic_ext.records.text import age_in_words, counted, cut, on_one_line, wrapped
 
 from .ckpt import Terminal
+from .status import INTERRUPTED
 
 __all__ = [
     "decision_record",
@@ -227,9 +233,10 @@ def run_events(place: MasterPlace, terminal: Terminal, *, most: int, follow: boo
     A master that goes away while it is followed is waited for, and nothing is shown twice or left out.
     """
     try:
-        for event in _events(place, terminal, most=most, follow=follow):
-            terminal.tell(_event_record(event), event_words(event))
-            terminal.flush()
+        with _ctrl_c_ending_this_process():
+            for event in _events(place, terminal, most=most, follow=follow):
+                terminal.tell(_event_record(event), event_words(event))
+                terminal.flush()
     except (MasterError, ValueError) as error:
         return _complained(error, terminal)
     return _HEALTHY
@@ -255,6 +262,30 @@ def _events(place: MasterPlace, terminal: Terminal, *, most: int, follow: bool) 
             if backoff.num_tries == 0:
                 terminal.complain(f"{words}; this command waits for the master")
             threading.Event().wait(backoff.next_seconds())
+
+
+@contextmanager
+def _ctrl_c_ending_this_process() -> Iterator[None]:
+    """A context in which Ctrl-C ends this process at once, unless somebody else handles it or this is a thread.
+
+    A KeyboardInterrupt that is raised while gRPC begins a stream may be swallowed there, or leave a thread behind that
+    nobody ends and that the process waits for.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end_interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_interrupted(number: int, frame: object) -> None:
+    with contextlib.suppress(Exception):  # what is printed is flushed event by event
+        sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 def _event_record(event: wire.JobEvent) -> dict[str, Any]:

@@ -207,7 +207,10 @@ def test_ctrl_c_while_a_master_is_waited_for_ends_any_command_without_a_word() -
                 connection, _ = silent.accept()
                 with connection:
                     process.send_signal(signal.SIGINT)
-                    assert process.communicate(timeout=60)[0] == b"", command
+                    try:
+                        assert process.communicate(timeout=60)[0] == b"", command
+                    finally:
+                        process.kill()
                     assert process.returncode == 130, command
 
 
