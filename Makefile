@@ -5,7 +5,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

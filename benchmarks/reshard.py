@@ -76,6 +76,7 @@ TOUR = (  # each strategy to each other, then units, then recomputing
     *(Way("full_shard", 2), Way("full_shard", "whole"), FULL),
     *(Way("full_shard", is_recomputed=True), FULL),
 )
+_NUM_STRATEGIES = 13  # places of the tour, each strategy to each other among them
 FASTER = QuantileTarget(quantile=0.5, at_most=0.1)
 """Of a live change's seconds, over those of the restart."""
 PEAK = QuantileTarget(quantile=1.0, at_most=2 * BUCKET_BYTES + (2 << 20))  # what is not a tensor's takes some, too
@@ -105,11 +106,13 @@ class Plan:
     num_step_rounds: int
 
     def shortened(self, share: float) -> Plan:
-        """The same tour with fewer rounds, each change with fewer restarts beside it."""
+        """The strategies of the tour in fewer rounds, each change with fewer restarts beside it."""
         return dataclasses.replace(
             self,
+            tour=self.tour if share == 1.0 else self.tour[:_NUM_STRATEGIES],
             num_rounds=shortened(self.num_rounds, share, least=3),
             num_restarts=shortened(self.num_restarts, share, least=1),
+            num_memory_rounds=shortened(self.num_memory_rounds, share, least=1),
             num_step_rounds=shortened(self.num_step_rounds, share, least=6),
         )
 

@@ -36,6 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("elastic_ext.cli.config._JUDGED_SECONDS", 0.2)  # no ranks are there to judge a config
     return tmp_path / "cache" / "elastic_ext"
 
 

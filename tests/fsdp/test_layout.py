@@ -439,4 +439,4 @@ def _mesh(num_holders: int) -> Layout:
     ],
 )
 def test_work_grows_as_the_number_of_holders_does(work: Callable[[int], object]) -> None:
-    assert _num_lines(lambda: work(256)) < 4.5 * _num_lines(lambda: work(64))
+    assert _num_lines(lambda: work(128)) < 4.5 * _num_lines(lambda: work(32))
