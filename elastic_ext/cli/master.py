@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.agent.master.report import wire_text
+from elastic_ext.agent.status.status import ProgressStatus, seconds_for_steps
+from elastic_ext.agent.status.text import progress_in_words
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
 from elastic_ext.master.address import MasterPlace
 from elastic_ext.master.client import MasterClient
@@ -53,6 +56,7 @@ _MOST_RANKS = 16
 _MOST_EVENTS = 5
 _MOST_MISSING = 8
 _NUM_PHASES = 2
+_PRESENT = ("live", "late")
 
 
 def is_healthy(status: wire.JobStatus) -> bool:
@@ -97,7 +101,7 @@ def event_words(event: wire.JobEvent) -> str:
 
 
 def _heading(status: wire.JobStatus) -> str:
-    here = [each for each in status.nodes if each.state in ("live", "late")]
+    here = [each for each in status.nodes if each.state in _PRESENT]
     words = f"{status.job or 'no job yet'}: {counted(len(here), 'node')}"
     if status.progress.HasField("step"):
         words += f", step {status.progress.step}"
@@ -114,6 +118,8 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
         yield "membership", f"version {plan.version}: {size}, since {moment_words(plan.time)}: {plan.reason}"
         if unknown := _unknown_shares(status):
             yield "", f"the master never heard of: {', '.join(unknown)}"
+    if progress := _progress(status):
+        yield "progress", progress_in_words(progress)
     if speed := _speed(status.progress):
         yield "speed", speed
     if logged := logged_of(status.progress):
@@ -127,6 +133,32 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
         yield "tuner", f"{status.tuning.mode}, {status.tuning.standing}: {status.tuning.text}"
     for group in status.groups:
         yield "near", ", ".join(group.node_ids)
+
+
+def _progress(status: wire.JobStatus) -> ProgressStatus | None:
+    """How far training is, by the worker that has told of most steps; None where none has told of any."""
+    present = [node for node in status.nodes if node.state in _PRESENT]
+    workers = [each for node in present for each in node.workers if each.HasField("step")]
+    if not workers:
+        return None
+    first = max(workers, key=lambda each: each.step)
+    metrics = metrics_of(first)
+    num_left = _whole(metrics.get("num_epoch_steps_left"))
+    saves = (metrics_of(each) for each in workers)
+    saved = max(saves, key=lambda each: each.get("checkpoint_time") or 0.0)
+    saved_at = saved.get("checkpoint_time")
+    return ProgressStatus(
+        step=first.step,
+        epoch=_whole(metrics.get("epoch")),
+        num_steps_left=num_left,
+        seconds_left=seconds_for_steps(num_left, metrics.get("steps_per_second")),
+        checkpoint_step=_whole(saved.get("checkpoint_step")),
+        checkpoint_age_seconds=None if saved_at is None else max(time.time() - saved_at, 0.0),
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _speed(progress: wire.Progress) -> str:

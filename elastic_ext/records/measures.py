@@ -191,17 +191,15 @@ class Measures:
     num_replicas: int | None = _row(
         Metric("Replicas of the model, each of which takes samples of its own.", _NUMBER, is_told=False)
     )
-    epoch: int | None = _row(
-        Metric("The epoch that the loop is in; null outside of `trainer.epoch()`.", _NUMBER, is_told=False)
-    )
+    epoch: int | None = _row(Metric("The epoch that the loop is in; null outside of `trainer.epoch()`.", _NUMBER))
     num_epoch_steps_left: int | None = _row(
-        Metric("Steps that are left of the epoch; null where its length is not known.", _STEPS, is_told=False)
+        Metric("Steps that are left of the epoch; null where its length is not known.", _STEPS)
     )
     checkpoint_step: int | None = _row(
-        Metric("The step of the newest checkpoint that the run has saved or gone on from.", _NUMBER, is_told=False)
+        Metric("The step of the newest checkpoint that the run has saved or gone on from.", _NUMBER)
     )
     checkpoint_time: float | None = _row(
-        Metric("When the save of that checkpoint began; rank 0 alone knows it of one just saved.", _TIME, is_told=False)
+        Metric("When the save of that checkpoint began; rank 0 alone knows it of one just saved.", _TIME)
     )
     waits_in_passes: bool = _row(
         Metric("Whether passes wait for parameters of other ranks.", is_told=False), default=False

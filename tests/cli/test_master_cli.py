@@ -230,6 +230,10 @@ def test_a_status_in_words_says_who_is_there_and_what_is_wrong() -> None:
                         rank=0, pid=9, state="running", step=5, steps_per_second=2.5, memory_bytes=1 << 30,
                         activity="forward", activity_seconds=0.0, shares={"data": 0.4, "forward": 0.5, "other": 0.1},
                         trouble="it waits\x1b[2J",
+                        metrics={
+                            "epoch": 1, "num_epoch_steps_left": 20, "checkpoint_step": 4,
+                            "checkpoint_time": time.time() - 90.0,
+                        },
                     )
                 ],
             ),
@@ -252,6 +256,8 @@ def test_a_status_in_words_says_who_is_there_and_what_is_wrong() -> None:
     ):
         assert each in lines, text
     assert "master         here:1, epoch 3, for 2 h, elastic_ext 0.1.0" in text
+    left = "20 steps left of the epoch, about 8 s"
+    assert f"progress       step 5 in epoch 1; {left}; last checkpoint of step 4, 1 min ago" in text
     assert lines[-1].endswith("a, rank 0, step 4: happened")
     assert is_healthy(pb.JobStatus()) and status_words(pb.JobStatus(), "here:1").startswith("no job yet: 0 nodes\n")
     assert "a time that cannot be" in event_words(pb.JobEvent(time=1e30))

@@ -33,6 +33,7 @@ __all__ = [
     "RankStatus",
     "profile_of",
     "progress_of",
+    "seconds_for_steps",
     "status_of",
 ]
 
@@ -210,13 +211,14 @@ def progress_of(
         step=step,
         epoch=epoch,
         num_steps_left=left,
-        seconds_left=_seconds_for(left, measures.steps_per_second) if is_running else None,
+        seconds_left=seconds_for_steps(left, measures.steps_per_second) if is_running else None,
         checkpoint_step=saved.checkpoint_step,
         checkpoint_age_seconds=None if saved.checkpoint_time is None else max(now - saved.checkpoint_time, 0.0),
     )
 
 
-def _seconds_for(num_steps: int | None, steps_per_second: float | None) -> float | None:
+def seconds_for_steps(num_steps: int | None, steps_per_second: float | None) -> float | None:
+    """How long so many steps take at a speed; None where either is not known, or the speed is next to none."""
     if num_steps is None or not 0 <= num_steps < _MOST_STEPS:
         return None
     return None if steps_per_second is None or steps_per_second < _LEAST_SPEED else num_steps / steps_per_second

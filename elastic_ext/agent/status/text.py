@@ -15,7 +15,7 @@ from elastic_ext.records.text import age_in_words, counted, cut, size_in_words, 
 
 from .status import ConfigStatus, NodeStatus, ProgressStatus, RankStatus
 
-__all__ = ["line_of", "words"]
+__all__ = ["line_of", "progress_in_words", "words"]
 
 _MOST_EVENTS = 5
 _MOST_ROWS = 64
@@ -91,7 +91,7 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
     if rate is not None:
         yield "learning rate", words_of("learning_rate", {"learning_rate": rate})
     if status.progress is not None:
-        yield "progress", _progress_in_words(status.progress)
+        yield "progress", progress_in_words(status.progress)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
     if speed is not None and status.state == "running":
         yield "speed", _speed_in_words(status, speed)
@@ -113,7 +113,8 @@ def _speed_in_words(status: NodeStatus, samples_per_second: float) -> str:
     return f"{words} over all ranks" + (f"; {mfu}" if mfu else "")
 
 
-def _progress_in_words(progress: ProgressStatus) -> str:
+def progress_in_words(progress: ProgressStatus) -> str:
+    """How far training is, in words on one line."""
     words = f"step {progress.step}" + ("" if progress.epoch is None else f" in epoch {progress.epoch}")
     if progress.num_steps_left is not None:
         words += f"; {counted(progress.num_steps_left, 'step')} left of the epoch"
