@@ -412,8 +412,11 @@ def chunks(
                 yield Chunk(start, start + sizes[rank], position, number == last, sizes)
 
 
-def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
-    """How many micro-batches ``chunks`` gives in an epoch of ``num_samples`` samples."""
+def num_chunks(plan: BatchPlan, rank: int, num_samples: int, carried: tuple[int, ...] | None = None) -> int:
+    """How many micro-batches ``chunks`` gives from a step's beginning on, where ``num_samples`` samples are left."""
+    if carried is not None and (first := plan.next_step(num_samples, carried)) is not None:
+        rest = num_chunks(plan, rank, num_samples - first.global_batch)
+        return sum(size > 0 for size in first.micro_batches[rank]) + rest
     num_full = num_samples // plan.global_batch
     if plan.is_even and not plan.drop_last:
         # A step is full as long as it leaves a sample for each rank; fewer join the last step, as in next_batch.

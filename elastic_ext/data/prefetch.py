@@ -178,9 +178,10 @@ class IndexedLoop:
         self._cut()
 
     def __len__(self) -> int:
-        """How many batches the loop hands out in all: those that it has, and the rest as they are cut now."""
-        left = (self.cursor.num_samples or 0) - self.cursor.handed
-        return self._num_committed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
+        """How many batches the loop hands out in all: those that are consumed, and the rest as they are cut now."""
+        left = self._rest.num_samples - self.cursor.committed  # a step begins there
+        num_left = num_chunks(self._plan, self._rank, left, self.carried)
+        return self._num_committed + num_left - sum(chunk not in self._handed for chunk in self._early)
 
     def __next__(self) -> Any:
         self._ask()

@@ -290,6 +290,22 @@ def test_a_step_that_commits_early_is_followed_by_one_that_begins_there() -> Non
     assert [len(each) for each in found][:3] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("then", [None, BatchPlan(global_batch=9, num_ranks=1, micro_batch=2)])
+def test_a_loop_has_the_same_length_in_the_middle_of_a_step(then: BatchPlan | None) -> None:
+    loader = loader_of(31, 4)
+    loader.plan(BatchPlan(global_batch=10, num_ranks=1, micro_batch=4), 0)
+    batches = iter(loader)
+    lengths: list[int] = []
+    for number, _ in enumerate(batches, 1):
+        lengths.append(len(loader))
+        if number == 3:  # the first step
+            loader.commit()
+        if number == 4 and then is not None:  # the first of another, which is carried over
+            loader.plan(then, 0)
+            lengths = [len(loader)]
+    assert set(lengths) == {number}
+
+
 def test_going_back_hands_out_again_in_the_same_loop() -> None:
     loader = loader_of(40, shuffle=True, num_workers=1)
     loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
