@@ -333,7 +333,7 @@ class IndexedEpochs:
             )
         is_over, epoch = bool(state["is_over"]), int(state["epoch"])
         if is_over:  # the next epoch may have another length
-            self._sampler.seed = dict(state["order"]).get("seed", self._sampler.seed)
+            self._sampler.reseed(dict(state["order"]).get("seed", self._sampler.seed))
             self._sampler.set_epoch(epoch)
         else:
             self._sampler.load_state_dict({key: value for key, value in state.items() if key != "completed"})

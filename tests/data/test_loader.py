@@ -322,6 +322,17 @@ def test_going_back_hands_out_again_in_the_same_loop() -> None:
     assert sorted(itertools.chain(*found[:3], *found[6:])) == list(range(40))
 
 
+def test_the_seed_of_a_state_at_an_epochs_end_is_taken_over_and_saved_again() -> None:
+    first, second, third = (loader_of(40, shuffle=True, seed=seed) for seed in range(3))
+    list(first)
+    state = first.state_dict()
+    assert state["is_over"] and len(second) == 10  # by an order that is drawn
+    second.load_state_dict(state)
+    assert second.state_dict()["order"] == state["order"]
+    third.load_state_dict(second.state_dict())
+    assert indices_in(first) == indices_in(third)
+
+
 # --- with a trainer -------------------------------------------------------------------------------------------------
 
 
