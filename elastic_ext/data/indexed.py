@@ -349,8 +349,8 @@ class IndexedEpochs:
         self.load_state_dict(state)
         if loop is not None and not loop.has_ended:
             place = replace(self._place, epoch=self.epoch, starts_next_epoch=False, is_over=False)
-            if self._place.is_over:  # the loop stays in that epoch, and has no samples left
-                place = replace(place, position=int(state["position"]))
+            if self._place.is_over:  # the loop stays in that epoch, and has no samples left, wherever that was left
+                place = replace(place, position=self._sampler.order.num_samples)
             loop.go_to(self._order(place), place.position, place.completed)
             self.last_loop, self._place = loop, place
 

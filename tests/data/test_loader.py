@@ -333,6 +333,18 @@ def test_the_seed_of_a_state_at_an_epochs_end_is_taken_over_and_saved_again() ->
     assert indices_in(first) == indices_in(third)
 
 
+def test_a_loop_that_goes_back_to_an_epochs_end_has_no_samples_left_also_where_that_was_resumed_from() -> None:
+    first, second = loader_of(40), loader_of(40)
+    list(first)
+    second.load_state_dict(first.state_dict())
+    state = second.state_dict()
+    batches = iter(second)
+    next(batches)
+    second.rewind(state)
+    assert list(batches) == [] and second.state_dict()["is_over"]
+    assert len(indices_in(second)) == 40
+
+
 # --- with a trainer -------------------------------------------------------------------------------------------------
 
 
