@@ -9,7 +9,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat
 from typing import Any, Protocol
 
 import torch
@@ -636,9 +636,12 @@ class StreamedEpochs:
         return self.last_loop is not None and not self.last_loop.has_ended
 
     def _num_batches(self) -> int:
-        size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
-        num_samples = len(self._dataset)
-        return num_samples // size if self._drop_last else -(-num_samples // size)
+        num_samples, size = len(self._dataset), self._batch_size
+        if self._given_plan is None:
+            return num_samples // size if self._drop_last else -(-num_samples // size)
+        sizes = self._given_plan.full_step.micro_batches[self._rank]
+        num_steps, num_left = divmod(num_samples, sum(sizes))
+        return num_steps * len(sizes) + sum(stop <= num_left for stop in accumulate(sizes))
 
     def _seed_of_epoch(self) -> int:
         """The seed by which an IterDataPipe shuffles where none was drawn: alike on all ranks, without asking."""
