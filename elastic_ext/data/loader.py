@@ -314,6 +314,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
         self._producer: BatchProducer | None = None  # the one that is kept from epoch to epoch
         self._kept_for: BatchLoop | None = None  # the last loop that it was used by
+        self._kept_collate_fn: Any = None  # with which its workers make batches
         self._finished: BatchLoop | None = None  # the last loop that came to its end
         # A loop that came to its end within a step keeps its workers: after a rollback it hands out batches again.
         self._ending: _Loop | None = None
@@ -366,6 +367,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         own = {
             "_producer": None,
             "_kept_for": None,
+            "_kept_collate_fn": None,
             "_finished": None,
             "_ending": None,
             "_step_before": None,
@@ -575,17 +577,17 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def _producer_for(self, num_workers: int) -> BatchProducer:
         """The workers that make the batches of a loop: new ones, or those that are kept from loop to loop."""
-        producer = self._producer
-        if producer is not None and self._epochs.keeps_workers:
+        producer, collates_otherwise = self._producer, self._kept_collate_fn != self.collate_fn
+        if producer is not None and (self._epochs.keeps_workers or collates_otherwise):
             if self.is_alone and self._kept_for is not None and not self._kept_for.has_ended:
                 return self._new_producer(num_workers)  # a worker has one stream, and a loop in a loop has others
-            if producer.num_workers != num_workers:
+            if producer.num_workers != num_workers or collates_otherwise:
                 producer.close()
                 producer = None
         if producer is None:
             producer = self._new_producer(num_workers)
         if self.persistent_workers:
-            self._producer = producer
+            self._producer, self._kept_collate_fn = producer, self.collate_fn
         return producer
 
     def _new_producer(self, num_workers: int) -> BatchProducer:

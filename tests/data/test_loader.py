@@ -117,6 +117,25 @@ def test_workers_are_kept_from_epoch_to_epoch_where_that_is_asked_for() -> None:
         del loader
 
 
+class Three(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [range(3), Three()], ids=["indexed", "stream"])
+def test_kept_workers_make_way_for_those_that_collate_as_the_loader_does_now(dataset: Any) -> None:
+    loader = ElasticDataLoader(dataset, 3, num_workers=1, persistent_workers=True, collate_fn=list)
+    assert list(loader) == [[0, 1, 2]]
+    loader.collate_fn = tuple
+    assert list(loader) == [(0, 1, 2)]
+    (producer,) = [each for each in loader._producers if not each._is_closed]
+    loader.collate_fn = sum
+    outer = iter(loader)
+    loader.collate_fn = max
+    assert list(loader) == [2] and list(outer) == [3]
+    assert producer._is_closed
+
+
 def test_a_loop_that_is_left_early_leaves_nothing() -> None:
     loader = loader_of(1000, num_workers=2)
     for _ in loader:
