@@ -4,6 +4,7 @@ epoch's order says where a loop stands.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from .seeding import SeededDataset, SeededOrder
 from .workers.producer import BatchProducer
 
 __all__ = ["BatchLoop", "Epochs", "IndexedEpochs"]
+
+_logger = logging.getLogger(__name__)
 
 
 # --- the loops over a dataset, one after another: what a loader asks of them, with or without indices ----------------
@@ -260,6 +263,7 @@ class IndexedEpochs:
             completed=place.completed,
             as_they_come=not self._in_order and self._given_plan is None and self.num_ranks == 1,
         )
+        self._warn_of_samples_left_out(self.last_loop.remaining or 0)
         return self.last_loop
 
     def num_batches(self) -> int:
@@ -353,6 +357,20 @@ class IndexedEpochs:
                 place = replace(place, position=self._sampler.order.num_samples)
             loop.go_to(self._order(place), place.position, place.completed)
             self.last_loop, self._place = loop, place
+
+    def _warn_of_samples_left_out(self, num_left: int) -> None:
+        """Warn, on one rank, where a loop begins that has samples and no step, since its ranks are too many."""
+        plan = self._given_plan
+        if plan is None or plan.drop_last or self._rank != 0 or not num_left or plan.next_step(num_left) is not None:
+            return
+        _logger.warning(
+            "the last %d samples of epoch %d are left out: each of %d ranks needs one in every step; to train on them, "
+            "go on from the checkpoint with at most %d ranks",
+            num_left,
+            self.epoch,
+            plan.num_ranks,
+            num_left,
+        )
 
     @property
     def _is_under_way(self) -> bool:

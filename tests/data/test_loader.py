@@ -23,6 +23,7 @@ from tests.support.pools import WaitAt, gate, open_gate
 from tests.support.ranks import RankPool
 from tests.support.scripts import Script
 from tests.support.thinning import the_first
+from tests.support.watching import collected_warnings
 
 pytestmark = pytest.mark.usefixtures("started_once")
 
@@ -362,6 +363,22 @@ def test_a_loop_that_goes_back_to_an_epochs_end_has_no_samples_left_also_where_t
     second.rewind(state)
     assert list(batches) == [] and second.state_dict()["is_over"]
     assert len(indices_in(second)) == 40
+
+
+def test_samples_that_are_too_few_for_the_ranks_of_a_resumed_run_are_warned_of_by_the_first() -> None:
+    before, *after = (loader_of(7, 2) for _ in range(4))
+    before.plan(BatchPlan(global_batch=5, num_ranks=1, micro_batch=5), 0)
+    next(iter(before))
+    before.commit()
+    with collected_warnings() as warnings:
+        for rank, loader in enumerate(after):
+            loader.plan(BatchPlan(global_batch=6, num_ranks=3, micro_batch=2), rank)
+            loader.load_state_dict(before.state_dict())
+            assert list(loader) == []
+        (told,) = warnings.messages
+        assert "the last 2 samples of epoch 0 are left out" in told and "at most 2 ranks" in told
+        assert [len(indices_in(loader)) for loader in after] == [3, 2, 2]  # all of the next epoch
+        assert warnings.messages == [told]
 
 
 # --- with a trainer -------------------------------------------------------------------------------------------------
