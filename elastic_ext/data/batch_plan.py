@@ -120,7 +120,7 @@ class BatchPlan:
         One sample each if there are enough, the others in proportion to a full step's parts. Where a proportion is no
         whole number it is rounded down, and the samples left over go, one each, to the ranks with the largest rests.
         """
-        full = [sizes[0] for sizes in self.full_step.micro_batches]
+        full = [sum(sizes) for sizes in self.full_step.micro_batches]
         least = int(tail >= self.num_ranks)
         spare, room = tail - least * self.num_ranks, sum(full) - least * self.num_ranks
         parts = [divmod(spare * (size - least), max(room, 1)) for size in full]
