@@ -73,8 +73,8 @@ class Epochs(Protocol):
         """Makes a batch of the samples that ``worker_dataset`` gives."""
 
     @property
-    def keeps_workers(self) -> bool:
-        """Whether the number of workers stays the same during a loop."""
+    def fixes_num_workers(self) -> bool:
+        """Whether the number of workers cannot change during a loop."""
 
     @property
     def has_own_positions(self) -> bool:
@@ -111,14 +111,14 @@ class Epochs(Protocol):
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         """Have the workers of later loops make batches with this function."""
 
-    def draw_seed(self) -> None:
-        """Draw the seed that shuffles the next loop, where torch draws it before the workers' seed."""
+    def draw_shuffle_seed(self) -> None:
+        """Draw the seed that shuffles the next loop's IterDataPipe, as torch does before it draws the workers' seed."""
 
     def begin(self, producer: BatchProducer) -> BatchLoop:
         """Begin the next loop, whose batches ``producer`` makes."""
 
     def num_batches(self) -> int:
-        """How many batches the next loop has on this rank."""
+        """How many batches this rank has in the loop under way, or between two loops in the next one."""
 
     def why_not_resize(self, batch_size: int) -> str | None:
         """Why batches cannot have ``batch_size`` samples where no trainer plans them; None if they can."""
@@ -130,10 +130,13 @@ class Epochs(Protocol):
         """Cut steps by ``plan`` from the last commit on."""
 
     def leave_epoch(self) -> None:
-        """Give up the rest of the last loop's epoch, if that loop has ended."""
+        """Give up the rest of the last loop's epoch, if that loop has ended and has consumed a part of it."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next loop go through this epoch; a loop under way, or a loaded position, goes on where it stands."""
+        """Have the next loop go through this epoch; a loop under way goes on where it stands.
+
+        The next loop goes on from a loaded position in this epoch; one in another epoch is dropped.
+        """
 
     @property
     def seed(self) -> int | None:
@@ -147,7 +150,10 @@ class Epochs(Protocol):
         """Draw later orders from this seed."""
 
     def order_to_come(self) -> Mapping[str, Any] | None:
-        """The order of the next loop, or of the one under way, as plain values that ranks compare."""
+        """The order of the loop under way, or of the next one, as plain values that ranks compare.
+
+        Called between two loops, it moves on to the next loop's epoch and draws that one's order.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the epoch, as a state for a checkpoint."""
@@ -167,7 +173,7 @@ class IndexedEpochs:
     """The epochs of a map-style dataset, in a sampler's order: one of samples, or of whole batches of samples."""
 
     num_workers = None
-    keeps_workers = False
+    fixes_num_workers = False
     why_no_position = None
 
     def __init__(
@@ -239,8 +245,8 @@ class IndexedEpochs:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
-    def draw_seed(self) -> None:
-        """Nothing to draw: an order is drawn from a seed that stays."""
+    def draw_shuffle_seed(self) -> None:
+        """Nothing to draw: the order of each epoch comes from one seed."""
 
     def begin(self, producer: BatchProducer) -> IndexedLoop:
         if self.last_loop is not None and self._given_plan is not None:
@@ -252,7 +258,7 @@ class IndexedEpochs:
             self._sampler.draw_anew()
         self._is_drawn = False
         self._place = replace(place, position=start)
-        self._sampler.begin_elsewhere()
+        self._sampler.begin_elsewhere()  # this loop goes on at its loaded position instead
         self.last_loop = IndexedLoop(
             self._order(self._place),
             start,
@@ -417,8 +423,8 @@ class IndexedEpochs:
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, in an epoch of ``num_samples``.
 
-        The sampler's ``drop_last`` leaves out the last ones that are too few for a round among the ranks; its ``pad``
-        fills that round up with samples that come again. With a trainer, whose steps may be of any size, none does.
+        The sampler's ``drop_last`` leaves out the last ones that are too few for a round among the ranks. Its ``pad``
+        fills that round up with samples that come again, but not with a trainer, whose steps may be of any size.
         """
         num_left = _num_after(place, num_samples)
         plan = self._given_plan
