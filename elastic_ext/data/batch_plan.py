@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["BatchPlan", "StepPlan", "can_cut", "nearest_batches", "next_batch", "plan_step", "shares"]
 
-_MOST_MICRO_BATCHES = 1 << 22  # of a step, on all ranks
+_MOST_MICRO_BATCHES = 1 << 22  # of a step, on all ranks; a StepPlan holds the size of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +117,11 @@ class BatchPlan:
     def _dealt(self, tail: int) -> list[int]:
         """Each rank's part of the last ``tail`` samples, which are fewer than a full step.
 
-        One sample each if there are enough, the others in proportion to a full step's parts. Where a proportion is no
-        whole number it is rounded down, and the samples left over go, one each, to the ranks with the largest rests.
+        One sample each if there are enough, the others in proportion to the shares of a full step. Where a proportion
+        is no whole number it is rounded down, and the samples left over go, one each, to the ranks with the largest
+        rests.
         """
-        full = [sizes[0] for sizes in self.full_step.micro_batches]
+        full = [sum(sizes) for sizes in self.full_step.micro_batches]
         least = int(tail >= self.num_ranks)
         spare, room = tail - least * self.num_ranks, sum(full) - least * self.num_ranks
         parts = [divmod(spare * (size - least), max(room, 1)) for size in full]
@@ -175,7 +176,7 @@ def plan_step(
             f"shares of {min(each)} to {max(each)} samples cannot be cut into equally many micro-batches of at most "
             f"{micro_batch}; use a micro-batch of at least {largest}, or share_weights that differ less"
         )
-    if num_micro_steps * num_ranks > _MOST_MICRO_BATCHES:  # each of them is written down
+    if num_micro_steps * num_ranks > _MOST_MICRO_BATCHES:
         raise ValueError(
             f"{global_batch} samples on {num_ranks} ranks in micro-batches of at most {micro_batch} are "
             f"{num_micro_steps} micro-steps; use larger micro-batches or a smaller global batch, so that a step has at "
@@ -188,7 +189,8 @@ def next_batch(remaining: int, global_batch: int, num_ranks: int, *, drop_last: 
     """The number of samples that the next step takes of what remains of an epoch; 0 when none may be taken.
 
     A tail with fewer samples than ranks joins the last full batch, or is left out with ``drop_last``, which leaves out
-    every batch that is not full.
+    every batch that is not full. Where fewer samples than ranks remain in all, as on a resume with more ranks, no
+    step may take them.
     """
     if drop_last:
         return global_batch if remaining >= global_batch else 0
@@ -198,7 +200,7 @@ def next_batch(remaining: int, global_batch: int, num_ranks: int, *, drop_last: 
 
 
 def nearest_batches(global_batch: int, quantum: int) -> tuple[int, ...]:
-    """The multiples of ``quantum`` next to ``global_batch``, at least one, smallest first."""
+    """The multiples of ``quantum`` next below and above ``global_batch``, smallest first; never 0."""
     below = global_batch // quantum * quantum
     return tuple(sorted({size for size in (below, below + quantum) if size > 0 and size != global_batch}))
 

@@ -4,6 +4,7 @@ epoch's order says where a loop stands.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from .seeding import SeededDataset, SeededOrder
 from .workers.producer import BatchProducer
 
 __all__ = ["BatchLoop", "Epochs", "IndexedEpochs"]
+
+_logger = logging.getLogger(__name__)
 
 
 # --- the loops over a dataset, one after another: what a loader asks of them, with or without indices ----------------
@@ -70,8 +73,8 @@ class Epochs(Protocol):
         """Makes a batch of the samples that ``worker_dataset`` gives."""
 
     @property
-    def keeps_workers(self) -> bool:
-        """Whether the number of workers stays the same during a loop."""
+    def fixes_num_workers(self) -> bool:
+        """Whether the number of workers cannot change during a loop."""
 
     @property
     def has_own_positions(self) -> bool:
@@ -108,14 +111,14 @@ class Epochs(Protocol):
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         """Have the workers of later loops make batches with this function."""
 
-    def draw_seed(self) -> None:
-        """Draw the seed that shuffles the next loop, where torch draws it before the workers' seed."""
+    def draw_shuffle_seed(self) -> None:
+        """Draw the seed that shuffles the next loop's IterDataPipe, as torch does before it draws the workers' seed."""
 
     def begin(self, producer: BatchProducer) -> BatchLoop:
         """Begin the next loop, whose batches ``producer`` makes."""
 
     def num_batches(self) -> int:
-        """How many batches the next loop has on this rank."""
+        """How many batches this rank has in the loop under way, or between two loops in the next one."""
 
     def why_not_resize(self, batch_size: int) -> str | None:
         """Why batches cannot have ``batch_size`` samples where no trainer plans them; None if they can."""
@@ -127,10 +130,13 @@ class Epochs(Protocol):
         """Cut steps by ``plan`` from the last commit on."""
 
     def leave_epoch(self) -> None:
-        """Give up the rest of the last loop's epoch, if that loop has ended."""
+        """Give up the rest of the last loop's epoch, if that loop has ended and has consumed a part of it."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next loop go through this epoch; a loop under way, or a loaded position, goes on where it stands."""
+        """Have the next loop go through this epoch; a loop under way goes on where it stands.
+
+        The next loop goes on from a loaded position in this epoch; one in another epoch is dropped.
+        """
 
     @property
     def seed(self) -> int | None:
@@ -144,7 +150,10 @@ class Epochs(Protocol):
         """Draw later orders from this seed."""
 
     def order_to_come(self) -> Mapping[str, Any] | None:
-        """The order of the next loop, or of the one under way, as plain values that ranks compare."""
+        """The order of the loop under way, or of the next one, as plain values that ranks compare.
+
+        Called between two loops, it moves on to the next loop's epoch and draws that one's order.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the epoch, as a state for a checkpoint."""
@@ -164,7 +173,7 @@ class IndexedEpochs:
     """The epochs of a map-style dataset, in a sampler's order: one of samples, or of whole batches of samples."""
 
     num_workers = None
-    keeps_workers = False
+    fixes_num_workers = False
     why_no_position = None
 
     def __init__(
@@ -236,8 +245,8 @@ class IndexedEpochs:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
-    def draw_seed(self) -> None:
-        """Nothing to draw: an order is drawn from a seed that stays."""
+    def draw_shuffle_seed(self) -> None:
+        """Nothing to draw: the order of each epoch comes from one seed."""
 
     def begin(self, producer: BatchProducer) -> IndexedLoop:
         if self.last_loop is not None and self._given_plan is not None:
@@ -249,7 +258,7 @@ class IndexedEpochs:
             self._sampler.draw_anew()
         self._is_drawn = False
         self._place = replace(place, position=start)
-        self._sampler.begin_elsewhere()
+        self._sampler.begin_elsewhere()  # this loop goes on at its loaded position instead
         self.last_loop = IndexedLoop(
             self._order(self._place),
             start,
@@ -260,6 +269,7 @@ class IndexedEpochs:
             completed=place.completed,
             as_they_come=not self._in_order and self._given_plan is None and self.num_ranks == 1,
         )
+        self._warn_of_samples_left_out(self.last_loop.remaining or 0)
         return self.last_loop
 
     def num_batches(self) -> int:
@@ -333,7 +343,7 @@ class IndexedEpochs:
             )
         is_over, epoch = bool(state["is_over"]), int(state["epoch"])
         if is_over:  # the next epoch may have another length
-            self._sampler.seed = dict(state["order"]).get("seed", self._sampler.seed)
+            self._sampler.reseed(dict(state["order"]).get("seed", self._sampler.seed))
             self._sampler.set_epoch(epoch)
         else:
             self._sampler.load_state_dict({key: value for key, value in state.items() if key != "completed"})
@@ -349,10 +359,24 @@ class IndexedEpochs:
         self.load_state_dict(state)
         if loop is not None and not loop.has_ended:
             place = replace(self._place, epoch=self.epoch, starts_next_epoch=False, is_over=False)
-            if self._place.is_over:  # the loop stays in that epoch, and has no samples left
-                place = replace(place, position=int(state["position"]))
+            if self._place.is_over:  # the loop stays in that epoch, and has no samples left, wherever that was left
+                place = replace(place, position=self._sampler.order.num_samples)
             loop.go_to(self._order(place), place.position, place.completed)
             self.last_loop, self._place = loop, place
+
+    def _warn_of_samples_left_out(self, num_left: int) -> None:
+        """Warn, on one rank, where a loop begins that has samples and no step, since its ranks are too many."""
+        plan = self._given_plan
+        if plan is None or plan.drop_last or self._rank != 0 or not num_left or plan.next_step(num_left) is not None:
+            return
+        _logger.warning(
+            "the last %d samples of epoch %d are left out: each of %d ranks needs one in every step; to train on them, "
+            "go on from the checkpoint with at most %d ranks",
+            num_left,
+            self.epoch,
+            plan.num_ranks,
+            num_left,
+        )
 
     @property
     def _is_under_way(self) -> bool:
@@ -399,8 +423,8 @@ class IndexedEpochs:
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, in an epoch of ``num_samples``.
 
-        The sampler's ``drop_last`` leaves out the last ones that are too few for a round among the ranks; its ``pad``
-        fills that round up with samples that come again. With a trainer, whose steps may be of any size, none does.
+        The sampler's ``drop_last`` leaves out the last ones that are too few for a round among the ranks. Its ``pad``
+        fills that round up with samples that come again, but not with a trainer, whose steps may be of any size.
         """
         num_left = _num_after(place, num_samples)
         plan = self._given_plan

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +85,7 @@ class _RequestedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """A batch that the loop was given and that is not consumed."""
+    """A batch that was handed out and that is not consumed."""
 
     chunk: Chunk
     place: tuple[tuple[int, ...], int]
@@ -269,6 +269,7 @@ class StreamedLoop:
         self._ask()
 
     def _sizes(self) -> Iterator[Chunk]:
+        """The batches that come, as chunks of which only sizes and ends of steps count: streams have no positions."""
         if self._plan is None:
             return repeat(Chunk(0, self._batch_size, 0, ends_step=True))
         self.carried = self._plan.carried_over(self._handed[0].chunk.sizes, None) if self._handed else None
@@ -422,7 +423,7 @@ class StreamedEpochs:
     draws_order = False
     num_ranks = 1
     fetches_lists = False
-    keeps_workers = True  # they share the samples out among them
+    fixes_num_workers = True  # they share the samples out among them
     has_own_positions = True
 
     def __init__(
@@ -438,7 +439,7 @@ class StreamedEpochs:
         generator: torch.Generator | None = None,
     ) -> None:
         self._auto_collation = batch_size is not None
-        self.collate_fn = _as_it_is
+        self.collate_fn = _as_it_is  # the Stream collates
         self.epoch = 0
         self.last_loop: StreamedLoop | None = None
         self._dataset = dataset
@@ -455,9 +456,8 @@ class StreamedEpochs:
         self._given_plan: BatchPlan | None = None
         self._rank = 0
         self._position: StreamsPosition | None = None  # where the next loop begins; None: at an epoch's beginning
-        self._position_of_original: StreamsPosition | None = (
-            None  # in a copy, which has no loop: where the original's loop stood
-        )
+        # In a copy, which has no loop: where the original's loop stood.
+        self._position_of_original: StreamsPosition | None = None
         self._wants_states = False  # somebody has asked where a loop stands, or gone on there
         self._is_begun = False  # whether a loop through this epoch was begun, so that the next loop takes the next one
         self._is_over = False  # whether the epoch is over, by a state that was loaded or by leave_epoch()
@@ -503,7 +503,7 @@ class StreamedEpochs:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
 
-    def draw_seed(self) -> None:
+    def draw_shuffle_seed(self) -> None:
         draws = self._is_pipe and not self._goes_on_shuffled and self._seed is None
         self._drawn_seed = None  # of a loop before, which may have been of another number of ranks
         if draws and _SharesPipe.of_this_rank().num_ranks == 1:
@@ -636,9 +636,12 @@ class StreamedEpochs:
         return self.last_loop is not None and not self.last_loop.has_ended
 
     def _num_batches(self) -> int:
-        size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
-        num_samples = len(self._dataset)
-        return num_samples // size if self._drop_last else -(-num_samples // size)
+        num_samples, size = len(self._dataset), self._batch_size
+        if self._given_plan is None:
+            return num_samples // size if self._drop_last else -(-num_samples // size)
+        sizes = self._given_plan.full_step.micro_batches[self._rank]
+        num_steps, num_left = divmod(num_samples, sum(sizes))
+        return num_steps * len(sizes) + sum(stop <= num_left for stop in accumulate(sizes))
 
     def _seed_of_epoch(self) -> int:
         """The seed by which an IterDataPipe shuffles where none was drawn: alike on all ranks, without asking."""

@@ -148,10 +148,10 @@ def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted
     return epochs.why_not_resize(wanted.batch_size)
 
 
-def fixed_settings(*, keeps_workers: bool, can_pin: bool) -> dict[str, str]:
+def fixed_settings(*, fixes_num_workers: bool, can_pin: bool) -> dict[str, str]:
     """Which settings cannot change while a loop is under way, each with the reason."""
     found = {}
-    if keeps_workers:
+    if fixes_num_workers:
         found["num_workers"] = "workers of an IterableDataset change from one loop to the next, and not within one"
     if not can_pin:
         found["pin_memory"] = "there is no accelerator that batches could be copied to"
@@ -314,6 +314,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
         self._producer: BatchProducer | None = None  # the one that is kept from epoch to epoch
         self._kept_for: BatchLoop | None = None  # the last loop that it was used by
+        self._kept_collate_fn: Any = None  # with which its workers make batches
         self._finished: BatchLoop | None = None  # the last loop that came to its end
         # A loop that came to its end within a step keeps its workers: after a rollback it hands out batches again.
         self._ending: _Loop | None = None
@@ -347,7 +348,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._keep_step()
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
-        self._epochs.draw_seed()
+        self._epochs.draw_shuffle_seed()
         producer = self._producer_for(self.num_workers if num_workers is None else num_workers)
         loop = self._epochs.begin(producer)
         if producer is not self._producer:
@@ -356,7 +357,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return _Loop(self, loop, None)
 
     def __len__(self) -> int:
-        """How many batches the next loop has on this rank."""
+        """How many batches this rank has in the loop under way, or between two loops in the next one."""
         if self._epochs.last_loop is None or self._epochs.last_loop.has_ended:
             self._take_size()
         return self._epochs.num_batches()
@@ -366,6 +367,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         own = {
             "_producer": None,
             "_kept_for": None,
+            "_kept_collate_fn": None,
             "_finished": None,
             "_ending": None,
             "_step_before": None,
@@ -382,7 +384,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self.__dict__.update(state, _producers=weakref.WeakSet())
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that the next loop goes through; a loop under way, or a loaded position, goes on as it is."""
+        """Name the epoch that the next loop goes through; a loop under way goes on where it stands.
+
+        The next loop goes on from a loaded position in this epoch; one in another epoch is dropped.
+        """
         self._epochs.set_epoch(epoch)
 
     @property
@@ -394,7 +399,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def remaining(self) -> int | None:
-        """Samples of the epoch, over all ranks, that no commit has passed; None where that is not known."""
+        """Samples of the epoch, over all ranks, that no commit has passed; None where that is not known.
+
+        Where a ``batch_sampler`` decides how many samples a batch has, batches are counted instead.
+        """
         return self._epochs.remaining
 
     @property
@@ -404,13 +412,13 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def num_handed(self) -> int:
-        """Batches that the loop was given and that no commit has taken as consumed."""
+        """Batches that were handed out and that no commit has taken as consumed."""
         loop, before = self._epochs.last_loop, self._step_before
         return (0 if loop is None else loop.num_handed) + (0 if before is None else before.num_handed)
 
     @property
     def carried(self) -> tuple[int, ...] | None:
-        """The sizes, by rank, of the batch in hand, where steps have been cut otherwise since it was handed out."""
+        """The sizes, by rank, of the first batch not consumed, if steps were cut otherwise since it was handed out."""
         loop = self._epochs.last_loop
         return None if loop is None else loop.carried
 
@@ -444,7 +452,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._epochs.take_seed(seed)
 
     def order_to_come(self) -> Mapping[str, Any] | None:
-        """The order of the next loop, or of the one under way, as plain values that ranks compare."""
+        """The order of the loop under way, or of the next one, as plain values that ranks compare.
+
+        Called between two loops, it moves on to the next loop's epoch and draws that one's order.
+        """
         return self._epochs.order_to_come()
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
@@ -482,7 +493,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
             self._epochs.rewind(before.state)
 
     def leave_epoch(self) -> None:
-        """Give up the rest of the last loop's epoch, so that the next epoch comes; a loop under way goes on."""
+        """Give up the rest of the last loop's epoch, so that the next epoch comes.
+
+        A loop under way goes on. An epoch of which no step was committed is still to come.
+        """
         self._epochs.leave_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -503,7 +517,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
     @property
     def fixed_settings(self) -> dict[str, str]:
         """The settings of this loader that cannot change during a loop, each with the reason."""
-        return fixed_settings(keeps_workers=self._epochs.keeps_workers, can_pin=_can_pin())
+        return fixed_settings(fixes_num_workers=self._epochs.fixes_num_workers, can_pin=_can_pin())
 
     @property
     def least_workers(self) -> int:
@@ -520,7 +534,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return why_not_change(self, self._batches, self._epochs, new.dataloader)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        """Set workers, prefetching and pinning as in ``new``; more workers are started beside training."""
+        """Set workers, prefetching and pinning as in ``new``, and without a trainer the batch size.
+
+        More workers are started in the background.
+        """
         wanted = new.dataloader
         workers, prefetch, pins = self._started_with
         self.num_workers = workers if wanted.num_workers is None else wanted.num_workers
@@ -531,7 +548,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         for producer in self._producers:
             producer.prefetch_factor = self.prefetch_factor or _PREFETCH
             producer.pin = self._pin()
-            if not self._epochs.keeps_workers:
+            if not self._epochs.fixes_num_workers:
                 producer.resize(self.num_workers)
 
     # ---- how it is made ----
@@ -539,8 +556,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
     def _keep_step(self) -> None:
         """Keep the step that had the last batches of the loop before, where a loop begins within that step."""
         loop = self._epochs.last_loop
-        has_ended = loop is not None and loop is self._finished and loop.num_handed > 0
-        if loop is None or not has_ended or not self.is_in_step():
+        if loop is None or loop is not self._finished or loop.num_handed == 0 or not self.is_in_step():
             return
         num_handed = self.num_handed
         state = self.state_dict()
@@ -575,17 +591,17 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def _producer_for(self, num_workers: int) -> BatchProducer:
         """The workers that make the batches of a loop: new ones, or those that are kept from loop to loop."""
-        producer = self._producer
-        if producer is not None and self._epochs.keeps_workers:
+        producer, collates_otherwise = self._producer, self._kept_collate_fn != self.collate_fn
+        if producer is not None and (self._epochs.fixes_num_workers or collates_otherwise):
             if self.is_alone and self._kept_for is not None and not self._kept_for.has_ended:
                 return self._new_producer(num_workers)  # a worker has one stream, and a loop in a loop has others
-            if producer.num_workers != num_workers:
+            if producer.num_workers != num_workers or collates_otherwise:
                 producer.close()
                 producer = None
         if producer is None:
             producer = self._new_producer(num_workers)
         if self.persistent_workers:
-            self._producer = producer
+            self._producer, self._kept_collate_fn = producer, self.collate_fn
         return producer
 
     def _new_producer(self, num_workers: int) -> BatchProducer:
@@ -599,7 +615,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             WorkerSpec(
                 dataset=worker_dataset,
                 collate_fn=self._epochs.collate_fn,
-                base_seed=self._draw_seed(),
+                base_seed=self._draw_base_seed(),
                 auto_collation=self._epochs.fetches_lists,
                 worker_init_fn=self.worker_init_fn,
                 user_dataset=None if worker_dataset is self.dataset else self.dataset,
@@ -614,10 +630,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._producers.add(producer)
         return producer
 
-    def _draw_seed(self) -> int:
-        """Draw the workers' seed, with or without workers: those that come later change no random number."""
+    def _draw_base_seed(self) -> int:
+        """Draw the base seed of a loop's workers, also where it has none yet: workers that come later draw nothing."""
         generator = self.generator
-        if generator is None and self._epochs.goes_on:  # with an epoch that has had it drawn
+        if generator is None and self._epochs.goes_on:  # the epoch has had it drawn: torch's random numbers stay
             generator = torch.Generator()
             generator.set_state(torch.get_rng_state())
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
@@ -644,6 +660,7 @@ class _StepBefore:
     state: Mapping[str, Any]
     """The loader's state where the step began."""
     num_handed: int
+    """Batches of the step that the loop before had handed out."""
 
 
 class _Loop:
@@ -686,7 +703,7 @@ class _Loop:
         finally:
             if timeline is not None and before is not None:
                 timeline.enter(before)
-            if loader.is_alone:  # what a loop is given is consumed, also where it cannot be made
+            if loader.is_alone:  # what is handed out is consumed, also where it cannot be made
                 loop.commit()
         if loader.on_batch is not None:
             loader.on_batch(batch)

@@ -50,14 +50,16 @@ class EpochPosition:
     completed: Ranges = ()
     """Ranges after ``position`` that are consumed too, where batches are handed out in the order they are made in."""
     starts_next_epoch: bool = False
-    """Whether the next loop goes through another epoch, since a loop took samples of this one or there were none."""
+    """Whether the next loop is over the next epoch: without a trainer once a loop over this one has begun; with one,
+    once a step of this epoch was committed, or where none is left.
+    """
     is_over: bool = False
-    """Whether a loaded state says that no more samples of the epoch come."""
+    """Whether no more samples of the epoch come, by a loaded state or since ``leave_epoch`` gave the rest up."""
     next_epoch: int | None = None
     """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
-        """This position with another epoch set: an epoch that no loop has taken from goes on, any other begins anew."""
+        """This position, if the next loop is over ``epoch`` anyway; else the beginning of ``epoch``."""
         goes_on = epoch == self.epoch and not self.starts_next_epoch
         return (
             EpochPosition(epoch=epoch, position=self.position, completed=self.completed)
@@ -87,13 +89,13 @@ def position_and_completed(remaining: Ranges, num_samples: int) -> tuple[int, Ra
 # A *position* counts the samples of an epoch from 0, over all ranks; an *index* is what the dataset calls a sample.
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
-_NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/data/test_order.py)
+_NUM_ROUNDS = 6  # with so many, orders are as random as tests/data/test_order.py asks
 _BLOCK = 16_384  # positions that are computed together: each by itself would take a hundred times as long
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48
-_MOST_UNCOUNTED = 1 << 24  # samples that a sampler may give that has no length, or a smaller one
-_MOST_IN_BATCHES = 1 << 20  # the same for all batches of a batch sampler, which take several times as much memory
-_MOST_TIMES = 4  # or this many times the dataset, if that is more samples than _MOST_IN_BATCHES
+_MOST_UNCOUNTED = 1 << 24  # a sampler may give so many samples, or as many as its length, whichever is more
+_MOST_IN_BATCHES = 1 << 20  # the same for a batch sampler, whose samples take several times as much memory
+_MOST_TIMES = 4  # ... or this many times the dataset, or as many batches as its length: whichever is most
 
 _Words = npt.NDArray[np.uint64]
 
@@ -149,7 +151,7 @@ class Shuffled:
             return []
         if self._algorithm == _SORTED:
             if self._sorted is None:
-                self._sorted = _drawn(self.num_samples, self._keys[0])
+                self._sorted = _in_random_order(self.num_samples, self._keys[0])
             return list(self._sorted[start:stop].tolist())
         block, at = divmod(start, _BLOCK)
         found = self._block(block)[at : at + stop - start]
@@ -342,16 +344,16 @@ def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
     return np.frombuffer(told, dtype="<u8").astype(np.uint64)
 
 
-def _drawn(num_samples: int, key: np.uint64) -> npt.NDArray[np.int64]:
+def _in_random_order(num_samples: int, key: np.uint64) -> npt.NDArray[np.int64]:
     """All numbers below ``num_samples`` in a random order.
 
     Each number is written into the lower bits of a random word; the words are sorted, and the lower bits read back.
     """
     numbers = np.arange(num_samples, dtype=np.uint64)
     number_bits = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
-    by_chance: _Words = np.sort(_mixed(numbers, key) & ~number_bits | numbers)
-    drawn: npt.NDArray[np.int64] = (by_chance & number_bits).astype(np.int64)
-    return drawn
+    words: _Words = np.sort(_mixed(numbers, key) & ~number_bits | numbers)
+    mixed: npt.NDArray[np.int64] = (words & number_bits).astype(np.int64)
+    return mixed
 
 
 def _mixed(words: _Words, key: np.uint64) -> _Words:
@@ -412,8 +414,11 @@ def chunks(
                 yield Chunk(start, start + sizes[rank], position, number == last, sizes)
 
 
-def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
-    """How many micro-batches ``chunks`` gives in an epoch of ``num_samples`` samples."""
+def num_chunks(plan: BatchPlan, rank: int, num_samples: int, carried: tuple[int, ...] | None = None) -> int:
+    """How many micro-batches ``chunks`` gives from a step's beginning on, where ``num_samples`` samples are left."""
+    if carried is not None and (first := plan.next_step(num_samples, carried)) is not None:
+        rest = num_chunks(plan, rank, num_samples - first.global_batch)
+        return sum(size > 0 for size in first.micro_batches[rank]) + rest
     num_full = num_samples // plan.global_batch
     if plan.is_even and not plan.drop_last:
         # A step is full as long as it leaves a sample for each rank; fewer join the last step, as in next_batch.

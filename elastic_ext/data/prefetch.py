@@ -126,7 +126,7 @@ class _PrefetchedBatch:
     stop: int
     number: int
     num_uses: int = 0
-    """How many of the batches that are handed out are cut from this one."""
+    """How many of the batches that are still to be handed out are cut from this one."""
     batch: Any = _NOT_TAKEN
 
     @property
@@ -167,7 +167,7 @@ class IndexedLoop:
         self._begin_at(order, position, completed)
         self._as_they_come = as_they_come
         self.carried: tuple[int, ...] | None = None
-        self._handed: deque[Chunk] = deque()  # to the loop, and not consumed
+        self._handed: deque[Chunk] = deque()  # handed out, and not consumed
         self._num_committed = 0
         self._maker = maker
         self._plan, self._rank = plan, rank
@@ -178,9 +178,10 @@ class IndexedLoop:
         self._cut()
 
     def __len__(self) -> int:
-        """How many batches the loop hands out in all: those that it has, and the rest as they are cut now."""
-        left = (self.cursor.num_samples or 0) - self.cursor.handed
-        return self._num_committed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
+        """How many batches the loop hands out in all: those that are consumed, and the rest as they are cut now."""
+        left = self._rest.num_samples - self.cursor.committed  # a step begins there
+        num_left = num_chunks(self._plan, self._rank, left, self.carried)
+        return self._num_committed + num_left - sum(chunk not in self._handed for chunk in self._early)
 
     def __next__(self) -> Any:
         self._ask()
@@ -321,7 +322,10 @@ class IndexedLoop:
             self._release(asked)
 
     def _ask(self, on_the_way: Sequence[_PrefetchedBatch] = ()) -> None:
-        """Ask for batches until as many are under way as should be, one at least, and all of what is ``on_the_way``."""
+        """Ask for batches until ``num_ahead`` are asked for, one at least, with all samples that are ``on_the_way``.
+
+        These are in batches that were asked for before steps were cut anew.
+        """
         if self.has_ended:
             return
         most = max(self._maker.num_ahead, 1)

@@ -38,7 +38,8 @@ class ElasticDistributedSampler(Sampler[Any]):
     default 1.
 
     Where the last samples are not enough for a round some ranks have fewer of it, unless ``drop_last`` leaves them out,
-    or ``pad`` gives the others samples of the epoch's beginning again; ``num_padded`` says how many.
+    or ``pad`` gives these ranks the iteration's first samples again (in a loader without a trainer, the epoch's);
+    ``num_padded`` says how many.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class ElasticDistributedSampler(Sampler[Any]):
             self._order = None
 
     def begin_elsewhere(self) -> None:
-        """Begin the next iteration here at an epoch's start: a loader has taken over the position that was loaded."""
+        """Forget the loaded position, from which a loader goes on: the next iteration here begins an epoch."""
         self._goes_on_at = 0
 
     def reseed(self, seed: int) -> None:
@@ -278,17 +279,18 @@ class BatchSamplerAdapter(ElasticDistributedSampler):
     Batches are not shared out here: the batch samplers of the ranks may do that, by giving each rank others.
     """
 
-    def __init__(self, batches: Iterable[Any], of: Any, seed: int) -> None:
+    def __init__(self, batches: Iterable[Any], dataset: Any, seed: int) -> None:
         super().__init__(None, 1, 0, sampler=batches, seed=seed)
-        self._of = of  # the dataset
+        self._dataset = dataset
 
     def _check(self, sampler: Any) -> None:
         """Any batch sampler will do, also one that shares its batches out."""
 
     def _taken_from(self, sampler: Any) -> Drawn:
-        return Drawn.of_batches(sampler, told_length(self._of))
+        return Drawn.of_batches(sampler, told_length(self._dataset))
 
 
 def _seed_of(seed: int, epoch: int) -> int:
+    """The seed of a sampler's random numbers in an epoch; how it is made never changes: saved orders depend on it."""
     first = Shuffled(1 << 47, seed=seed, epoch=epoch)
     return int(first.indices(0, 1)[0])

@@ -1,4 +1,4 @@
-"""Random numbers that depend on the sample alone, and copies of a dataset's state that later changes cannot reach."""
+"""Random numbers for a sample by seed, epoch and index; copies of a dataset's state that no later change reaches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .order import Order
 __all__ = ["Copied", "SeededDataset", "SeededOrder", "SeededSample", "seeded"]
 
 
-# --- random numbers that depend on the sample alone ------------------------------------------------------------------
+# --- random numbers of a sample that depend on a seed, the epoch and the sample's index alone ------------------------
 # They depend neither on the process that loads the sample, nor on the samples that it has loaded before.
 
 

@@ -42,7 +42,8 @@ class MicroBatchSource(Protocol):
     def batch_size(self) -> int:
         """Samples per micro-batch on one rank, as the loader was made.
 
-        A loader with these methods whose sizes cannot be set gives None: a trainer then treats it as a plain loader.
+        A loader with these methods whose sizes cannot be set may give None, whatever the type says here: a trainer
+        then treats it as a plain loader.
         """
 
     @property
@@ -160,7 +161,10 @@ class LeavableSource(MicroBatchSource, Protocol):
     """A MicroBatchSource that has to be told that no loop will go on where the last one was left."""
 
     def leave_epoch(self) -> None:
-        """Give up the rest of the epoch if its loop has ended: the next loop and the state are of the next one."""
+        """Give up the rest of the epoch if its loop has ended: the next loop and the state are of the next one.
+
+        An epoch of which no step was committed is still to come.
+        """
 
 
 @runtime_checkable

@@ -186,7 +186,7 @@ class Stream:
     def _pass_to(self, place: int, *, keeps: bool) -> BaseException | None:
         """Draw all samples before a place; gives the exception that came instead of the last one, if one did.
 
-        A sample that cannot be had counts as one: no batch waits for it.
+        An exception of the dataset counts as a sample.
         """
         error = None
         while self._at < place and not self._has_ended:

@@ -99,6 +99,14 @@ def test_the_number_of_micro_batches_is_known_beforehand(num_samples: int, plan:
         assert num_chunks(plan, rank, num_samples) == len(list(found))
 
 
+def test_a_plan_that_is_not_even_takes_a_tail_at_once_also_where_a_full_step_has_several_micro_steps() -> None:
+    plan = BatchPlan(global_batch=9, num_ranks=2, micro_batch=2, is_even=False)
+    assert plan.full_step.micro_batches == ((1, 2, 2), (1, 1, 2))
+    steps = [plan.next_step(num_samples) for num_samples in range(1, 9)]
+    taken = [(step.global_batch, sum(map(sum, step.micro_batches))) for step in steps if step is not None]
+    assert taken == [(num_samples, num_samples) for num_samples in range(1, 9)]
+
+
 @given(
     num_samples=st.integers(0, 100), shares=st.lists(st.integers(1, 5), min_size=1, max_size=5), size=st.integers(1, 4)
 )

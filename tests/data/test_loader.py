@@ -23,6 +23,7 @@ from tests.support.pools import WaitAt, gate, open_gate
 from tests.support.ranks import RankPool
 from tests.support.scripts import Script
 from tests.support.thinning import the_first
+from tests.support.watching import collected_warnings
 
 pytestmark = pytest.mark.usefixtures("started_once")
 
@@ -115,6 +116,25 @@ def test_workers_are_kept_from_epoch_to_epoch_where_that_is_asked_for() -> None:
         pids = [{int(pid) for _, makers in loader for pid in makers} for _ in range(2)]
         assert (pids[0] == pids[1]) is is_kept
         del loader
+
+
+class Three(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [range(3), Three()], ids=["indexed", "stream"])
+def test_kept_workers_make_way_for_those_that_collate_as_the_loader_does_now(dataset: Any) -> None:
+    loader = ElasticDataLoader(dataset, 3, num_workers=1, persistent_workers=True, collate_fn=list)
+    assert list(loader) == [[0, 1, 2]]
+    loader.collate_fn = tuple
+    assert list(loader) == [(0, 1, 2)]
+    (producer,) = [each for each in loader._producers if not each._is_closed]
+    loader.collate_fn = sum
+    outer = iter(loader)
+    loader.collate_fn = max
+    assert list(loader) == [2] and list(outer) == [3]
+    assert producer._is_closed
 
 
 def test_a_loop_that_is_left_early_leaves_nothing() -> None:
@@ -290,6 +310,22 @@ def test_a_step_that_commits_early_is_followed_by_one_that_begins_there() -> Non
     assert [len(each) for each in found][:3] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("then", [None, BatchPlan(global_batch=9, num_ranks=1, micro_batch=2)])
+def test_a_loop_has_the_same_length_in_the_middle_of_a_step(then: BatchPlan | None) -> None:
+    loader = loader_of(31, 4)
+    loader.plan(BatchPlan(global_batch=10, num_ranks=1, micro_batch=4), 0)
+    batches = iter(loader)
+    lengths: list[int] = []
+    for number, _ in enumerate(batches, 1):
+        lengths.append(len(loader))
+        if number == 3:  # the first step
+            loader.commit()
+        if number == 4 and then is not None:  # the first of another, which is carried over
+            loader.plan(then, 0)
+            lengths = [len(loader)]
+    assert set(lengths) == {number}
+
+
 def test_going_back_hands_out_again_in_the_same_loop() -> None:
     loader = loader_of(40, shuffle=True, num_workers=1)
     loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
@@ -304,6 +340,45 @@ def test_going_back_hands_out_again_in_the_same_loop() -> None:
             loader.rewind(state)
     assert found[6:9] == found[3:6] and len(found) == 13
     assert sorted(itertools.chain(*found[:3], *found[6:])) == list(range(40))
+
+
+def test_the_seed_of_a_state_at_an_epochs_end_is_taken_over_and_saved_again() -> None:
+    first, second, third = (loader_of(40, shuffle=True, seed=seed) for seed in range(3))
+    list(first)
+    state = first.state_dict()
+    assert state["is_over"] and len(second) == 10  # by an order that is drawn
+    second.load_state_dict(state)
+    assert second.state_dict()["order"] == state["order"]
+    third.load_state_dict(second.state_dict())
+    assert indices_in(first) == indices_in(third)
+
+
+def test_a_loop_that_goes_back_to_an_epochs_end_has_no_samples_left_also_where_that_was_resumed_from() -> None:
+    first, second = loader_of(40), loader_of(40)
+    list(first)
+    second.load_state_dict(first.state_dict())
+    state = second.state_dict()
+    batches = iter(second)
+    next(batches)
+    second.rewind(state)
+    assert list(batches) == [] and second.state_dict()["is_over"]
+    assert len(indices_in(second)) == 40
+
+
+def test_samples_that_are_too_few_for_the_ranks_of_a_resumed_run_are_warned_of_by_the_first() -> None:
+    before, *after = (loader_of(7, 2) for _ in range(4))
+    before.plan(BatchPlan(global_batch=5, num_ranks=1, micro_batch=5), 0)
+    next(iter(before))
+    before.commit()
+    with collected_warnings() as warnings:
+        for rank, loader in enumerate(after):
+            loader.plan(BatchPlan(global_batch=6, num_ranks=3, micro_batch=2), rank)
+            loader.load_state_dict(before.state_dict())
+            assert list(loader) == []
+        (told,) = warnings.messages
+        assert "the last 2 samples of epoch 0 are left out" in told and "at most 2 ranks" in told
+        assert [len(indices_in(loader)) for loader in after] == [3, 2, 2]  # all of the next epoch
+        assert warnings.messages == [told]
 
 
 # --- with a trainer -------------------------------------------------------------------------------------------------

@@ -312,6 +312,16 @@ def test_its_length_is_what_the_dataset_says() -> None:
         len(ElasticDataLoader(Counting(23), 4))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_its_length_counts_the_batches_that_a_plan_can_fill(num_workers: int) -> None:
+    plan = BatchPlan(global_batch=10, num_ranks=1, micro_batch=4)
+    assert plan.full_step.micro_batches == ((3, 3, 4),)
+    for size, num_batches in ((20, 6), (22, 6), (23, 7), (28, 8)):
+        loader = ElasticDataLoader(Sized(size), 4, num_workers=num_workers)
+        loader.plan(plan, 0)
+        assert len(loader) == len(list(loader)) == num_batches
+
+
 def test_workers_are_kept_from_loop_to_loop_and_more_come_with_the_next_one() -> None:
     loader = ElasticDataLoader(Counting(24), 4, num_workers=1, persistent_workers=True)
     before = worker_pids()

@@ -105,8 +105,8 @@ class Starter(Protocol):
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """Start a worker with these ends of its pipes, of which it has copies."""
 
-    def retire(self) -> None:
-        """Start no more workers; those that there are may end first."""
+    def start_no_more(self) -> None:
+        """Start no more workers, and end with the last one what was needed to start them."""
 
     def close(self) -> None:
         """End what was needed to start workers, once they have ended."""
@@ -176,7 +176,7 @@ class SeparateStarter:
         with self._fork_lock:  # the dataset is pickled
             return MultiprocessingChild(self._context, seat.name, run, (self._spec, seat, indices, results, ()))
 
-    def retire(self) -> None:
+    def start_no_more(self) -> None:
         """Nothing to do: there is no process besides the workers."""
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ _SIGSET_BYTES = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOutcome(JsonRecord):
-    """How a forked data worker began or ended, as its fork server tells the pool."""
+    """How a forked data worker ended, or why it could not be forked, as its fork server tells the pool."""
 
     pid: int = 0
     code: int | None = None
@@ -402,10 +402,10 @@ class ForkServerStarter:
             self.close()
         return (self._fork_server or self._fork()).start(seat, indices, results)
 
-    def retire(self) -> None:
-        """Start no more workers; those that there are may end first."""
+    def start_no_more(self) -> None:
+        """Start no more workers, and end with the last one what was needed to start them."""
         if self._fork_server is not None:
-            self._fork_server.retire()
+            self._fork_server.start_no_more()
 
     def close(self) -> None:
         """End the fork server, with the workers that there still are."""
@@ -424,7 +424,7 @@ class _ForkServer:
 
     def __init__(self, spec: WorkerSpec, context: BaseContext) -> None:
         self._orders, theirs = _sockets()
-        self._is_ending = threading.Lock()  # asked for on two threads
+        self._ending_lock = threading.Lock()  # how it ended is asked for on two threads
         self._how = ""
         self._is_lost = False
         with contextlib.ExitStack() as on_failure, theirs:
@@ -455,12 +455,12 @@ class _ForkServer:
         self._is_lost = True
         return self._ended()
 
-    def retire(self) -> None:
+    def start_no_more(self) -> None:
         with contextlib.suppress(OSError):  # it has died
             self._orders.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self.retire()
+        self.start_no_more()
         if not is_readable(self._process.end_descriptor, 0.0 if self._is_lost else GONE_SECONDS):
             self._process.kill()
         self._ended()
@@ -468,7 +468,7 @@ class _ForkServer:
         self._orders.close()
 
     def _ended(self) -> str:
-        with self._is_ending:
+        with self._ending_lock:
             self._how = self._how or self._process.ending().how
             return self._how
 

@@ -49,7 +49,7 @@ class Crew:
         self.ready: list[Worker] = []
         """The workers that may be given tasks."""
         self.num_wanted = 0
-        self._is_first = False
+        self._is_first = False  # the wanted workers are the first ones, and none was dropped
         self._base_seed = spec.base_seed
         self._slots: dict[int, Worker | None] = {}  # None: being started
         self._num_starts: dict[int, int] = {}  # by slot
@@ -214,7 +214,8 @@ class TaskAssigner:
 
     With ``round_robin`` batch i of a loop goes to worker i mod n, as in torch, so that each worker makes the same
     batches each time. Else the worker with least to do is given the next task, and of several such the one whose turn
-    it is. Tasks of a worker that is not there go to others, except of the first workers: these are waited for.
+    it is. Where that worker is not ready another makes the batch; but the workers that the pool starts first are waited
+    for, and so is the worker of a slot that a task names.
     """
 
     def __init__(self, crew: Crew, *, round_robin: bool = False) -> None:
@@ -237,7 +238,7 @@ class TaskAssigner:
             task.dealt_to = least
 
     def worker_for(self, task: Task) -> Worker | None:
-        """The worker that has to make a task, or one with least to do; None where none that may is ready."""
+        """The ready worker that a task goes to, of its slot or with least to do; None where the task has to wait."""
         found: Worker | None = None
         slot = self._slot_for(task)
         for worker in self._crew.ready:
@@ -275,7 +276,7 @@ class TaskAssigner:
         self.waiting = left
 
     def _slot_for(self, task: Task) -> int | None:
-        """The slot of the worker that has to make a task; None where any may."""
+        """The slot whose worker is the first choice for a task; None where there is none."""
         if task.slot is None and self._round_robin:
             return task.batch_index % max(self._crew.num_wanted, 1)
         return task.dealt_to if task.slot is None else task.slot
@@ -299,7 +300,8 @@ _LOST: Any = object()  # instead of an answer whose tensors were in the memory o
 class Pool:
     """Worker processes behind a loader. All of it is called on one thread.
 
-    ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without hearing from a worker; 0: for ever.
+    ``timeout_seconds`` is how long ``take`` and ``first_made`` wait for the next answer of the workers that have the
+    tasks, and ``wait_ready`` in all; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
     gives what is to be taken, or its future. With ``round_robin`` workers are given batches in turn, else whoever has
     least to do is. Processes are started on another thread, which holds ``fork_lock`` as it forks or pickles: a thread
@@ -317,8 +319,8 @@ class Pool:
         fork_lock: AbstractContextManager[object] | None = None,
         round_robin: bool = False,
     ) -> None:
-        self._parts = private_parts()
-        self._thread_state = thread_state()  # another thread forks
+        self._parts = private_parts()  # torch's ExceptionWrapper, in which exceptions of workers come
+        self._thread_state = thread_state()  # to keep it alive, also in processes that another thread forks
         self._timeout_seconds = timeout_seconds
         self._finish = finish
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten

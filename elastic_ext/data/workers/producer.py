@@ -74,7 +74,7 @@ class BatchProducer:
         self._pool: Pool | None = None
         self._fills_in = False  # this process makes batches until the first worker is ready
         self._own: dict[int, list[Any]] = {}  # what this process is to make, when it is taken
-        self._is_making = threading.Lock()  # this process, in which nobody forks meanwhile
+        self._making_lock = threading.Lock()  # held while this process makes a batch: nobody forks it meanwhile
         self._number = 0
         self._last_gone = 0  # the highest number that was taken or forgotten
         self._last_before = 0  # the last number asked for before workers or prefetching changed
@@ -150,7 +150,7 @@ class BatchProducer:
         indices = self._own.get(number)
         if indices is not None:
             try:
-                with self._is_making:
+                with self._making_lock:
                     batch = self._pinning.pin_now(self._made(indices))
             except KeyboardInterrupt:  # it is asked for again then
                 raise
@@ -188,7 +188,7 @@ class BatchProducer:
         if self._pool is None:
             return True
         if self._fills_in or (self._num_workers == 0 and not self._is_closed):
-            num_ready = self._pool.num_ready  # asked without workers too: those on their way are not wanted any more
+            num_ready = self._pool.num_ready  # where none are wanted, too: then the pool retires those that come late
             self._fills_in = self._num_workers > 0 and num_ready == 0
         return self._num_workers == 0 or self._fills_in
 
@@ -200,7 +200,7 @@ class BatchProducer:
                 context=self._context,
                 timeout_seconds=self._timeout_seconds,
                 finish=self._pinning.pin_later,
-                fork_lock=self._is_making,
+                fork_lock=self._making_lock,
                 round_robin=self._round_robin,
             )
         self._pool.resize(num_workers, is_first=is_first)

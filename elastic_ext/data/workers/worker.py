@@ -177,7 +177,7 @@ NOTHING: Any = object()
 """The outcome of a task that has none so far."""
 
 _MOST_DEATHS = 3  # of workers, over one task
-_MOST_LOSSES = 10
+_MOST_LOSSES = 10  # of workers with their fork server, over one task: it is less likely to be the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +368,7 @@ class Spawner:
         os.eventfd_write(self._wake_descriptor, 1)
         if self._thread is None:  # an interrupt came before it
             self._starter.close()
-        elif not self._thread.wait(None):  # it is this one, which may collect garbage
+        elif not self._thread.wait(None):  # this is that thread, which has collected the pool as garbage
             self._is_abandoned = True
             return
         self._close_descriptors()
@@ -473,7 +473,7 @@ class Spawner:
     def _end_all(self) -> None:
         for worker in self._workers:
             worker.ask_to_end()
-        self._starter.retire()
+        self._starter.start_no_more()
         until = time.monotonic() + self._end_seconds
         for worker in list(self._workers):
             worker.end(max(until - time.monotonic(), 0.0))

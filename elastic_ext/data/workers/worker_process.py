@@ -149,7 +149,7 @@ READY = -1
 STOP = -2
 """The number of the last message to a worker."""
 MADE = -3
-"""The number of the message that a batch is made, before the batch is sent: a later death is not blamed on it."""
+"""The number of the message that a batch is made and will be sent: a death in the next task is not blamed on it."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
 """The signal that has a worker write down the stacks of its threads."""
 
@@ -276,9 +276,9 @@ class ParentQueues:
         self._results = results
         self._outbox = PipeOutbox(results)
         self._sending = threading.Lock()
-        self._has_left = threading.Event()
+        self._has_unsent = threading.Event()  # set while the outbox has bytes that the pipe has no room for
         self._feeder: threading.Thread | None = None
-        self._made: queue.SimpleQueue[tuple[int, object]] | None = None  # and not sent, once making takes long
+        self._made: queue.SimpleQueue[tuple[int, object]] | None = None  # for a thread to send, once making takes long
         self._began_at = math.inf
         self._is_ready = False
         self._is_over = False
@@ -352,7 +352,7 @@ class ParentQueues:
             except BrokenPipeError:  # nobody wants it: the next get() ends
                 self._is_over = True
                 return
-            self._has_left.set()
+            self._has_unsent.set()
             if self._feeder is None:  # the pipe is full; the next batch can be made while it empties
                 self._feeder = threading.Thread(target=self._feed, name="elastic_ext results", daemon=True)
                 self._feeder.start()
@@ -370,12 +370,12 @@ class ParentQueues:
         writable = select.poll()
         writable.register(self._results, select.POLLOUT)
         while True:
-            self._has_left.wait()
+            self._has_unsent.wait()
             writable.poll()
             with self._sending:
                 try:
                     if self._outbox.flush():
-                        self._has_left.clear()
+                        self._has_unsent.clear()
                 except BrokenPipeError:
                     self._is_over = True
                     return
