@@ -195,7 +195,7 @@ class Job:
             epoch=self.epoch,
             job_id=self.job_id,
             lease_seconds=self.settings.lease_seconds,
-            beat_seconds=self.tuning.beat_seconds(self.settings.beat_seconds, len(self.nodes)),
+            beat_seconds=self.tuning.beat_seconds(self.settings.beat_seconds, self.nodes.num_present),
             config_version=self.book.version,
             config=self.book.text if lags else "",
             wants_config=wants_config,
@@ -210,7 +210,7 @@ class Job:
     @property
     def acknowledge_within_seconds(self) -> float:
         """Within how many seconds agents are to acknowledge a config, each at a random moment of them."""
-        wanted = len(self.nodes) / _ACKNOWLEDGEMENTS_PER_SECOND
+        wanted = self.nodes.num_present / _ACKNOWLEDGEMENTS_PER_SECOND
         return min(wanted, _MOST_WITHIN_SECONDS, self.settings.acknowledge_seconds / 2)
 
     def leave(self, now: Now, request: wire.LeaveRequest) -> None:
@@ -399,11 +399,8 @@ class Job:
             library=node.library,
             started_at=node.started_at,
             agent_id=node.agent_id,
+            state="left" if node.state == "left" else "lost" if node.state == "lost" else "live",
         )
-        found = self.nodes.get(node.node_id)
-        assert found is not None
-        if node.state in ("lost", "left"):
-            found.state = "left" if node.state == "left" else "lost"
         self.machines.hear(node.node_id, node.host, node.hardware)
 
 
