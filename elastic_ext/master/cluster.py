@@ -578,15 +578,18 @@ class Machines:
         self._facts: dict[str, tuple[bool, NodeFacts]] = {}  # node -> whether there were others, and the facts
         self._comparison: tuple[Sequence[Straggler], MachineComparison] | None = None
 
-    def hear(self, node_id: str, host: str, hardware: str) -> bool:
-        """Take a node's hardware record (JSON; empty where there is none yet); whether it is news."""
+    def hear(self, node_id: str, host: str, hardware: str, *, num_nodes: int) -> bool:
+        """Take a node's hardware record (JSON; empty where there is none yet); whether it is news.
+
+        ``num_nodes`` is how many nodes the job has with this one.
+        """
         known = self._texts.get(node_id)
         packed = zlib.compress(hardware.encode()) if hardware else b""
         if known == (host, packed) or (known is not None and known[0] == host and not hardware):
             return False
         self._texts[node_id] = host, packed
         self._facts.pop(node_id, None)
-        self.facts(node_id)  # reading it takes a while: for all nodes at once, as they are asked for, too long
+        self.facts(node_id, num_nodes=num_nodes)  # reading takes a while: for all nodes at once, when asked, too long
         self._comparison = None
         return True
 
@@ -600,16 +603,19 @@ class Machines:
         """The hardware record of a node as JSON; empty where it has reported none."""
         return _unpacked(self._texts.get(node_id, ("", b""))[1])
 
-    def facts(self, node_id: str) -> NodeFacts | None:
-        """The facts of a node's machine; None for a node that is not known."""
+    def facts(self, node_id: str, *, num_nodes: int | None = None) -> NodeFacts | None:
+        """The facts of a node's machine as one of ``num_nodes``, or, for None, as they were last asked for.
+
+        None for a node that is not known.
+        """
         known = self._texts.get(node_id)
         if known is None:
             return None
         host, packed = known
-        has_others = len(self._texts) > 1
         kept = self._facts.get(node_id)
-        if kept is None or kept[0] != has_others:
-            kept = has_others, facts_of(node_id, host, _unpacked(packed), num_nodes=len(self._texts))
+        if kept is None or (num_nodes is not None and kept[0] != (num_nodes > 1)):
+            num_nodes = num_nodes or 1
+            kept = num_nodes > 1, facts_of(node_id, host, _unpacked(packed), num_nodes=num_nodes)
             self._facts[node_id] = kept
         return kept[1]
 

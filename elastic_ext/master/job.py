@@ -151,7 +151,7 @@ class Job:
         except TooMany as error:
             raise RequestRefused("limits", str(error)) from None
         self._note(now, change)
-        self.machines.hear(node.node_id, node.host, request.hardware)
+        self.machines.hear(node.node_id, node.host, request.hardware, num_nodes=self.nodes.num_present)
         if not self.name:
             self.name = request.job
             self._unsaved.note("job")
@@ -172,11 +172,10 @@ class Job:
         """Take a node's beat; gives the reply, and the config in the node's file, to be stored, if that is newer."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
-        is_told = 0 < len(request.hardware) <= MOST_HARDWARE
-        if is_told:
+        if 0 < len(request.hardware) <= MOST_HARDWARE:
             self._check_machine(now, node.node_id, request.hardware, node)
-        if is_told and self.machines.hear(node.node_id, node.host, request.hardware):
-            self._unsaved.note_node(node.node_id)
+            if self.machines.hear(node.node_id, node.host, request.hardware, num_nodes=self.nodes.num_present):
+                self._unsaved.note_node(node.node_id)
         if request.facts and any(each.rank == 0 for each in request.workers):
             self.tuning.take_facts(now.time, request.facts)
         self.tuning.take_workers(now.time, request.workers)  # before their windows are taken out
@@ -333,7 +332,7 @@ class Job:
 
     def _check_machine(self, now: Now, node_id: str, hardware: str, node: Node | None = None) -> None:
         """RequestRefused for a bad machine, if bad ones are to be refused; a ``node`` that had joined then leaves."""
-        why_not, is_news = self._bad_machines.look(node_id, hardware, len(self.nodes) + (node is None))
+        why_not, is_news = self._bad_machines.look(node_id, hardware, self.nodes.num_with(node_id))
         if why_not is None:
             return
         if is_news:
@@ -401,7 +400,7 @@ class Job:
             agent_id=node.agent_id,
             state="left" if node.state == "left" else "lost" if node.state == "lost" else "live",
         )
-        self.machines.hear(node.node_id, node.host, node.hardware)
+        self.machines.hear(node.node_id, node.host, node.hardware, num_nodes=self.nodes.num_with(node.node_id))
 
 
 def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:

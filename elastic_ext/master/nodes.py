@@ -133,6 +133,10 @@ class Nodes:
         """How many nodes are live or late."""
         return len(self._by_id) - len(self._gone)
 
+    def num_with(self, node_id: str) -> int:
+        """How many nodes are live or late once the node of this id is, which may be one already."""
+        return self.num_present + (node_id not in self._by_id or node_id in self._gone)
+
     def join(
         self,
         now: float,

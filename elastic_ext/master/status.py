@@ -12,7 +12,7 @@ from elastic_ext.tuner.decisions import Decision
 from .configs import ConfigBook
 from .events import EventRecord
 from .job import Job, Now
-from .machines import named
+from .machines import NodeFacts, named
 from .nodes import Node
 from .tuning import Tuning
 from .wire import filled
@@ -128,7 +128,7 @@ def decision_message(decision: Decision) -> wire.TuningDecision:
 
 
 def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
-    facts = job.machines.facts(node.node_id)
+    facts = _facts(job, node)
     return wire.NodeStatus(
         node=filled(wire.Node(), node),
         state=node.state,
@@ -142,9 +142,15 @@ def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.
 
 def _node_troubles(job: Job, node: Node) -> list[str]:
     """The troubles of a node: those that its agent tells, and what is wrong with its machine."""
-    facts = job.machines.facts(node.node_id)
+    facts = _facts(job, node)
     told = [each for each in (node.trouble, node.refusal) if each]
     return told if facts is None else [*told, *facts.troubles]
+
+
+def _facts(job: Job, node: Node) -> NodeFacts | None:
+    """The facts of a node's machine; of a node that is gone as they were while it was one of the job's."""
+    is_present = node.state in ("live", "late")
+    return job.machines.facts(node.node_id, num_nodes=job.nodes.num_present if is_present else None)
 
 
 def _config_status(job: Job, now: Now) -> wire.ConfigStatus:
