@@ -231,7 +231,8 @@ class Collector:
         self._reports: dict[str, NodeReport] = {}  # by node; the report that is oldest first
         self._windows: dict[str, Windows] = {}
         self._num_bytes = 0
-        self._num_ranks = 0
+        self._gone: set[str] = set()  # nodes with a report that are lost or have left
+        self._num_ranks = 0  # of the other nodes
         self._num_kept = 0  # ranks whose windows are kept
         self._slow = SlowRanks()
         self._history = History()
@@ -265,17 +266,25 @@ class Collector:
         while self._num_bytes > _MOST_BYTES:
             self.forget(next(iter(self._reports)))
 
-    def forget(self, node_id: str) -> None:
-        """Forget a node that is gone; one that is not known is ignored."""
-        report = self._reports.pop(node_id, None)
+    def note_gone(self, node_id: str) -> None:
+        """Note that a node is lost or has left: its ranks and windows do not count until it reports again."""
         self._num_kept -= len(self._windows.pop(node_id, ()))
+        report = self._reports.get(node_id)
+        if report is not None and node_id not in self._gone:
+            self._gone.add(node_id)
+            self._num_ranks -= len(report.ranks)
+
+    def forget(self, node_id: str) -> None:
+        """Forget a node's report; a node that is not known is ignored."""
+        self.note_gone(node_id)
+        self._gone.discard(node_id)
+        report = self._reports.pop(node_id, None)
         if report is not None:
             self._num_bytes -= report.num_bytes
-            self._num_ranks -= len(report.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the nodes' newest reports have."""
+        """How many ranks the newest reports have, without those of nodes that are lost or have left."""
         return self._num_ranks
 
     def workers(self, node_id: str) -> list[master_pb2.Worker]:

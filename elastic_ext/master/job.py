@@ -355,6 +355,8 @@ class Job:
     def _note(self, now: Now, change: NodeChange) -> None:
         self.log.tell(now.time, f"node-{change.kind}", change.text, node_id=change.node_id)
         self._unsaved.note_node(change.node_id)
+        if change.kind in ("lost", "left"):
+            self.collector.note_gone(change.node_id)
 
     def _hear(self, now: Now, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
         for each in events[:_MOST_EVENTS]:

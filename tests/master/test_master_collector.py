@@ -397,6 +397,24 @@ def test_windows_that_are_kept_are_bounded_however_many_call_themselves_the_same
     assert collector._num_kept == collector._num_bytes == collector._num_ranks == 0
 
 
+def test_ranks_of_nodes_that_are_gone_take_nothing_from_those_that_are_there() -> None:
+    """Neither are they counted, by which fewer ranks would be looked at, nor do their windows take the room."""
+    collector = Collector()
+    for start in range(40):
+        for node in range(2):
+            collector.take(BEGIN, f"start-{start}-node-{node}", made_workers(node, end=BEGIN))
+        assert collector.num_ranks == 2 * NUM_WORKERS
+        for node in range(2):
+            collector.note_gone(f"start-{start}-node-{node}")
+            collector.note_gone(f"start-{start}-node-{node}")
+        assert collector.num_ranks == 0
+    _beat(collector, BEGIN + 60)
+    assert collector.verdict(BEGIN + 60).evidence["num_ranks"] == 2 * NUM_WORKERS
+    collector.take(BEGIN + 60, "start-0-node-0", made_workers(0, end=BEGIN + 60))
+    assert collector.num_ranks == 3 * NUM_WORKERS, "it is there again"
+    assert collector.workers("start-0-node-1"), "its last report is shown still"
+
+
 def test_a_beat_of_eight_workers_is_taken_in_well_below_a_millisecond() -> None:
     collector = Collector()
     seconds = []

@@ -196,10 +196,20 @@ def test_prometheus_is_answered_where_that_was_asked_for(tmp_path: Path) -> None
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(address, timeout=10)
         request = urllib.request.Request(address, headers={"Authorization": f"Bearer {TOKEN}"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            page = answer.read().decode()
-        assert 'elastic_ext_nodes{state="live"} 1' in page and "elastic_ext_master_joins_total 1" in page
-        assert TOKEN not in page
+
+        def page(request: urllib.request.Request = request) -> str:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return str(answer.read().decode())
+
+        assert 'elastic_ext_nodes{state="live"} 1' in page() and "elastic_ext_master_joins_total 1" in page()
+        assert TOKEN not in page()
+        for number in range(17):  # as many ranks as have series, and more, of which none is there any more
+            caller.join(f"gone-{number}")
+            caller.beat(f"gone-{number}", workers=[wire.Worker(rank=64 * number + each) for each in range(64)])
+            caller("Leave", wire.LeaveRequest(node_id=f"gone-{number}", incarnation=1))
+        caller.beat(workers=[wire.Worker(rank=0, state="running")])
+        until(lambda page=page: 'elastic_ext_rank_running{rank="0",node="a"} 1' in page())  # type: ignore[misc]
+        assert "elastic_ext_ranks 1\n" in page() and "elastic_ext_ranks_left_out 0\n" in page()
         taken = started("--port", "0", "--state-dir", str(tmp_path / "other"), "--metrics-port", found.group(1))
         assert taken.returncode == 2 and "--metrics-port 0" in taken.stderr
 
