@@ -267,7 +267,7 @@ _CALM_ROUNDS = 6  # in which it is not slow, before a rank that was named is nam
 _LEAST_OWN_ROUNDS = 3  # before a rank is compared with itself, too
 _OWN_ROUND_SECONDS = 60  # between rounds that count in a rank's own usual time: its moving mean,
 _OWN_MEAN_STEP = 0.1  # ... to which the newest round adds this share of its difference
-_MOST_COMPARED = 2047  # ranks that tell what is usual; odd, as what differs within nodes comes in twos and eights
+_MOST_COMPARED = 2048  # ranks that tell what is usual
 _OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
 _FAR = 3.0  # standard deviations above the median, beyond which a rank is slow
 _MOST_NAMED = 64
@@ -393,7 +393,8 @@ def _usual_and_limit(times: list[float]) -> tuple[float, float] | None:
     The limit is the larger of 1.2 times the median, and the median plus 3 standard deviations; a standard deviation is
     taken to be 1.4826 times the median distance from the median, as in a normal distribution.
     """
-    known = sorted(each for each in times[:: -(-len(times) // _MOST_COMPARED) or 1] if each > 0)
+    stride = -(-len(times) // _MOST_COMPARED) | 1  # odd, as what differs within nodes comes in twos and eights
+    known = sorted(each for each in times[::stride] if each > 0)
     if not known:
         return None
     usual = _middle_of_ordered(known)
