@@ -67,17 +67,18 @@ class History:
 
     def __init__(self) -> None:
         self._levels = [_Level(every, num) for every, num in _LEVELS]
-        self._last = -math.inf
+        self.last_time = -math.inf
+        """When the last point that was added ended; minus infinity before the first."""
 
     def add(self, point: MeanPoint) -> MeanPoint | None:
         """Add the mean of the last few seconds; gives the ten-second point that this completes, if any.
 
         Where the clock was set back, points later than ``point`` are dropped.
         """
-        if point.time < self._last:
+        if point.time < self.last_time:
             for level in self._levels:
                 level.forget_after(point.time)
-        self._last = point.time
+        self.last_time = point.time
         finished: MeanPoint | None = point
         complete = None
         for number, level in enumerate(self._levels):
@@ -105,8 +106,8 @@ class History:
         points = sorted((point for each in rows if (point := _read(each)) is not None), key=lambda each: each.time)
         _, minutes, coarse = self._levels
         for each in points:
-            if each.time > self._last:
-                self._last = each.time
+            if each.time > self.last_time:
+                self.last_time = each.time
                 minutes.points.append(each)
                 coarse.add(each)
 
@@ -343,6 +344,11 @@ class Collector:
         """The history's points that ended after ``since``, oldest first, as a message."""
         points = [filled(master_pb2.MetricPoint(), each) for each in self._history.since(since)]
         return master_pb2.MetricHistory(points=points)
+
+    @property
+    def last_time(self) -> float:
+        """When the last point of the history ended, before which the next one lies if the clock was set back."""
+        return self._history.last_time
 
     def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
         """The history's points for the store that ended after ``since``: when each ended, and its JSON."""

@@ -406,6 +406,7 @@ class UnsavedChanges:
         self._forgotten.clear()
         whole, self._whole = self._whole, set()
         plan = self._membership_plans.newest
+        self._saved_until = min(self._saved_until, self._collector.last_time)  # as where the clock was set back
         points = self._collector.rows(self._saved_until)
         self._saved_until = max([self._saved_until, *(time for time, _ in points)])
         return Unsaved(
