@@ -186,7 +186,7 @@ class Job:
         ):
             self._unsaved.note("membership")
             self.log.tell(now.time, "membership", told)
-        self._hear(now, node.node_id, _unheard(node, request), request.num_events_dropped)
+        self._hear(now, node.node_id, *_unheard(node, request))
         authored, wants_config = self._look_at_held(now, node, request.held)
         newest = self.book.newest
         lags = newest is not None and request.held.version < newest.config.version
@@ -420,11 +420,15 @@ def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:
     )
 
 
-def _unheard(node: Node, request: wire.BeatRequest) -> Sequence[wire.JobEvent]:
-    """The events in a beat that did not come before: a beat whose answer was lost is sent again."""
-    events, first = request.events, request.first_event
+def _unheard(node: Node, request: wire.BeatRequest) -> tuple[Sequence[wire.JobEvent], int]:
+    """The events in a beat that did not come before, and how many others the agent has dropped since.
+
+    A beat whose answer was lost is sent again, with the same events first.
+    """
+    events, first, num_dropped = request.events, request.first_event, request.num_events_dropped
     if first == 0:
-        return events
+        return events, num_dropped
     num_known = min(max(node.num_heard + 1 - first, 0), len(events))
-    node.num_heard = max(node.num_heard, first + len(events) - 1)
-    return events[num_known:]
+    num_told = node.num_dropped if num_known > 0 else 0
+    node.num_heard, node.num_dropped = max(node.num_heard, first + len(events) - 1), num_dropped
+    return events[num_known:], max(num_dropped - num_told, 0)

@@ -81,6 +81,8 @@ class Node:
     held_digest: str = ""
     num_heard: int = 0
     """The number of the last event heard from the agent, by the agent's own count."""
+    num_dropped: int = 0
+    """How many events the agent had dropped by its last beat, since the last beat whose answer it had."""
     refused: tuple[int, str] = (0, "")
     """Version and digest of the last config in the node's file that the master has refused."""
     refusal: str = ""
@@ -177,7 +179,7 @@ class Nodes:
             return NodeChange(node_id=node_id, kind="joined", text=f"node {where} has joined")
         if known.incarnation == incarnation:
             node.held_version, node.held_digest = known.held_version, known.held_digest
-            node.num_heard = known.num_heard
+            node.num_heard, node.num_dropped = known.num_heard, known.num_dropped
             return NodeChange(node_id=node_id, kind="rejoined", text=f"node {where} has joined again")
         former = f"in place of the one with pid {known.pid}, which {_STANDING[known.state]}"
         return NodeChange(node_id=node_id, kind="replaced", text=f"node {where} has joined {former}")
