@@ -231,13 +231,13 @@ async def _serve(
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
         if options.warning:
             _logger.warning("%s", options.warning)
-        async with _writing_decisions(job, service, planning):
+        async with _writing_decisions(service, planning):
             await _keep_going(job, service, store, executor, has_to_end)
         planning.end()
         job.log.tell(moment().time, "master", "the master ends")
         service.end_streams()
         health.end()
-        await _keep(job, store, executor)
+        await _keep(job, service, store, executor)
 
 
 @contextlib.asynccontextmanager
@@ -307,18 +307,14 @@ async def _metrics(
 
 
 @contextlib.asynccontextmanager
-async def _writing_decisions(job: Job, service: MasterService, planning: TunerThread) -> AsyncIterator[None]:
+async def _writing_decisions(service: MasterService, planning: TunerThread) -> AsyncIterator[None]:
     """Write the tuner's decisions as soon as there are any, within the context; a write that is under way is ended."""
     is_over = False
 
     async def write() -> None:
-        number = job.log.number
         while not is_over:
             planning.answered.clear()
             await service.write_due_decisions()
-            if job.log.number != number:
-                number = job.log.number
-                service.tell_followers()
             await planning.answered.wait()
 
     task = asyncio.ensure_future(write())
@@ -337,19 +333,19 @@ async def _keep_going(
     trimmer = MemoryTrimmer()
     while not has_to_end.is_set():
         trimmer.trim(asyncio.get_running_loop().time())
-        number = job.log.number
         job.tick(moment())
         await service.write_due_decisions()
-        if job.log.number != number:
-            service.tell_followers()
-        await _keep(job, store, executor)
+        await _keep(job, service, store, executor)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(has_to_end.wait(), _TICK_SECONDS)
 
 
-async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
-    """Store what is new in the job; where that fails, it is stored with what comes next. Raises Superseded."""
-    unsaved = job.take_unsaved()
+async def _keep(job: Job, service: MasterService, store: JobStore, executor: Executor) -> None:
+    """Store what is new in the job, and tell followers of new events; raises Superseded.
+
+    What cannot be stored now is stored with what comes next, and followers are told of it all the same.
+    """
+    number, unsaved = job.log.number, job.take_unsaved()
     try:
         await asyncio.get_running_loop().run_in_executor(
             executor,
@@ -375,6 +371,9 @@ async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
         job.trouble = str(error)
     else:
         job.trouble = ""
+    if number > job.log.settled:
+        job.log.settle(number)
+        service.tell_followers()
 
 
 def _token_of(options: MasterOptions) -> str | None:

@@ -401,7 +401,6 @@ class MasterService(MasterServicer):
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self.counts["joins"] += 1
-        self.tell_followers()
         return reply
 
     async def Beat(self, request: wire.BeatRequest, peer: Peer) -> wire.BeatReply:
@@ -414,8 +413,6 @@ class MasterService(MasterServicer):
             self._guard.refuse(error)
         self._watchers.acknowledge(request.node_id, request.held.version)
         self.counts["beats"] += 1
-        if request.events:
-            self.tell_followers()
         return reply
 
     async def Watch(self, request: wire.WatchRequest, peer: Peer) -> AsyncIterator[wire.ConfigPush]:
@@ -445,7 +442,6 @@ class MasterService(MasterServicer):
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self._watchers.end(request.node_id)
-        self.tell_followers()
         return wire.LeaveReply()
 
     # ---- people ----
@@ -461,7 +457,7 @@ class MasterService(MasterServicer):
             number, most = request.after, request.most
             while True:
                 news = self._news
-                for event in self._job.log.after(number, most=most):
+                for event in self._job.log.after(number, most=most, are_settled=request.follow):
                     number = event.number
                     yield event_message(event)
                 if not request.follow:
@@ -487,7 +483,6 @@ class MasterService(MasterServicer):
             recommendations = self._job.take_pairs(moment(), request)
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
-        self.tell_followers()
         return wire.ReportPairsReply(recommendations=recommendations)
 
     async def GetMetrics(self, request: wire.GetMetricsRequest, peer: Peer) -> wire.MetricHistory:
@@ -506,7 +501,6 @@ class MasterService(MasterServicer):
             await self.write_due_decisions()
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
-        self.tell_followers()
         return tuning_report(self._job.tuning, after=newest)
 
     # ---- how ----
@@ -530,10 +524,9 @@ class MasterService(MasterServicer):
                 else:
                     self._enter(authored, decision.number)
                     self.counts["generated"] += 1
-        self.tell_followers()
 
     def tell_followers(self) -> None:
-        """Wake the calls of ReadEvents that follow, as there are new events."""
+        """Wake the calls of ReadEvents that follow, as there are new events that they may hear of."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -577,7 +570,6 @@ class MasterService(MasterServicer):
     def _enter(self, authored: AuthoredVersion, decision: int | None = None) -> None:
         self._job.enter(moment(), authored, decision=decision)
         self._watchers.tell(authored.config.version)
-        self.tell_followers()
 
     async def _stored(self, write: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, write)

@@ -106,6 +106,19 @@ def test_what_was_answered_is_there_after_a_kill_at_any_moment(master: MasterPro
         versions[:] = [each.version for each in entries]  # one that was stored and could not be told of counts as well
 
 
+def test_an_event_that_was_told_to_a_follower_keeps_its_number_whenever_the_master_is_killed(
+    master: MasterProcess,
+) -> None:
+    caller = master.caller()
+    caller.join()
+    follower = caller("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=60)
+    caller.beat(events=[wire.JobEvent(kind="note", text="heard")])
+    heard = next(each for each in follower if each.kind == "note")
+    master.kill()
+    master.start()
+    assert [each.text for each in master.caller()("ReadEvents") if each.number == heard.number] == ["heard"]
+
+
 def test_one_that_is_stopped_for_longer_than_the_lease_takes_nobody_for_lost(master: MasterProcess) -> None:
     caller = master.caller()
     caller.join()
