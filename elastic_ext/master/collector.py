@@ -288,10 +288,13 @@ class Collector:
         """How many ranks the newest reports have, without those of nodes that are lost or have left."""
         return self._num_ranks
 
-    def workers(self, node_id: str) -> list[master_pb2.Worker]:
-        """The newest report of each worker of a node, without impossible values; empty for an unknown node."""
+    def workers(self, node_id: str, *, ranks_below: float = math.inf) -> list[master_pb2.Worker]:
+        """The newest reports of a node's workers with ranks less than ``ranks_below``, without impossible values.
+
+        Empty for an unknown node.
+        """
         report = self._reports.get(node_id)
-        return [] if report is None else report.workers
+        return [] if report is None else report.workers(ranks_below=ranks_below)
 
     def progress(self, now: float) -> master_pb2.Progress:
         """The job's progress by the reports that are fresh at ``now``: step, rates, shares by phase, and metrics."""

@@ -194,10 +194,13 @@ class NodeReport:
         said = sum(map(len, self.said)) + _WORKER_BYTES * len(self.said)
         return _REPORT_BYTES + said + _LOGGED_BYTES * len(self.logged)
 
-    @property
-    def workers(self) -> list[master_pb2.Worker]:
-        """Each worker's report, with the values that are within bounds."""
-        return [fitting_worker(master_pb2.Worker.FromString(each)) for each in self.said]
+    def workers(self, *, ranks_below: float = math.inf) -> list[master_pb2.Worker]:
+        """The reports of workers whose rank is less than ``ranks_below``, with the values that are within bounds."""
+        return [
+            fitting_worker(master_pb2.Worker.FromString(each))
+            for rank, each in zip(self.ranks, self.said, strict=True)
+            if rank < ranks_below
+        ]
 
 
 def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> NodeReport:

@@ -282,10 +282,9 @@ async def _metrics(
         return
 
     def render() -> str:
-        num_ranks = job.collector.num_ranks
-        request = wire.GetStatusRequest(without_workers=num_ranks > MOST_RANKS)
+        status = job_status(job, moment(), wire.GetStatusRequest(), ranks_below=MOST_RANKS)
         counts = {**service.counts, "events": job.log.number}
-        return exposition(job_status(job, moment(), request), counts, guard.refusals, num_ranks=num_ranks)
+        return exposition(status, counts, guard.refusals, num_ranks=job.collector.num_ranks)
 
     tls = None
     server = MetricsServer(render, token=token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -35,8 +36,12 @@ _NUM_EVENTS = 20
 _MOST_EVENTS = 1_000
 
 
-def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobStatus:
-    """The status of a job at ``now``: nodes, config, progress, events, troubles, and what to do."""
+def job_status(job: Job, now: Now, request: wire.GetStatusRequest, *, ranks_below: float = math.inf) -> wire.JobStatus:
+    """The status of a job at ``now``: nodes, config, progress, events, troubles, and what to do.
+
+    Workers are in it whose rank is less than ``ranks_below``, and none where the request wants none.
+    """
+    ranks_below = 0 if request.without_workers else ranks_below
     status = wire.JobStatus(
         time=now.time,
         job=job.name,
@@ -44,7 +49,7 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobSt
         epoch=job.epoch,
         up_seconds=now.clock - job.began.clock,
         library=job.settings.library,
-        nodes=[_node_status(job, each, now, with_workers=not request.without_workers) for each in job.nodes],
+        nodes=[_node_status(job, each, now, ranks_below) for each in job.nodes],
         config=_config_status(job, now),
         progress=job.collector.progress(now.time),
         events=newest_events(job, request.num_events),
@@ -127,14 +132,14 @@ def decision_message(decision: Decision) -> wire.TuningDecision:
     return message
 
 
-def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
+def _node_status(job: Job, node: Node, now: Now, ranks_below: float) -> wire.NodeStatus:
     facts = _facts(job, node)
     return wire.NodeStatus(
         node=filled(wire.Node(), node),
         state=node.state,
         seen_seconds=now.clock - node.seen_at,
         config_version=node.held_version,
-        workers=job.collector.workers(node.node_id) if with_workers else [],
+        workers=job.collector.workers(node.node_id, ranks_below=ranks_below),
         machine=facts.in_words if facts is not None else "",
         troubles=_node_troubles(job, node),
     )

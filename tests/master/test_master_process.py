@@ -216,9 +216,13 @@ def test_prometheus_is_answered_where_that_was_asked_for(tmp_path: Path) -> None
 
         assert 'elastic_ext_nodes{state="live"} 1' in page() and "elastic_ext_master_joins_total 1" in page()
         assert TOKEN not in page()
-        for number in range(17):  # as many ranks as have series, and more, of which none is there any more
+        for number in range(17):  # as many ranks as have series, and more
             caller.join(f"gone-{number}")
             caller.beat(f"gone-{number}", workers=[wire.Worker(rank=64 * number + each) for each in range(64)])
+        until(lambda page=page: "elastic_ext_ranks 1088\n" in page())  # type: ignore[misc]
+        ranks = {int(each) for each in re.findall(r'_rank_running{rank="(\d+)"', page())}
+        assert ranks == {*range(1024)} and "elastic_ext_ranks_left_out 64\n" in page()
+        for number in range(17):
             caller("Leave", wire.LeaveRequest(node_id=f"gone-{number}", incarnation=1))
         caller.beat(workers=[wire.Worker(rank=0, state="running")])
         until(lambda page=page: 'elastic_ext_rank_running{rank="0",node="a"} 1' in page())  # type: ignore[misc]
