@@ -576,7 +576,7 @@ class Machines:
         self._findings: PairFindings | None = pair_findings(measured_in(pairs)) if pairs else None
         self._texts: dict[str, tuple[str, bytes]] = {}  # node -> its host, and what it has told, packed
         self._facts: dict[str, tuple[bool, NodeFacts]] = {}  # node -> whether there were others, and the facts
-        self._comparison: tuple[Sequence[Straggler], MachineComparison] | None = None
+        self._comparison: tuple[tuple[object, ...], MachineComparison] | None = None  # what it was made of, and it
 
     def hear(self, node_id: str, host: str, hardware: str, *, num_nodes: int) -> bool:
         """Take a node's hardware record (JSON; empty where there is none yet); whether it is news.
@@ -625,11 +625,12 @@ class Machines:
         self.pairs = text
         self._comparison = None
 
-    def comparison(self, slow_ranks: Sequence[Straggler]) -> MachineComparison:
-        """The comparison of the job's machines, made again only where something has changed."""
-        if self._comparison is None or self._comparison[0] != slow_ranks:
-            facts = [found for node_id in self._texts if (found := self.facts(node_id)) is not None]
-            self._comparison = slow_ranks, compare_machines(facts, self._findings, slow_ranks)
+    def comparison(self, slow_ranks: Sequence[Straggler], node_ids: Iterable[str]) -> MachineComparison:
+        """The comparison of the machines of these nodes, made again only where something has changed."""
+        made_of = tuple(slow_ranks), tuple(node_ids)
+        if self._comparison is None or self._comparison[0] != made_of:
+            facts = [found for node_id in made_of[1] if (found := self.facts(node_id)) is not None]
+            self._comparison = made_of, compare_machines(facts, self._findings, slow_ranks)
         return self._comparison[1]
 
 

@@ -17,7 +17,7 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 from elastic_ext.tuner.decisions import Decision
 
-from .cluster import Machines
+from .cluster import MachineComparison, Machines
 from .collector import Collector
 from .configs import AuthoredVersion, ConfigBook
 from .events import EventLog, EventRecord, NodeRecord, refusal_in, refused_versions
@@ -313,7 +313,12 @@ class Job:
         self.machines.take_pairs(request.report)
         self._unsaved.note("pairs")
         self.log.tell(now.time, "pairs", "pairs of nodes have measured their network links")
-        return self.machines.comparison(self.collector.stragglers).recommendations
+        return self.compared_machines.recommendations
+
+    @property
+    def compared_machines(self) -> MachineComparison:
+        """The comparison of the machines of the nodes that are live or late."""
+        return self.machines.comparison(self.collector.stragglers, (each.node_id for each in self.nodes.present))
 
     # ---- for the store ----
 

@@ -58,7 +58,7 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest, *, ranks_belo
     )
     verdict = job.collector.verdict(now.time)
     status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text, share=verdict.share))
-    comparison = job.machines.comparison(job.collector.stragglers)
+    comparison = job.compared_machines
     status.groups.extend(comparison.groups)
     status.recommendations.extend(comparison.recommendations)
     if job.membership_plans.newest is not None:
