@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elastic_ext.doctor.report import NodeComparison, stragglers
+from elastic_ext.doctor.report import NodeComparison, compared_nodes
 from elastic_ext.profile.stragglers import Straggler
 from elastic_ext.records.text import counted, size_in_words
 
@@ -366,7 +366,7 @@ def _slow_machines(measured: MachineMeasurements) -> dict[int, list[tuple[str, s
     usual = _usual_lengths(measured)
     for measure, device, values, is_rate in _measures(measured):
         names = {str(place): row for place, row in values.items()}
-        standings = stragglers(names, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
+        standings = compared_nodes(names, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
         for place, standing in sorted((int(name), each) for name, each in standings.items()):
             if standing.state == "straggler" and _is_beyond_links(values[place], measure, usual):
                 found.setdefault(place, []).append((measure, _standing_in_words(measure, device, standing)))
@@ -427,7 +427,8 @@ def _standing_in_words(measure: str, device: str, standing: NodeComparison) -> s
 def _evidence(
     measured: MachineMeasurements, slow: Mapping[int, Sequence[tuple[str, str]]], slow_ranks: Sequence[Straggler]
 ) -> dict[str, list[str]]:
-    """The reasons why machines are slow, by host, the slowest first: stragglers among its ranks, and measurements."""
+    """The reasons why machines are slow, by name: of those with stragglers in training, the slowest first, and then of
+    others that are slow by measurements."""
     found: dict[str, list[str]] = {}
     for each in sorted(slow_ranks, key=lambda each: (each.score, each.rank)):
         found.setdefault(each.host, []).append(each.text)
@@ -589,7 +590,7 @@ class Machines:
             return False
         self._texts[node_id] = host, packed
         self._facts.pop(node_id, None)
-        self.facts(node_id, num_nodes=num_nodes)  # reading takes a while: for all nodes at once, when asked, too long
+        self.facts(node_id, num_nodes=num_nodes)  # read now, since reading all at once for a status takes too long
         self._comparison = None
         return True
 

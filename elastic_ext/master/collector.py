@@ -50,7 +50,9 @@ class MeanPoint:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     num_nodes: int = 0
+    """Nodes with workers that run."""
     num_workers: int = 0
+    """Workers that run."""
     config_version: int = 0
     """The newest config version in force at the end of the interval."""
     shares: Mapping[str, float] = field(default_factory=dict)

@@ -20,7 +20,7 @@ __all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in",
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
 
 MASTERS_OWN = ""
-"""The node id in events that the master itself writes."""
+"""The node id in events that the master itself writes, unless they are about one node."""
 _MOST_REASON = 1_000
 
 
@@ -32,6 +32,7 @@ class EventRecord(JsonRecord):
     """The number of the event, counted over the whole life of the job."""
     time: float
     node_id: str
+    """The node that the event comes from or, of an event of the master, is about; ``MASTERS_OWN`` for none."""
     rank: int
     """The rank that the event is of; -1 for an event of the agent or the master."""
     step: int
@@ -41,7 +42,7 @@ class EventRecord(JsonRecord):
     details: str
     """The event's details as JSON, as the node has sent it."""
     restart: int
-    """How many times the job's processes had been started again, by the rank; 0 in the master's own events."""
+    """How often the job's processes had been restarted by then, as the node counts; 0 in the master's own events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

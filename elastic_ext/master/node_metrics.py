@@ -146,10 +146,12 @@ _LABELS = tuple(phase.label for phase in Phase)
 _NOTHING = (0.0,) * len(_LABELS)
 _NUM_IN_STEPS = len(IN_STEPS)  # which come first
 _FORWARD, _BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
-_COMMUNICATION, _AGREEMENT, _STEP = int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP)
+_NOT_OWN = (int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP))
+"""The phases of a step that do not count as a rank's own work: waiting for other ranks, and time in steps that were not
+timed by phase, of which nobody knows how much is waiting."""
 _MOST_SUM = 1.1  # of all shares of a worker
 METRICS_OF_A_JOB = tuple(name for name, metric in METRICS.items() if metric.over_ranks == "middle")
-"""The names of metrics whose median over ranks is the value of the job."""
+"""The names of metrics that have one value for the job: the median over nodes of each node's median over ranks."""
 
 
 def _in_worker(name: str) -> Callable[[master_pb2.Worker], float]:
@@ -215,7 +217,7 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
         data = worker.SerializeToString()
         said.append(data if len(data) <= _MOST_WORKER_BYTES else fitting_worker(worker).SerializeToString())
         ranks.append(worker.rank)
-        seconds = worker.step_seconds  # of this and other numbers that are absent: 0
+        seconds = worker.step_seconds  # 0 where it is absent, as any number of a message
         lengths.append(seconds)
         row = tuple(map(worker.shares.get, _LABELS, _NOTHING))
         if min(row) >= 0 and 0 < sum(row) <= _MOST_SUM:  # and none of them is NaN
@@ -251,7 +253,7 @@ def _local_seconds(step_seconds: float, row: Sequence[float]) -> float:
     """A worker's local time, in seconds of its own work in a step, from its shares; 0 where that is not known."""
     if row[_FORWARD] + row[_BACKWARD] <= 0 or not 0 < step_seconds <= _MOST_RATE:
         return 0.0
-    return step_seconds * (1 - (row[_COMMUNICATION] + row[_AGREEMENT] + row[_STEP]) / sum(row[:_NUM_IN_STEPS]))
+    return step_seconds * (1 - sum(row[phase] for phase in _NOT_OWN) / sum(row[:_NUM_IN_STEPS]))
 
 
 def _middle(values: list[float]) -> float:

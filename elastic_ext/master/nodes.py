@@ -34,9 +34,9 @@ __all__ = [
 # --- the nodes of a job as its master knows them: who they are, and whether they are still heard of ------------------
 # A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest
 # one is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node
-# counts as live without being heard of; every word from it renews the lease. Times are the master's own, of a clock
-# that goes on by itself: what clocks agents have makes no difference. Where the master itself was stopped for a while,
-# nobody's lease has run meanwhile.
+# counts as live without being heard of; every word from it renews the lease. Times are by the master's monotonic clock,
+# so that agents' clocks make no difference. Where the master itself was stopped for a while, nobody's lease has run
+# meanwhile.
 
 NodeState = Literal["live", "late", "lost", "left"]
 
@@ -295,6 +295,7 @@ class MembershipPlans:
         )
         known = self.newest
         if known is not None:
+            # agents have new ids at each start of the job: with one in common, the lower version is the older plan
             is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
             if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
                 return None
@@ -317,7 +318,7 @@ _MOST_AHEAD_SECONDS = 86400.0
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
 """Why a request is refused. "fenced": a later incarnation of the node has joined; "unknown": the node has not joined;
 "other": a wrong job, protocol or machine, or what is not allowed; "limits": too many or too much; "late": a message or
-an acknowledgement did not come in time, or the version is not the newest; "invalid": a value that cannot be."""
+an acknowledgement did not come in time; "invalid": a value that cannot be."""
 
 
 class RequestRefused(Exception):

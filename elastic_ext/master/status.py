@@ -107,7 +107,7 @@ def event_message(event: EventRecord) -> wire.JobEvent:
 
 def newest_events(job: Job, wanted: int) -> list[wire.JobEvent]:
     """The newest events, ``wanted`` of them, or 20 for 0."""
-    return [event_message(each) for each in job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
+    return [event_message(each) for each in job.event_log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
 
 
 def _tuning_status(tuning: Tuning) -> wire.TuningStatus:

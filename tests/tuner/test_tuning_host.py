@@ -78,7 +78,7 @@ class Told:
         self.job.enter(self._moment, self.job.propose_change(self._moment, wire.SetConfigRequest(changes=values)))
 
     def texts(self, kind: str) -> list[str]:
-        return [each.text for each in self.job.log.after(0) if each.kind == kind]
+        return [each.text for each in self.job.event_log.after(0) if each.kind == kind]
 
     @property
     def _digest(self) -> str:
