@@ -187,7 +187,7 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
     labels = [{"rank": str(worker.rank), "node": node_id} for node_id, worker in told]
     workers = [worker for _, worker in told]
     num_ranks = len(ranks) if num_ranks is None else num_ranks
-    yield _one("ranks", "Ranks in the nodes' newest reports.", num_ranks)
+    yield _one("ranks", "Ranks of live and late nodes, by their newest reports.", num_ranks)
     yield _one("ranks_left_out", "Ranks of which there are no series, as there are very many.", num_ranks - len(told))
     running = zip(labels, (worker.state == "running" for worker in workers), strict=True)
     yield _Family(name="rank_running", kind="gauge", help="Whether the rank's process runs.", samples=running)
