@@ -1,10 +1,11 @@
 """Measured steps for the tuner: the profile windows of all ranks, gathered round by round into one measurement. Pure,
 and bounded.
 
-A *round* is complete once every rank has reported steps under the same version and revision of the config, in one
-window or several. A window is of one config from its first step to its last, so that none counts which began before a
-version came into force; nor, for a while, does one in which something, such as data workers, was still starting. Of a
-very large job some ranks are looked at, spread evenly over it.
+A *round* is complete once every rank has reported steps under the same config (its version, and its revision, which
+counts the changes made to that inside the job), in one window or several. A window is of one config from its first step
+to its last, so that none counts which began before a version came into force; nor, for a while, does one in which
+something, such as data workers, was still starting. Of a very large job some ranks are looked at, spread evenly over
+it.
 """
 
 from __future__ import annotations
