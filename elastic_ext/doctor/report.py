@@ -21,8 +21,8 @@ __all__ = [
     "NodeComparison",
     "PairReport",
     "best_by_node",
+    "compared_nodes",
     "findings_of_report",
-    "stragglers",
     "unlike",
     "words_of_report",
 ]
@@ -52,7 +52,7 @@ class NodeComparison:
     reason: str
 
 
-def stragglers(
+def compared_nodes(
     values: Mapping[str, Sequence[float]], *, is_rate: bool, least_share: float
 ) -> dict[str, NodeComparison]:
     """How each of several nodes or pairs compares with the others, by name, from values in the same windows of time.
@@ -325,7 +325,7 @@ _WORDS = {
 def _of_measure(measure: str, values: Mapping[str, tuple[float, ...]], *, is_rate: bool) -> Iterator[Finding]:
     """Findings on nodes by one measure; measures are never added up, since a node that is slow by one may be fast by
     another."""
-    standings = stragglers(values, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
+    standings = compared_nodes(values, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
     does, to_do = _WORDS[measure]
     for label, standing in standings.items():
         if standing.state == "straggler":

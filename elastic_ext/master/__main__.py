@@ -2,8 +2,8 @@
 
     python -m elastic_ext.master --port 0 --port-file master.port --state-dir master --token-file master.token
 
-The exit status is 0 after SIGTERM, SIGINT or the end of whoever started it, 1 if another process has become this job's
-master, 2 if it could not be started as asked.
+The exit status is 0 after SIGTERM or SIGINT, or once the other end of the pipe --lifeline is closed, as where the agent
+that started it has ended; 1 if another process has become this job's master; 2 if it could not be started as asked.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _look_at(lifeline: int, has_to_end: asyncio.Event) -> None:
-    """End the master where the pipe from its agent, ``lifeline``, is closed; nobody writes into the pipe."""
+    """End the master where the other end of the pipe ``lifeline`` is closed; nobody writes into the pipe."""
     try:
         is_over = not os.read(lifeline, 4096)
     except OSError:

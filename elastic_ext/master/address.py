@@ -112,7 +112,10 @@ def add_master_arguments(
     *,
     reads_environment: bool = True,
 ) -> None:
-    """Add the arguments by which a command names a master; ``group`` is the exclusive group of ``--master``, if any."""
+    """Add the arguments by which a command names a master; ``group`` is the exclusive group of ``--master``, if any.
+
+    With ``reads_environment`` their help names the environment variables that ``named_master`` goes by without them.
+    """
     master, token_file = (f" (default: {name})" if reads_environment else "" for name in (_MASTER, _TOKEN_FILE))
     (group or parser).add_argument(
         "--master",
@@ -144,7 +147,7 @@ def named_master(options: argparse.Namespace, environ: Mapping[str, str], *, is_
 
 
 def master_in(folders: Sequence[Path], options: argparse.Namespace, environ: Mapping[str, str]) -> MasterPlace:
-    """The master that the agent speaks with which has one of the run directories ``folders``; ValueError if none."""
+    """The master whose address an agent has written into its run directory, one of ``folders``; ValueError if none."""
     folder = next((each for each in folders if (each / MASTER_FILE).exists()), folders[0])
     try:
         record = MasterRecord.from_json(read_at_most(folder / MASTER_FILE, MOST_BYTES).decode())

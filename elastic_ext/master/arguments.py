@@ -38,13 +38,13 @@ class MasterOptions:
     lease_seconds: float
     """How long a node may be silent before it counts as lost."""
     beat_seconds: float
-    """How long between two heartbeats of a node."""
+    """The time between two heartbeats of a node."""
     acknowledge_seconds: float
-    """How long a node may take to say that it holds a config."""
+    """How long a node may take to say that a config it was sent is in its file."""
     refuse_bad_nodes: bool
     tuning: Mode
     lifeline: int | None
-    """A file descriptor: the master ends when its other end is closed."""
+    """The descriptor of a pipe, if any: the master ends when the pipe's other end is closed."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -122,12 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="how long a node may be silent before it counts as lost",
     )
-    parser.add_argument("--beat-seconds", type=_seconds, default=10.0, help="how long between two heartbeats of a node")
+    parser.add_argument("--beat-seconds", type=_seconds, default=10.0, help="the time between two heartbeats of a node")
     parser.add_argument(
         "--acknowledge-seconds",
         type=_seconds,
         default=5.0,
-        help="how long a node may take to say that it holds a config",
+        help="how long a node may take to say that a config it was sent is in its file",
     )
     parser.add_argument(
         "--refuse-bad-nodes", action="store_true", help="keep out nodes whose machine has errors (elastic-ext doctor)"

@@ -30,7 +30,8 @@ __all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream", "Remot
 
 
 # --- a master spoken to over gRPC, by agents and by people: one call each, and errors in words -----------------------
-# What to do about an error, and when to ask again, is up to who asks.
+# What to do about an error, and when to ask again, is up to who asks. What a refusal is ``about`` is said at
+# MasterRefused: the token, the place (this master, which takes no such agent), or the words of the request.
 
 PROTOCOL = 1
 OLDEST_PROTOCOL = 1
@@ -53,7 +54,7 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 
 class MasterStream(Generic[_Reply]):
-    """The messages of a stream from the master, as they come, until the master or ``close`` ends the stream."""
+    """The messages of a stream from the master, as they come."""
 
     def __init__(self, call: Any, translate: Callable[[grpc.RpcError], MasterError]) -> None:
         """``translate`` gives the MasterError for an error of gRPC."""
@@ -61,7 +62,7 @@ class MasterStream(Generic[_Reply]):
         self._translate = translate
 
     def __iter__(self) -> Iterator[_Reply]:
-        """Messages to the end of the stream; MasterError where something else than the master has ended it."""
+        """Messages until the master ends the stream in good order; MasterError at any other end, as by ``close``."""
         try:
             yield from self._call
         except grpc.RpcError as error:
@@ -116,7 +117,7 @@ class MasterClient:
     # ---- people ----
 
     def status(self, *, without_workers: bool = False, num_events: int = 0) -> pb.JobStatus:
-        """The status of the job, with its newest events."""
+        """The status of the job, with its newest ``num_events`` events, or 20 for 0."""
         request = pb.GetStatusRequest(without_workers=without_workers, num_events=num_events)
         reply: pb.JobStatus = self._ask(self._stub.GetStatus, request, _CALL_SECONDS)
         return reply
@@ -212,8 +213,10 @@ def _error_of(
         return MasterAbsent(f"the connection with the master at {address} was closed")
     if code == codes.UNIMPLEMENTED:
         return MasterAbsent(f"what answers at {address} is no master, or one of another version: {said}")
-    if code in (codes.RESOURCE_EXHAUSTED, codes.DEADLINE_EXCEEDED):  # of a stream: the master has ended it
+    if code == codes.RESOURCE_EXHAUSTED:
         return MasterBusy(f"the master at {address} takes no more calls for now: {said}")
+    if code == codes.DEADLINE_EXCEEDED:  # which only the master can have set here
+        return MasterBusy(f"the master at {address} has ended this call: {said}")
     if code == codes.NOT_FOUND:
         return NodeUnknown(f"the master at {address} does not know this node: {said}")
     if code == codes.ABORTED:

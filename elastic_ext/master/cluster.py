@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elastic_ext.doctor.report import NodeComparison, stragglers
+from elastic_ext.doctor.report import NodeComparison, compared_nodes
 from elastic_ext.profile.stragglers import Straggler
 from elastic_ext.records.text import counted, size_in_words
 
@@ -366,7 +366,7 @@ def _slow_machines(measured: MachineMeasurements) -> dict[int, list[tuple[str, s
     usual = _usual_lengths(measured)
     for measure, device, values, is_rate in _measures(measured):
         names = {str(place): row for place, row in values.items()}
-        standings = stragglers(names, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
+        standings = compared_nodes(names, is_rate=is_rate, least_share=_LEAST_SHARES[measure])
         for place, standing in sorted((int(name), each) for name, each in standings.items()):
             if standing.state == "straggler" and _is_beyond_links(values[place], measure, usual):
                 found.setdefault(place, []).append((measure, _standing_in_words(measure, device, standing)))
@@ -427,7 +427,8 @@ def _standing_in_words(measure: str, device: str, standing: NodeComparison) -> s
 def _evidence(
     measured: MachineMeasurements, slow: Mapping[int, Sequence[tuple[str, str]]], slow_ranks: Sequence[Straggler]
 ) -> dict[str, list[str]]:
-    """The reasons why machines are slow, by host, the slowest first: stragglers among its ranks, and measurements."""
+    """The reasons why machines are slow, by name: of those with stragglers in training, the slowest first, and then of
+    others that are slow by measurements."""
     found: dict[str, list[str]] = {}
     for each in sorted(slow_ranks, key=lambda each: (each.score, each.rank)):
         found.setdefault(each.host, []).append(each.text)
@@ -576,17 +577,20 @@ class Machines:
         self._findings: PairFindings | None = pair_findings(measured_in(pairs)) if pairs else None
         self._texts: dict[str, tuple[str, bytes]] = {}  # node -> its host, and what it has told, packed
         self._facts: dict[str, tuple[bool, NodeFacts]] = {}  # node -> whether there were others, and the facts
-        self._comparison: tuple[Sequence[Straggler], MachineComparison] | None = None
+        self._comparison: tuple[tuple[object, ...], MachineComparison] | None = None  # what it was made of, and it
 
-    def hear(self, node_id: str, host: str, hardware: str) -> bool:
-        """Take a node's hardware record (JSON; empty where there is none yet); whether it is news."""
+    def hear(self, node_id: str, host: str, hardware: str, *, num_nodes: int) -> bool:
+        """Take a node's hardware record (JSON; empty where there is none yet); whether it is news.
+
+        ``num_nodes`` is how many nodes the job has with this one.
+        """
         known = self._texts.get(node_id)
         packed = zlib.compress(hardware.encode()) if hardware else b""
         if known == (host, packed) or (known is not None and known[0] == host and not hardware):
             return False
         self._texts[node_id] = host, packed
         self._facts.pop(node_id, None)
-        self.facts(node_id)  # reading it takes a while: for all nodes at once, as they are asked for, too long
+        self.facts(node_id, num_nodes=num_nodes)  # read now, since reading all at once for a status takes too long
         self._comparison = None
         return True
 
@@ -600,16 +604,19 @@ class Machines:
         """The hardware record of a node as JSON; empty where it has reported none."""
         return _unpacked(self._texts.get(node_id, ("", b""))[1])
 
-    def facts(self, node_id: str) -> NodeFacts | None:
-        """The facts of a node's machine; None for a node that is not known."""
+    def facts(self, node_id: str, *, num_nodes: int | None = None) -> NodeFacts | None:
+        """The facts of a node's machine as one of ``num_nodes``, or, for None, as they were last asked for.
+
+        None for a node that is not known.
+        """
         known = self._texts.get(node_id)
         if known is None:
             return None
         host, packed = known
-        has_others = len(self._texts) > 1
         kept = self._facts.get(node_id)
-        if kept is None or kept[0] != has_others:
-            kept = has_others, facts_of(node_id, host, _unpacked(packed), num_nodes=len(self._texts))
+        if kept is None or (num_nodes is not None and kept[0] != (num_nodes > 1)):
+            num_nodes = num_nodes or 1
+            kept = num_nodes > 1, facts_of(node_id, host, _unpacked(packed), num_nodes=num_nodes)
             self._facts[node_id] = kept
         return kept[1]
 
@@ -619,11 +626,12 @@ class Machines:
         self.pairs = text
         self._comparison = None
 
-    def comparison(self, slow_ranks: Sequence[Straggler]) -> MachineComparison:
-        """The comparison of the job's machines, made again only where something has changed."""
-        if self._comparison is None or self._comparison[0] != slow_ranks:
-            facts = [found for node_id in self._texts if (found := self.facts(node_id)) is not None]
-            self._comparison = slow_ranks, compare_machines(facts, self._findings, slow_ranks)
+    def comparison(self, slow_ranks: Sequence[Straggler], node_ids: Iterable[str]) -> MachineComparison:
+        """The comparison of the machines of these nodes, made again only where something has changed."""
+        made_of = tuple(slow_ranks), tuple(node_ids)
+        if self._comparison is None or self._comparison[0] != made_of:
+            facts = [found for node_id in made_of[1] if (found := self.facts(node_id)) is not None]
+            self._comparison = made_of, compare_machines(facts, self._findings, slow_ranks)
         return self._comparison[1]
 
 

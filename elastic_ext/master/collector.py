@@ -50,7 +50,9 @@ class MeanPoint:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     num_nodes: int = 0
+    """Nodes with workers that run."""
     num_workers: int = 0
+    """Workers that run."""
     config_version: int = 0
     """The newest config version in force at the end of the interval."""
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -67,17 +69,18 @@ class History:
 
     def __init__(self) -> None:
         self._levels = [_Level(every, num) for every, num in _LEVELS]
-        self._last = -math.inf
+        self.last_time = -math.inf
+        """When the last point that was added ended; minus infinity before the first."""
 
     def add(self, point: MeanPoint) -> MeanPoint | None:
         """Add the mean of the last few seconds; gives the ten-second point that this completes, if any.
 
         Where the clock was set back, points later than ``point`` are dropped.
         """
-        if point.time < self._last:
+        if point.time < self.last_time:
             for level in self._levels:
                 level.forget_after(point.time)
-        self._last = point.time
+        self.last_time = point.time
         finished: MeanPoint | None = point
         complete = None
         for number, level in enumerate(self._levels):
@@ -105,8 +108,8 @@ class History:
         points = sorted((point for each in rows if (point := _read(each)) is not None), key=lambda each: each.time)
         _, minutes, coarse = self._levels
         for each in points:
-            if each.time > self._last:
-                self._last = each.time
+            if each.time > self.last_time:
+                self.last_time = each.time
                 minutes.points.append(each)
                 coarse.add(each)
 
@@ -231,7 +234,8 @@ class Collector:
         self._reports: dict[str, NodeReport] = {}  # by node; the report that is oldest first
         self._windows: dict[str, Windows] = {}
         self._num_bytes = 0
-        self._num_ranks = 0
+        self._gone: set[str] = set()  # nodes with a report that are lost or have left
+        self._num_ranks = 0  # of the other nodes
         self._num_kept = 0  # ranks whose windows are kept
         self._slow = SlowRanks()
         self._history = History()
@@ -265,23 +269,34 @@ class Collector:
         while self._num_bytes > _MOST_BYTES:
             self.forget(next(iter(self._reports)))
 
-    def forget(self, node_id: str) -> None:
-        """Forget a node that is gone; one that is not known is ignored."""
-        report = self._reports.pop(node_id, None)
+    def note_gone(self, node_id: str) -> None:
+        """Note that a node is lost or has left: its ranks and windows do not count until it reports again."""
         self._num_kept -= len(self._windows.pop(node_id, ()))
+        report = self._reports.get(node_id)
+        if report is not None and node_id not in self._gone:
+            self._gone.add(node_id)
+            self._num_ranks -= len(report.ranks)
+
+    def forget(self, node_id: str) -> None:
+        """Forget a node's report; a node that is not known is ignored."""
+        self.note_gone(node_id)
+        self._gone.discard(node_id)
+        report = self._reports.pop(node_id, None)
         if report is not None:
             self._num_bytes -= report.num_bytes
-            self._num_ranks -= len(report.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the nodes' newest reports have."""
+        """How many ranks the newest reports have, without those of nodes that are lost or have left."""
         return self._num_ranks
 
-    def workers(self, node_id: str) -> list[master_pb2.Worker]:
-        """The newest report of each worker of a node, without impossible values; empty for an unknown node."""
+    def workers(self, node_id: str, *, ranks_below: float = math.inf) -> list[master_pb2.Worker]:
+        """The newest reports of a node's workers with ranks less than ``ranks_below``, without impossible values.
+
+        Empty for an unknown node.
+        """
         report = self._reports.get(node_id)
-        return [] if report is None else report.workers
+        return [] if report is None else report.workers(ranks_below=ranks_below)
 
     def progress(self, now: float) -> master_pb2.Progress:
         """The job's progress by the reports that are fresh at ``now``: step, rates, shares by phase, and metrics."""
@@ -334,6 +349,11 @@ class Collector:
         """The history's points that ended after ``since``, oldest first, as a message."""
         points = [filled(master_pb2.MetricPoint(), each) for each in self._history.since(since)]
         return master_pb2.MetricHistory(points=points)
+
+    @property
+    def last_time(self) -> float:
+        """When the last point of the history ended, before which the next one lies if the clock was set back."""
+        return self._history.last_time
 
     def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
         """The history's points for the store that ended after ``since``: when each ended, and its JSON."""

@@ -11,7 +11,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import HistoryEntry, edited, newest_accepted, next_version, restored, undo_target
 from elastic_ext.errors import ConfigError, Refusal
 
-__all__ = ["Author", "AuthoredVersion", "ConfigBook", "ConfigStream", "StaleVersion", "Unacknowledged", "Watchers"]
+__all__ = ["Author", "AuthoredVersion", "ConfigBook", "ConfigStream", "ConfigStreams", "StaleVersion", "Unacknowledged"]
 
 
 # --- the versions that a job's config has had, one after another, whoever wrote them ---------------------------------
@@ -96,8 +96,8 @@ class ConfigBook:
     ) -> AuthoredVersion:
         """The next version, made from the newest by ``changes`` and ``remove``; it is not entered yet.
 
-        Versions whose digest is ``refused`` are passed over. ConfigError for an invalid config; StaleVersion where it
-        was ``made_from`` another version.
+        Versions whose digest is ``refused`` are passed over. Raises ConfigError for an invalid config, StaleVersion
+        where ``made_from`` is given and is not the newest version.
         """
         if made_from is not None and made_from != self.version:
             raise StaleVersion(f"a change was made from version {made_from}, and version {self.version} is the newest")
@@ -232,7 +232,7 @@ class ConfigStream:
             self._timer = None
 
 
-class Watchers:
+class ConfigStreams:
     """The streams of configs of all nodes, one for each."""
 
     def __init__(self, acknowledge_seconds: float) -> None:
@@ -245,10 +245,10 @@ class Watchers:
         mine = self._by_node[node_id] = ConfigStream(held_version, self._acknowledge_seconds)
         return mine
 
-    def forget(self, node_id: str, watcher: ConfigStream) -> None:
+    def forget(self, node_id: str, stream: ConfigStream) -> None:
         """End a stream that is not served any more, and forget it."""
-        watcher.end()
-        if self._by_node.get(node_id) is watcher:
+        stream.end()
+        if self._by_node.get(node_id) is stream:
             del self._by_node[node_id]
 
     def tell(self, version: int) -> None:
@@ -258,15 +258,15 @@ class Watchers:
 
     def acknowledge(self, node_id: str, version: int) -> None:
         """Note in a node's stream that the node holds ``version``."""
-        watcher = self._by_node.get(node_id)
-        if watcher is not None:
-            watcher.acknowledge(version)
+        stream = self._by_node.get(node_id)
+        if stream is not None:
+            stream.acknowledge(version)
 
     def end(self, node_id: str) -> None:
         """End a node's stream, if it has one."""
-        watcher = self._by_node.get(node_id)
-        if watcher is not None:
-            watcher.end()
+        stream = self._by_node.get(node_id)
+        if stream is not None:
+            stream.end()
 
     def end_all(self) -> None:
         """End the streams of all nodes."""

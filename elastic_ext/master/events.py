@@ -20,7 +20,7 @@ __all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in",
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
 
 MASTERS_OWN = ""
-"""The node id in events that the master itself writes."""
+"""The node id in events that the master itself writes, unless they are about one node."""
 _MOST_REASON = 1_000
 
 
@@ -32,6 +32,7 @@ class EventRecord(JsonRecord):
     """The number of the event, counted over the whole life of the job."""
     time: float
     node_id: str
+    """The node that the event comes from or, of an event of the master, is about; ``MASTERS_OWN`` for none."""
     rank: int
     """The rank that the event is of; -1 for an event of the agent or the master."""
     step: int
@@ -41,7 +42,7 @@ class EventRecord(JsonRecord):
     details: str
     """The event's details as JSON, as the node has sent it."""
     restart: int
-    """How many times the job's processes had been started again, by the rank; 0 in the master's own events."""
+    """How often the job's processes had been restarted by then, as the node counts; 0 in the master's own events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +112,7 @@ class EventLog:
 
     def __init__(self, events: Sequence[EventRecord] = ()) -> None:
         self._events: deque[EventRecord] = deque(events, maxlen=_MOST_EVENTS)
-        self._number = events[-1].number if events else 0
+        self._number = self._settled = events[-1].number if events else 0
         self._new: deque[EventRecord] = deque(maxlen=_MOST_EVENTS)
         self._allowances: dict[str, tuple[float, float]] = {}  # node -> how many more, as of when
         self._num_dropped: dict[str, int] = {}
@@ -120,6 +121,19 @@ class EventLog:
     def number(self) -> int:
         """The number of the newest event; 0 before there is one."""
         return self._number
+
+    @property
+    def settled(self) -> int:
+        """The number of the newest event that the store has taken, or could not take when it was asked to.
+
+        A reader who comes back to ask for what came after an event is given no later one: another process of the master
+        counts on from the store, and may give a later number to another event.
+        """
+        return self._settled
+
+    def settle(self, number: int) -> None:
+        """Note that the store has been asked to take all events up to ``number``."""
+        self._settled = number
 
     def tell(self, now: float, kind: str, text: str, *, node_id: str = MASTERS_OWN) -> EventRecord:
         """Add an event of the master itself; ``now`` is in seconds since 1970."""
@@ -158,11 +172,15 @@ class EventLog:
             self.tell(now, "events-dropped", words, node_id=node_id)
         self._num_dropped.clear()
 
-    def after(self, number: int, *, most: int = 0) -> Sequence[EventRecord]:
-        """The events after the one with ``number``, oldest first; the newest ``most`` of them, or all for 0."""
+    def after(self, number: int, *, most: int = 0, are_settled: bool = False) -> Sequence[EventRecord]:
+        """The events after the one with ``number``, oldest first; the newest ``most`` of them, or all for 0.
+
+        With ``are_settled`` those after ``settled`` are left out.
+        """
         first = self._events[0].number if self._events else 0
-        skipped = max(number + 1 - first, len(self._events) - most if most else 0, 0)
-        return [self._events[index] for index in range(skipped, len(self._events))]
+        end = len(self._events) - (self._number - self._settled if are_settled else 0)
+        begin = max(number + 1 - first, end - most if most else 0, 0)
+        return [self._events[index] for index in range(begin, end)]
 
     def take_new(self) -> Sequence[EventRecord]:
         """The events that have come since the last call, for the store."""

@@ -1,6 +1,6 @@
 """The check of JobFacts that come over the wire, which a broken or hostile process may have sent. Pure.
 
-What a newer version of the library has added is left out.
+What each fact is stands in records/metrics.py. What a newer version of the library has added is left out.
 """
 
 from __future__ import annotations
@@ -47,10 +47,19 @@ def checked_facts(text: str) -> JobFacts:
 
 def _check_counts(facts: JobFacts) -> None:
     world_size = facts.world_size
-    if world_size > _MOST_RANKS or facts.num_local > world_size or facts.num_replicas > world_size:
-        raise ValueError("world_size, num_local and num_replicas do not go together")
-    if not facts.share <= facts.global_batch <= facts.share * facts.num_replicas:
-        raise ValueError("global_batch, share and num_replicas do not go together")
+    if world_size > _MOST_RANKS:
+        raise ValueError(f"world_size is {world_size}; allowed: at most {_MOST_RANKS} ranks")
+    if facts.num_local > world_size or facts.num_replicas > world_size:
+        raise ValueError(
+            f"num_local is {facts.num_local} and num_replicas {facts.num_replicas}; allowed: at most the world_size, "
+            f"{world_size}"
+        )
+    most = facts.share * facts.num_replicas
+    if not facts.share <= facts.global_batch <= most:
+        raise ValueError(
+            f"global_batch is {facts.global_batch}; allowed: from share, {facts.share}, to share times num_replicas, "
+            f"{most}"
+        )
     counts = (facts.restart, facts.config_version, facts.config_revision, facts.num_blocks, facts.num_parameters)
     if not all(0 <= each < _MOST_COUNT for each in counts) or not 0 <= facts.time < _MOST_COUNT:
         raise ValueError(
@@ -58,9 +67,9 @@ def _check_counts(facts: JobFacts) -> None:
             f"{_MOST_COUNT - 1}"
         )
     if facts.learning is not None and not facts.learning.first_batch < _MOST_COUNT:
-        raise ValueError("learning.first_batch is no amount")
+        raise ValueError(f"learning.first_batch is no amount; allowed: less than {_MOST_COUNT} samples")
     if facts.bound is not None and not 0 < facts.bound < _MOST_COUNT:
-        raise ValueError("bound is no number above 0")
+        raise ValueError(f"bound is {facts.bound}; allowed: 1 to {_MOST_COUNT - 1} samples")
 
 
 def _check_memory(memory: MemoryFacts) -> None:

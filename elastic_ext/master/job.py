@@ -17,7 +17,7 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 from elastic_ext.tuner.decisions import Decision
 
-from .cluster import Machines
+from .cluster import MachineComparison, Machines
 from .collector import Collector
 from .configs import AuthoredVersion, ConfigBook
 from .events import EventLog, EventRecord, NodeRecord, refusal_in, refused_versions
@@ -65,9 +65,9 @@ class JobSettings:
     lease_seconds: float = 30.0
     """How long a node may be silent before it counts as lost."""
     beat_seconds: float = 10.0
-    """How long between two heartbeats of a node."""
+    """The time between two heartbeats of a node."""
     acknowledge_seconds: float = 5.0
-    """How long a node may take to say that it holds a config."""
+    """How long a node may take to say that a config it was sent is in its file."""
     refuses_bad_nodes: bool = False
     """Whether nodes whose machine has errors are kept out."""
     tuning: Mode = "advise"
@@ -92,7 +92,7 @@ class Job:
         self.epoch = stored.epoch
         self.began = now
         self.book = ConfigBook(stored.versions)
-        self.log = EventLog(stored.events)
+        self.event_log = EventLog(stored.events)
         self.nodes = Nodes(lease_seconds=settings.lease_seconds)
         self.membership_plans = MembershipPlans(stored.membership)
         self.name = stored.job
@@ -102,7 +102,7 @@ class Job:
         self.machines = Machines(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
-        tell, slow = self.log.tell, self._slow_rank
+        tell, slow = self.event_log.tell, self._slow_rank
         self.tuning = Tuning(settings.tuning, stored.decisions, tell=tell, slow=slow, make=tuner, run=run)
         if self.book.newest is not None:
             self.tuning.take_config(now.time, self.book.newest.config, self.book.newest.author)
@@ -111,7 +111,7 @@ class Job:
             nodes=self.nodes,
             machines=self.machines,
             membership_plans=self.membership_plans,
-            log=self.log,
+            event_log=self.event_log,
             collector=self.collector,
             tuning=self.tuning,
             saved_until=now.time,
@@ -151,7 +151,7 @@ class Job:
         except TooMany as error:
             raise RequestRefused("limits", str(error)) from None
         self._note(now, change)
-        self.machines.hear(node.node_id, node.host, request.hardware)
+        self.machines.hear(node.node_id, node.host, request.hardware, num_nodes=self.nodes.num_present)
         if not self.name:
             self.name = request.job
             self._unsaved.note("job")
@@ -172,11 +172,10 @@ class Job:
         """Take a node's beat; gives the reply, and the config in the node's file, to be stored, if that is newer."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
-        is_told = 0 < len(request.hardware) <= MOST_HARDWARE
-        if is_told:
+        if 0 < len(request.hardware) <= MOST_HARDWARE:
             self._check_machine(now, node.node_id, request.hardware, node)
-        if is_told and self.machines.hear(node.node_id, node.host, request.hardware):
-            self._unsaved.note_node(node.node_id)
+            if self.machines.hear(node.node_id, node.host, request.hardware, num_nodes=self.nodes.num_present):
+                self._unsaved.note_node(node.node_id)
         if request.facts and any(each.rank == 0 for each in request.workers):
             self.tuning.take_facts(now.time, request.facts)
         self.tuning.take_workers(now.time, request.workers)  # before their windows are taken out
@@ -186,8 +185,8 @@ class Job:
             and (told := self.membership_plans.take(request.membership, now.time)) is not None
         ):
             self._unsaved.note("membership")
-            self.log.tell(now.time, "membership", told)
-        self._hear(now, node.node_id, _unheard(node, request), request.num_events_dropped)
+            self.event_log.tell(now.time, "membership", told)
+        self._hear(now, node.node_id, *_unheard(node, request))
         authored, wants_config = self._look_at_held(now, node, request.held)
         newest = self.book.newest
         lags = newest is not None and request.held.version < newest.config.version
@@ -195,7 +194,7 @@ class Job:
             epoch=self.epoch,
             job_id=self.job_id,
             lease_seconds=self.settings.lease_seconds,
-            beat_seconds=self.tuning.beat_seconds(self.settings.beat_seconds, len(self.nodes)),
+            beat_seconds=self.tuning.beat_seconds(self.settings.beat_seconds, self.nodes.num_present),
             config_version=self.book.version,
             config=self.book.text if lags else "",
             wants_config=wants_config,
@@ -210,7 +209,7 @@ class Job:
     @property
     def acknowledge_within_seconds(self) -> float:
         """Within how many seconds agents are to acknowledge a config, each at a random moment of them."""
-        wanted = len(self.nodes) / _ACKNOWLEDGEMENTS_PER_SECOND
+        wanted = self.nodes.num_present / _ACKNOWLEDGEMENTS_PER_SECOND
         return min(wanted, _MOST_WITHIN_SECONDS, self.settings.acknowledge_seconds / 2)
 
     def leave(self, now: Now, request: wire.LeaveRequest) -> None:
@@ -229,9 +228,9 @@ class Job:
             self.collector.forget(node_id)
             self._unsaved.note_forgotten(node_id)
         for words in self.collector.tick(now.time):
-            self.log.tell(now.time, "pace", words)
+            self.event_log.tell(now.time, "pace", words)
         self.tuning.tick(now.time, is_held=all(each.held_version >= self.book.version for each in self.nodes.present))
-        self.log.tell_of_dropped(now.time)
+        self.event_log.tell_of_dropped(now.time)
 
     # ---- configs ----
 
@@ -254,7 +253,7 @@ class Job:
             reason=request.reason,
             at_step=at_step,
             now=now.time,
-            refused=refused_versions(self.log.after(0)),
+            refused=refused_versions(self.event_log.after(0)),
         )
 
     def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
@@ -263,7 +262,7 @@ class Job:
         Raises ConfigError where no earlier content is known, RequestRefused for another job.
         """
         check_job(request.job, self.name)
-        return self.book.propose_undo(now=now.time, refused=refused_versions(self.log.after(0)))
+        return self.book.propose_undo(now=now.time, refused=refused_versions(self.event_log.after(0)))
 
     def decision_to_write(self, now: Now) -> Decision | None:
         """The tuner's decision that is to be written now as a config version; None where there is none."""
@@ -273,7 +272,8 @@ class Job:
     def propose_decided(self, now: Now, decision: Decision) -> AuthoredVersion:
         """The next config version as the tuner has decided it, to be stored and entered.
 
-        ConfigError; StaleVersion where another version has come; RequestRefused where the tuner may not change a key.
+        Raises ConfigError for an invalid config, StaleVersion where another version has come since it was decided,
+        RequestRefused where the tuner may not change a key.
         """
         check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
         there = self.book.newest.config.values() if self.book.newest is not None else {}
@@ -297,7 +297,7 @@ class Job:
         config = authored.config
         whose = {"person": "by a person", "generated": "by the tuner", "node": f"on {authored.node_id}"}
         words = f"version {config.version} of the config was written {whose[authored.author]}"
-        self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
+        self.event_log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
         self.tuning.take_config(now.time, config, authored.author, number=decision)
 
     # ---- the tuner ----
@@ -310,11 +310,19 @@ class Job:
     # ---- people ----
 
     def take_pairs(self, now: Now, request: wire.ReportPairsRequest) -> Sequence[str]:
-        """Take a report of what pairs of nodes have measured; gives the recommendations that follow. ValueError."""
+        """Take a report of what pairs of nodes have measured; gives the recommendations that follow.
+
+        Raises ValueError for anything else than such a report.
+        """
         self.machines.take_pairs(request.report)
         self._unsaved.note("pairs")
-        self.log.tell(now.time, "pairs", "pairs of nodes have measured their network links")
-        return self.machines.comparison(self.collector.stragglers).recommendations
+        self.event_log.tell(now.time, "pairs", "pairs of nodes have measured their network links")
+        return self.compared_machines.recommendations
+
+    @property
+    def compared_machines(self) -> MachineComparison:
+        """The comparison of the machines of the nodes that are live or late."""
+        return self.machines.comparison(self.collector.stragglers, (each.node_id for each in self.nodes.present))
 
     # ---- for the store ----
 
@@ -333,11 +341,11 @@ class Job:
 
     def _check_machine(self, now: Now, node_id: str, hardware: str, node: Node | None = None) -> None:
         """RequestRefused for a bad machine, if bad ones are to be refused; a ``node`` that had joined then leaves."""
-        why_not, is_news = self._bad_machines.look(node_id, hardware, len(self.nodes) + (node is None))
+        why_not, is_news = self._bad_machines.look(node_id, hardware, self.nodes.num_with(node_id))
         if why_not is None:
             return
         if is_news:
-            self.log.tell(now.time, "node-refused", f"node {node_id} is refused: {why_not}", node_id=node_id)
+            self.event_log.tell(now.time, "node-refused", f"node {node_id} is refused: {why_not}", node_id=node_id)
         if node is not None:
             self._note(now, self.nodes.leave(now.clock, node_id, node.incarnation, "its machine is refused"))
         raise RequestRefused("other", f"this machine is refused: {why_not}")
@@ -354,24 +362,26 @@ class Job:
         return node
 
     def _note(self, now: Now, change: NodeChange) -> None:
-        self.log.tell(now.time, f"node-{change.kind}", change.text, node_id=change.node_id)
+        self.event_log.tell(now.time, f"node-{change.kind}", change.text, node_id=change.node_id)
         self._unsaved.note_node(change.node_id)
+        if change.kind in ("lost", "left"):
+            self.collector.note_gone(change.node_id)
 
     def _hear(self, now: Now, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
         for each in events[:_MOST_EVENTS]:
             heard = _heard(each, node_id, now)
-            if self.log.hear(now.clock, heard) and (refusal := refusal_in(heard)) is not None:
+            if self.event_log.hear(now.clock, heard) and (refusal := refusal_in(heard)) is not None:
                 self.tuning.refuse_version(now.time, *refusal)
         if num_dropped > 0:
             words = f"node {node_id} dropped {num_dropped} events while it could not send them to the master"
-            self.log.tell(now.time, "events-dropped", words, node_id=node_id)
+            self.event_log.tell(now.time, "events-dropped", words, node_id=node_id)
 
     def _look_at_held(self, now: Now, node: Node, held: wire.ConfigHeld) -> tuple[AuthoredVersion | None, bool]:
         """Look at the config that a node holds: gives it, to be stored, if newer; and whether its text is needed."""
         node.held_version, node.held_digest = held.version, held.digest[:64]
         conflict = self.book.conflict(held.version, node.held_digest, node.node_id)
         if conflict is not None:
-            self.log.tell(now.time, "config-conflict", conflict, node_id=node.node_id)
+            self.event_log.tell(now.time, "config-conflict", conflict, node_id=node.node_id)
         if held.version <= self.book.version:
             node.refusal = ""
             return None, False
@@ -385,7 +395,9 @@ class Job:
         except ConfigError as error:
             node.refused = held.version, node.held_digest
             node.refusal = f"the master refuses the config in its file: {on_one_line(str(error))[:_MOST_TROUBLE]}"
-            self.log.tell(now.time, "config-refused", f"node {node.node_id}: {node.refusal}", node_id=node.node_id)
+            self.event_log.tell(
+                now.time, "config-refused", f"node {node.node_id}: {node.refusal}", node_id=node.node_id
+            )
             return None, False
 
     def _remember(self, node: NodeRecord, now: Now) -> None:
@@ -399,12 +411,9 @@ class Job:
             library=node.library,
             started_at=node.started_at,
             agent_id=node.agent_id,
+            state="left" if node.state == "left" else "lost" if node.state == "lost" else "live",
         )
-        found = self.nodes.get(node.node_id)
-        assert found is not None
-        if node.state in ("lost", "left"):
-            found.state = "left" if node.state == "left" else "lost"
-        self.machines.hear(node.node_id, node.host, node.hardware)
+        self.machines.hear(node.node_id, node.host, node.hardware, num_nodes=self.nodes.num_with(node.node_id))
 
 
 def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:
@@ -422,11 +431,15 @@ def _heard(event: wire.JobEvent, node_id: str, now: Now) -> EventRecord:
     )
 
 
-def _unheard(node: Node, request: wire.BeatRequest) -> Sequence[wire.JobEvent]:
-    """The events in a beat that did not come before: a beat whose answer was lost is sent again."""
-    events, first = request.events, request.first_event
+def _unheard(node: Node, request: wire.BeatRequest) -> tuple[Sequence[wire.JobEvent], int]:
+    """The events in a beat that did not come before, and how many others the agent has dropped since.
+
+    A beat whose answer was lost is sent again, with the same events first.
+    """
+    events, first, num_dropped = request.events, request.first_event, request.num_events_dropped
     if first == 0:
-        return events
+        return events, num_dropped
     num_known = min(max(node.num_heard + 1 - first, 0), len(events))
-    node.num_heard = max(node.num_heard, first + len(events) - 1)
-    return events[num_known:]
+    num_told = node.num_dropped if num_known > 0 else 0
+    node.num_heard, node.num_dropped = max(node.num_heard, first + len(events) - 1), num_dropped
+    return events[num_known:], max(num_dropped - num_told, 0)

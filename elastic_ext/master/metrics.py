@@ -28,7 +28,7 @@ __all__ = ["CONTENT_TYPE", "MOST_RANKS", "MetricsServer", "exposition"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 1024
-"""For how many ranks, from rank 0 on, there are series of their own; the others have none."""
+"""How many ranks have series of their own: those from rank 0 on."""
 _MOST_NODES = 4096
 _MOST_LABEL = 120
 _MOST_COUNTERS = 64
@@ -77,8 +77,8 @@ def exposition(
     """The page of a master's metrics in Prometheus's text format.
 
     ``counts`` is how many calls and pushes the master has answered since it started, by kind; ``refusals`` how many it
-    has refused, by reason. For a job of more than ``most_ranks`` ranks the status may come without workers, and
-    ``num_ranks`` says how many ranks there are.
+    has refused, by reason. The status may come without workers whose ranks are ``most_ranks`` or more; ``num_ranks``
+    says how many ranks there are in all.
     """
     families = [
         *_of_master(status, counts or {}, refusals or {}),
@@ -187,7 +187,7 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
     labels = [{"rank": str(worker.rank), "node": node_id} for node_id, worker in told]
     workers = [worker for _, worker in told]
     num_ranks = len(ranks) if num_ranks is None else num_ranks
-    yield _one("ranks", "Ranks in the nodes' newest reports.", num_ranks)
+    yield _one("ranks", "Ranks of live and late nodes, by their newest reports.", num_ranks)
     yield _one("ranks_left_out", "Ranks of which there are no series, as there are very many.", num_ranks - len(told))
     running = zip(labels, (worker.state == "running" for worker in workers), strict=True)
     yield _Family(name="rank_running", kind="gauge", help="Whether the rank's process runs.", samples=running)

@@ -146,10 +146,12 @@ _LABELS = tuple(phase.label for phase in Phase)
 _NOTHING = (0.0,) * len(_LABELS)
 _NUM_IN_STEPS = len(IN_STEPS)  # which come first
 _FORWARD, _BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
-_COMMUNICATION, _AGREEMENT, _STEP = int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP)
+_NOT_OWN = (int(Phase.COMMUNICATION), int(Phase.AGREEMENT), int(Phase.STEP))
+"""The phases of a step that do not count as a rank's own work: waiting for other ranks, and time in steps that were not
+timed by phase, of which nobody knows how much is waiting."""
 _MOST_SUM = 1.1  # of all shares of a worker
 METRICS_OF_A_JOB = tuple(name for name, metric in METRICS.items() if metric.over_ranks == "middle")
-"""The names of metrics whose median over ranks is the value of the job."""
+"""The names of metrics that have one value for the job: the median over nodes of each node's median over ranks."""
 
 
 def _in_worker(name: str) -> Callable[[master_pb2.Worker], float]:
@@ -194,10 +196,13 @@ class NodeReport:
         said = sum(map(len, self.said)) + _WORKER_BYTES * len(self.said)
         return _REPORT_BYTES + said + _LOGGED_BYTES * len(self.logged)
 
-    @property
-    def workers(self) -> list[master_pb2.Worker]:
-        """Each worker's report, with the values that are within bounds."""
-        return [fitting_worker(master_pb2.Worker.FromString(each)) for each in self.said]
+    def workers(self, *, ranks_below: float = math.inf) -> list[master_pb2.Worker]:
+        """The reports of workers whose rank is less than ``ranks_below``, with the values that are within bounds."""
+        return [
+            fitting_worker(master_pb2.Worker.FromString(each))
+            for rank, each in zip(self.ranks, self.said, strict=True)
+            if rank < ranks_below
+        ]
 
 
 def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> NodeReport:
@@ -212,7 +217,7 @@ def report_of(time: float, host: str, workers: Sequence[master_pb2.Worker]) -> N
         data = worker.SerializeToString()
         said.append(data if len(data) <= _MOST_WORKER_BYTES else fitting_worker(worker).SerializeToString())
         ranks.append(worker.rank)
-        seconds = worker.step_seconds  # of this and other numbers that are absent: 0
+        seconds = worker.step_seconds  # 0 where it is absent, as any number of a message
         lengths.append(seconds)
         row = tuple(map(worker.shares.get, _LABELS, _NOTHING))
         if min(row) >= 0 and 0 < sum(row) <= _MOST_SUM:  # and none of them is NaN
@@ -248,7 +253,7 @@ def _local_seconds(step_seconds: float, row: Sequence[float]) -> float:
     """A worker's local time, in seconds of its own work in a step, from its shares; 0 where that is not known."""
     if row[_FORWARD] + row[_BACKWARD] <= 0 or not 0 < step_seconds <= _MOST_RATE:
         return 0.0
-    return step_seconds * (1 - (row[_COMMUNICATION] + row[_AGREEMENT] + row[_STEP]) / sum(row[:_NUM_IN_STEPS]))
+    return step_seconds * (1 - sum(row[phase] for phase in _NOT_OWN) / sum(row[:_NUM_IN_STEPS]))
 
 
 def _middle(values: list[float]) -> float:
@@ -267,7 +272,7 @@ _CALM_ROUNDS = 6  # in which it is not slow, before a rank that was named is nam
 _LEAST_OWN_ROUNDS = 3  # before a rank is compared with itself, too
 _OWN_ROUND_SECONDS = 60  # between rounds that count in a rank's own usual time: its moving mean,
 _OWN_MEAN_STEP = 0.1  # ... to which the newest round adds this share of its difference
-_MOST_COMPARED = 2047  # ranks that tell what is usual; odd, as what differs within nodes comes in twos and eights
+_MOST_COMPARED = 2048  # ranks that tell what is usual
 _OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
 _FAR = 3.0  # standard deviations above the median, beyond which a rank is slow
 _MOST_NAMED = 64
@@ -393,7 +398,8 @@ def _usual_and_limit(times: list[float]) -> tuple[float, float] | None:
     The limit is the larger of 1.2 times the median, and the median plus 3 standard deviations; a standard deviation is
     taken to be 1.4826 times the median distance from the median, as in a normal distribution.
     """
-    known = sorted(each for each in times[:: -(-len(times) // _MOST_COMPARED) or 1] if each > 0)
+    stride = -(-len(times) // _MOST_COMPARED) | 1  # odd, as what differs within nodes comes in twos and eights
+    known = sorted(each for each in times[::stride] if each > 0)
     if not known:
         return None
     usual = _middle_of_ordered(known)

@@ -34,9 +34,9 @@ __all__ = [
 # --- the nodes of a job as its master knows them: who they are, and whether they are still heard of ------------------
 # A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest
 # one is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node
-# counts as live without being heard of; every word from it renews the lease. Times are the master's own, of a clock
-# that goes on by itself: what clocks agents have makes no difference. Where the master itself was stopped for a while,
-# nobody's lease has run meanwhile.
+# counts as live without being heard of; every word from it renews the lease. Times are by the master's monotonic clock,
+# so that agents' clocks make no difference. Where the master itself was stopped for a while, nobody's lease has run
+# meanwhile.
 
 NodeState = Literal["live", "late", "lost", "left"]
 
@@ -81,6 +81,8 @@ class Node:
     held_digest: str = ""
     num_heard: int = 0
     """The number of the last event heard from the agent, by the agent's own count."""
+    num_dropped: int = 0
+    """How many events the agent had dropped by its last beat, since the last beat whose answer it had."""
     refused: tuple[int, str] = (0, "")
     """Version and digest of the last config in the node's file that the master has refused."""
     refusal: str = ""
@@ -109,6 +111,7 @@ class Nodes:
         self._tick_seconds = tick_seconds
         self._most_nodes = most_nodes
         self._by_id: dict[str, Node] = {}
+        self._gone: set[str] = set()  # ids of those that are lost or have left
         self._ticked_at: float | None = None
         self._forgotten: list[str] = []
 
@@ -125,7 +128,16 @@ class Nodes:
     @property
     def present(self) -> Sequence[Node]:
         """The nodes that are live or late."""
-        return [each for each in self._by_id.values() if each.state in ("live", "late")]
+        return [each for each in self._by_id.values() if each.node_id not in self._gone]
+
+    @property
+    def num_present(self) -> int:
+        """How many nodes are live or late."""
+        return len(self._by_id) - len(self._gone)
+
+    def num_with(self, node_id: str) -> int:
+        """How many nodes are live or late once the node of this id is, which may be one already."""
+        return self.num_present + (node_id not in self._by_id or node_id in self._gone)
 
     def join(
         self,
@@ -138,13 +150,14 @@ class Nodes:
         library: str,
         started_at: float,
         agent_id: str = "",
+        state: NodeState = "live",
     ) -> NodeChange:
-        """Let a node join, or join again.
+        """Let a node join, or join again, in another ``state`` than live where the store says so.
 
         Raises Fenced if a later incarnation of it is present, and TooMany if no more nodes are taken.
         """
         known = self._by_id.get(node_id)
-        if known is not None and incarnation < known.incarnation and known.state in ("live", "late"):
+        if known is not None and incarnation < known.incarnation and node_id not in self._gone:
             raise Fenced(_fenced(known))
         if known is None and len(self._by_id) >= self._most_nodes and not self._forget_one():
             raise TooMany(f"{self._most_nodes} nodes have joined, which is all that this master takes")
@@ -160,12 +173,13 @@ class Nodes:
             lease_until=now + self.lease_seconds,
         )
         self._by_id[node_id] = node
+        self._note(node, state)
         where = f"{node_id} (pid {pid} on {host})"
         if known is None:
             return NodeChange(node_id=node_id, kind="joined", text=f"node {where} has joined")
         if known.incarnation == incarnation:
             node.held_version, node.held_digest = known.held_version, known.held_digest
-            node.num_heard = known.num_heard
+            node.num_heard, node.num_dropped = known.num_heard, known.num_dropped
             return NodeChange(node_id=node_id, kind="rejoined", text=f"node {where} has joined again")
         former = f"in place of the one with pid {known.pid}, which {_STANDING[known.state]}"
         return NodeChange(node_id=node_id, kind="replaced", text=f"node {where} has joined {former}")
@@ -186,13 +200,14 @@ class Nodes:
             change = NodeChange(
                 node_id=node_id, kind="back", text=f"node {node_id} is heard of again, after {away:.0f} seconds"
             )
-        node.seen_at, node.lease_until, node.state = now, now + self.lease_seconds, "live"
+        node.seen_at, node.lease_until = now, now + self.lease_seconds
+        self._note(node, "live")
         return node, change
 
     def leave(self, now: float, node_id: str, incarnation: int, reason: str) -> NodeChange:
         """Note that a node leaves the job; raises UnknownNode or Fenced as ``renew`` does."""
         node, _ = self.renew(now, node_id, incarnation)
-        node.state = "left"
+        self._note(node, "left")
         return NodeChange(node_id=node_id, kind="left", text=f"node {node_id} has left: {reason or 'no reason given'}")
 
     def tick(self, now: float) -> list[NodeChange]:
@@ -204,11 +219,9 @@ class Nodes:
                     node.lease_until += stopped
         self._ticked_at = now
         changes = []
-        for node in self._by_id.values():
-            if node.state not in ("live", "late"):
-                continue
+        for node in self.present:
             if now >= node.lease_until:
-                node.state = "lost"
+                self._note(node, "lost")
                 words = f"node {node.node_id} on {node.host} has not been heard of for {now - node.seen_at:.0f} seconds"
                 changes.append(NodeChange(node_id=node.node_id, kind="lost", text=f"{words}, and counts as lost"))
             elif node.lease_until - now < (1 - _LATE_SHARE) * self.lease_seconds:
@@ -222,24 +235,25 @@ class Nodes:
         return found
 
     def _forget_old(self, now: float) -> None:
-        for node_id in [
-            each.node_id
-            for each in self._by_id.values()
-            if each.state in ("lost", "left") and now - each.seen_at > _KEPT_SECONDS
-        ]:
+        for node_id in [each for each in self._gone if now - self._by_id[each].seen_at > _KEPT_SECONDS]:
             self._forget(node_id)
 
     def _forget_one(self) -> bool:
         """Make room for another node: forget the one that has been gone longest; whether there was one."""
-        gone = [each for each in self._by_id.values() if each.state in ("lost", "left")]
-        if not gone:
+        if not self._gone:
             return False
-        self._forget(min(gone, key=lambda each: each.seen_at).node_id)
+        self._forget(min(self._gone, key=lambda each: (self._by_id[each].seen_at, each)))
         return True
 
     def _forget(self, node_id: str) -> None:
         del self._by_id[node_id]
+        self._gone.discard(node_id)
         self._forgotten.append(node_id)
+
+    def _note(self, node: Node, state: NodeState) -> None:
+        """Set the state of a node, and count it among those that are gone or not."""
+        node.state = state
+        (self._gone.add if state in ("lost", "left") else self._gone.discard)(node.node_id)
 
 
 _STANDING = {"live": "was there", "late": "was there", "lost": "had been lost", "left": "had left"}
@@ -281,6 +295,7 @@ class MembershipPlans:
         )
         known = self.newest
         if known is not None:
+            # agents have new ids at each start of the job: with one in common, the lower version is the older plan
             is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
             if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
                 return None
@@ -303,7 +318,7 @@ _MOST_AHEAD_SECONDS = 86400.0
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
 """Why a request is refused. "fenced": a later incarnation of the node has joined; "unknown": the node has not joined;
 "other": a wrong job, protocol or machine, or what is not allowed; "limits": too many or too much; "late": a message or
-an acknowledgement did not come in time, or the version is not the newest; "invalid": a value that cannot be."""
+an acknowledgement did not come in time; "invalid": a value that cannot be."""
 
 
 class RequestRefused(Exception):

@@ -1,10 +1,11 @@
 """Measured steps for the tuner: the profile windows of all ranks, gathered round by round into one measurement. Pure,
 and bounded.
 
-A *round* is complete once every rank has reported steps under the same version and revision of the config, in one
-window or several. A window is of one config from its first step to its last, so that none counts which began before a
-version came into force; nor, for a while, does one in which something, such as data workers, was still starting. Of a
-very large job some ranks are looked at, spread evenly over it.
+A *round* is complete once every rank has reported steps under the same config (its version, and its revision, which
+counts the changes made to that inside the job), in one window or several. A window is of one config from its first step
+to its last, so that none counts which began before a version came into force; nor, for a while, does one in which
+something, such as data workers, was still starting. Of a very large job some ranks are looked at, spread evenly over
+it.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ class MeasurementRounds:
                     self._take(now, worker.rank, said)
 
     def take_measurement(self, now: float) -> StepReport | None:
-        """The measurement of a round that is over: every rank has reported, or a rank is silent or broken; else None.
+        """The measurement of a round that is over; None while ranks are waited for.
 
-        Each round is given once.
+        A round is over once every rank has reported possible values or impossible ones (*broken*), or those missing
+        are silent. Each round is given once; of incomplete ones that follow each other, only the first.
         """
         num_told = len(self._windows) + len(self._broken)
         is_late = not 0 <= now - self._began <= self._patience_seconds
@@ -140,8 +142,9 @@ def measured_steps(
 ) -> StepReport:
     """The measurement that ``windows``, by rank and of one config, give of steps that all ``expected`` ranks took.
 
-    The time of a step is the mean over all of them, without changes, checkpoints and rollbacks between two: what comes
-    in bursts counts as it is, since samples per second are wanted. ``broken`` are ranks with impossible values.
+    The time of a step is the mean over all steps and not their median, as samples per second are wanted, to which slow
+    steps count; changes, checkpoints and rollbacks between two steps are left out. ``broken`` are ranks with impossible
+    values.
     """
     steps: dict[int, float] = {}
     breakdowns: list[RankBreakdown] = []

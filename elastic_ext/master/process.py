@@ -150,7 +150,7 @@ _OPTIONS = (
     ("grpc.max_concurrent_streams", 16),  # of one connection, of which an agent needs two
     ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing
-    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls: an agent's has one each minute
+    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls: an agent sends a beat at least once a minute
     ("grpc.http2.lookahead_bytes", 8 << 10),  # of a message that nobody reads yet
     # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
     # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
@@ -173,9 +173,9 @@ class MasterNotStarted(ElasticError):
 
 
 async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, tuner: TunerFactory | None = None) -> None:
-    """Run a master until ``has_to_end`` is set. MasterNotStarted; Superseded where another process has become it.
+    """Run a master until ``has_to_end`` is set; ``tuner`` makes its tuner, by default the library's.
 
-    ``tuner`` makes the tuner, by default the library's.
+    Raises MasterNotStarted where it cannot be started as asked, Superseded once another process is the job's master.
     """
     token = _token_of(options)
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
@@ -226,18 +226,18 @@ async def _serve(
     service = MasterService(job, store, executor, guard)
     health = Health()
     async with _listening(options, service, health, guard) as port, _metrics(options, job, service, guard, token):
-        job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
+        job.event_log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
         if options.warning:
             _logger.warning("%s", options.warning)
-        async with _writing_decisions(job, service, planning):
+        async with _writing_decisions(service, planning):
             await _keep_going(job, service, store, executor, has_to_end)
         planning.end()
-        job.log.tell(moment().time, "master", "the master ends")
+        job.event_log.tell(moment().time, "master", "the master ends")
         service.end_streams()
         health.end()
-        await _keep(job, store, executor)
+        await _keep(job, service, store, executor)
 
 
 @contextlib.asynccontextmanager
@@ -282,10 +282,9 @@ async def _metrics(
         return
 
     def render() -> str:
-        num_ranks = job.collector.num_ranks
-        request = wire.GetStatusRequest(without_workers=num_ranks > MOST_RANKS)
-        counts = {**service.counts, "events": job.log.number}
-        return exposition(job_status(job, moment(), request), counts, guard.refusals, num_ranks=num_ranks)
+        status = job_status(job, moment(), wire.GetStatusRequest(), ranks_below=MOST_RANKS)
+        counts = {**service.counts, "events": job.event_log.number}
+        return exposition(status, counts, guard.refusals, num_ranks=job.collector.num_ranks)
 
     tls = None
     server = MetricsServer(render, token=token)
@@ -307,18 +306,14 @@ async def _metrics(
 
 
 @contextlib.asynccontextmanager
-async def _writing_decisions(job: Job, service: MasterService, planning: TunerThread) -> AsyncIterator[None]:
-    """Write the tuner's decisions as soon as there are any, within the context; a write that is under way is ended."""
+async def _writing_decisions(service: MasterService, planning: TunerThread) -> AsyncIterator[None]:
+    """Within the context, write the tuner's decisions as soon as there are any; its end waits for a write under way."""
     is_over = False
 
     async def write() -> None:
-        number = job.log.number
         while not is_over:
             planning.answered.clear()
             await service.write_due_decisions()
-            if job.log.number != number:
-                number = job.log.number
-                service.tell_followers()
             await planning.answered.wait()
 
     task = asyncio.ensure_future(write())
@@ -337,19 +332,19 @@ async def _keep_going(
     trimmer = MemoryTrimmer()
     while not has_to_end.is_set():
         trimmer.trim(asyncio.get_running_loop().time())
-        number = job.log.number
         job.tick(moment())
         await service.write_due_decisions()
-        if job.log.number != number:
-            service.tell_followers()
-        await _keep(job, store, executor)
+        await _keep(job, service, store, executor)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(has_to_end.wait(), _TICK_SECONDS)
 
 
-async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
-    """Store what is new in the job; where that fails, it is stored with what comes next. Raises Superseded."""
-    unsaved = job.take_unsaved()
+async def _keep(job: Job, service: MasterService, store: JobStore, executor: Executor) -> None:
+    """Store what is new in the job, and tell followers of new events; raises Superseded.
+
+    What cannot be stored now is stored with what comes next, and followers are told of it all the same.
+    """
+    number, unsaved = job.event_log.number, job.take_unsaved()
     try:
         await asyncio.get_running_loop().run_in_executor(
             executor,
@@ -375,6 +370,9 @@ async def _keep(job: Job, store: JobStore, executor: Executor) -> None:
         job.trouble = str(error)
     else:
         job.trouble = ""
+    if number > job.event_log.settled:
+        job.event_log.settle(number)
+        service.tell_followers()
 
 
 def _token_of(options: MasterOptions) -> str | None:

@@ -22,7 +22,7 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 
 from .address import MOST_BEAT_BYTES, MOST_MESSAGE_BYTES
-from .configs import AuthoredVersion, StaleVersion, Unacknowledged, Watchers
+from .configs import AuthoredVersion, ConfigStreams, StaleVersion, Unacknowledged
 from .job import Job, Now
 from .nodes import RequestRefused
 from .status import StatusCache, config_history, event_message, job_status, newest_events, tuning_report
@@ -119,7 +119,7 @@ else:
     _Interceptor = grpc.aio.ServerInterceptor
 """The caller of a method, as gRPC's context of the call."""
 
-ANSWERED_ERRORS = (RequestRefused, ConfigError, ValueError, StaleVersion, StoreError)
+ANSWERED_ERRORS = (RequestRefused, ConfigError, ValueError, StoreError)
 """The exceptions of a call that are answered to its caller; any other one is a fault of the master."""
 
 
@@ -195,8 +195,6 @@ class Guard:
             self._end(_CODES[error.kind], error.kind, words)
         elif isinstance(error, (ConfigError, ValueError)):
             self._end(grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
-        elif isinstance(error, StaleVersion):
-            self._end(grpc.StatusCode.FAILED_PRECONDITION, "late", words)
         elif isinstance(error, StoreError):
             self._end(grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
         raise error
@@ -267,7 +265,8 @@ class GuardInterceptor(_Interceptor):
 
         async def message_of(peer: Peer) -> Any:
             if is_open and reading.locked():
-                # Perhaps by callers who send nothing. An empty message, which stands for this one, asks for the server.
+                # As many probes are read as may be, perhaps of callers who send nothing. This one is answered unread,
+                # like an empty message, which asks whether the whole server serves.
                 return parse(b"")
             return await self._message(peer, name, most_bytes, parse, reading)
 
@@ -384,7 +383,7 @@ class MasterService(MasterServicer):
         self._store = store
         self._executor = executor
         self._guard = guard
-        self._watchers = Watchers(job.settings.acknowledge_seconds)
+        self._config_streams = ConfigStreams(job.settings.acknowledge_seconds)
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()  # set, and another one put in its place, as events come
         self._status_cache = StatusCache(_StatusOf(job), time.monotonic)
@@ -401,7 +400,6 @@ class MasterService(MasterServicer):
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
         self.counts["joins"] += 1
-        self.tell_followers()
         return reply
 
     async def Beat(self, request: wire.BeatRequest, peer: Peer) -> wire.BeatReply:
@@ -412,40 +410,37 @@ class MasterService(MasterServicer):
                 reply.config_version = self._job.book.version
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
-        self._watchers.acknowledge(request.node_id, request.held.version)
+        self._config_streams.acknowledge(request.node_id, request.held.version)
         self.counts["beats"] += 1
-        if request.events:
-            self.tell_followers()
         return reply
 
     async def Watch(self, request: wire.WatchRequest, peer: Peer) -> AsyncIterator[wire.ConfigPush]:
         node_id = request.node_id
-        watcher = None
+        stream = None
         try:
             self._job.check_watch(moment(), request)
-            watcher = self._watchers.begin(node_id, request.config_version)
-            while not watcher.is_over:
-                if watcher.take_news(self._job.book.version):
+            stream = self._config_streams.begin(node_id, request.config_version)
+            while not stream.is_over:
+                if stream.take_news(self._job.book.version):
                     yield self._push()
                     self.counts["pushes"] += 1
                 else:
-                    await watcher.rung()
+                    await stream.rung()
         except Unacknowledged as error:
             self.counts["unacknowledged"] += 1
             self._guard.refuse(RequestRefused("late", str(error)))
         except RequestRefused as error:
             self._guard.refuse(error)
         finally:
-            if watcher is not None:
-                self._watchers.forget(node_id, watcher)
+            if stream is not None:
+                self._config_streams.forget(node_id, stream)
 
     async def Leave(self, request: wire.LeaveRequest, peer: Peer) -> wire.LeaveReply:
         try:
             self._job.leave(moment(), request)
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
-        self._watchers.end(request.node_id)
-        self.tell_followers()
+        self._config_streams.end(request.node_id)
         return wire.LeaveReply()
 
     # ---- people ----
@@ -461,7 +456,7 @@ class MasterService(MasterServicer):
             number, most = request.after, request.most
             while True:
                 news = self._news
-                for event in self._job.log.after(number, most=most):
+                for event in self._job.event_log.after(number, most=most, are_settled=request.follow):
                     number = event.number
                     yield event_message(event)
                 if not request.follow:
@@ -487,7 +482,6 @@ class MasterService(MasterServicer):
             recommendations = self._job.take_pairs(moment(), request)
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
-        self.tell_followers()
         return wire.ReportPairsReply(recommendations=recommendations)
 
     async def GetMetrics(self, request: wire.GetMetricsRequest, peer: Peer) -> wire.MetricHistory:
@@ -506,7 +500,6 @@ class MasterService(MasterServicer):
             await self.write_due_decisions()
         except ANSWERED_ERRORS as error:
             self._guard.refuse(error)
-        self.tell_followers()
         return tuning_report(self._job.tuning, after=newest)
 
     # ---- how ----
@@ -525,21 +518,20 @@ class MasterService(MasterServicer):
                     authored = self._job.propose_decided(moment(), decision)
                     written = replace(decision, version=authored.config.version)
                     await self._stored(partial(self._store.enter_version, authored, written))
-                except ANSWERED_ERRORS as error:
+                except (*ANSWERED_ERRORS, StaleVersion) as error:
                     tuning.refuse_due(moment().time, decision.number, f"it could not be written: {error}")
                 else:
                     self._enter(authored, decision.number)
                     self.counts["generated"] += 1
-        self.tell_followers()
 
     def tell_followers(self) -> None:
-        """Wake the calls of ReadEvents that follow, as there are new events."""
+        """Wake the calls of ReadEvents that follow, as there are new events that they may hear of."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def end_streams(self) -> None:
         """End all nodes' streams of configs, as the master ends."""
-        self._watchers.end_all()
+        self._config_streams.end_all()
 
     def _push(self) -> wire.ConfigPush:
         """The newest config for a stream; the same message for all of them."""
@@ -576,8 +568,7 @@ class MasterService(MasterServicer):
 
     def _enter(self, authored: AuthoredVersion, decision: int | None = None) -> None:
         self._job.enter(moment(), authored, decision=decision)
-        self._watchers.tell(authored.config.version)
-        self.tell_followers()
+        self._config_streams.tell(authored.config.version)
 
     async def _stored(self, write: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -12,7 +13,7 @@ from elastic_ext.tuner.decisions import Decision
 from .configs import ConfigBook
 from .events import EventRecord
 from .job import Job, Now
-from .machines import named
+from .machines import NodeFacts, named
 from .nodes import Node
 from .tuning import Tuning
 from .wire import filled
@@ -35,8 +36,12 @@ _NUM_EVENTS = 20
 _MOST_EVENTS = 1_000
 
 
-def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobStatus:
-    """The status of a job at ``now``: nodes, config, progress, events, troubles, and what to do."""
+def job_status(job: Job, now: Now, request: wire.GetStatusRequest, *, ranks_below: float = math.inf) -> wire.JobStatus:
+    """The status of a job at ``now``: nodes, config, progress, events, troubles, and what to do.
+
+    Workers are in it whose rank is less than ``ranks_below``, and none where the request wants none.
+    """
+    ranks_below = 0 if request.without_workers else ranks_below
     status = wire.JobStatus(
         time=now.time,
         job=job.name,
@@ -44,7 +49,7 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobSt
         epoch=job.epoch,
         up_seconds=now.clock - job.began.clock,
         library=job.settings.library,
-        nodes=[_node_status(job, each, now, with_workers=not request.without_workers) for each in job.nodes],
+        nodes=[_node_status(job, each, now, ranks_below) for each in job.nodes],
         config=_config_status(job, now),
         progress=job.collector.progress(now.time),
         events=newest_events(job, request.num_events),
@@ -53,7 +58,7 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest) -> wire.JobSt
     )
     verdict = job.collector.verdict(now.time)
     status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text, share=verdict.share))
-    comparison = job.machines.comparison(job.collector.stragglers)
+    comparison = job.compared_machines
     status.groups.extend(comparison.groups)
     status.recommendations.extend(comparison.recommendations)
     if job.membership_plans.newest is not None:
@@ -102,7 +107,7 @@ def event_message(event: EventRecord) -> wire.JobEvent:
 
 def newest_events(job: Job, wanted: int) -> list[wire.JobEvent]:
     """The newest events, ``wanted`` of them, or 20 for 0."""
-    return [event_message(each) for each in job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
+    return [event_message(each) for each in job.event_log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
 
 
 def _tuning_status(tuning: Tuning) -> wire.TuningStatus:
@@ -127,14 +132,14 @@ def decision_message(decision: Decision) -> wire.TuningDecision:
     return message
 
 
-def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.NodeStatus:
-    facts = job.machines.facts(node.node_id)
+def _node_status(job: Job, node: Node, now: Now, ranks_below: float) -> wire.NodeStatus:
+    facts = _facts(job, node)
     return wire.NodeStatus(
         node=filled(wire.Node(), node),
         state=node.state,
         seen_seconds=now.clock - node.seen_at,
         config_version=node.held_version,
-        workers=job.collector.workers(node.node_id) if with_workers else [],
+        workers=job.collector.workers(node.node_id, ranks_below=ranks_below),
         machine=facts.in_words if facts is not None else "",
         troubles=_node_troubles(job, node),
     )
@@ -142,9 +147,15 @@ def _node_status(job: Job, node: Node, now: Now, *, with_workers: bool) -> wire.
 
 def _node_troubles(job: Job, node: Node) -> list[str]:
     """The troubles of a node: those that its agent tells, and what is wrong with its machine."""
-    facts = job.machines.facts(node.node_id)
+    facts = _facts(job, node)
     told = [each for each in (node.trouble, node.refusal) if each]
     return told if facts is None else [*told, *facts.troubles]
+
+
+def _facts(job: Job, node: Node) -> NodeFacts | None:
+    """The facts of a node's machine; of a node that is gone as they were while it was one of the job's."""
+    is_present = node.state in ("live", "late")
+    return job.machines.facts(node.node_id, num_nodes=job.nodes.num_present if is_present else None)
 
 
 def _config_status(job: Job, now: Now) -> wire.ConfigStatus:

@@ -32,8 +32,8 @@ __all__ = [
     "Superseded",
     "Unsaved",
     "UnsavedChanges",
-    "network_in_words",
     "stored_decisions",
+    "why_no_store_in",
 ]
 
 
@@ -59,6 +59,7 @@ CREATE TABLE events (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE nodes (node_id TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
 """
+"""The first tables; those named pages are the versions of the config."""
 _ADDED = """
 CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
@@ -111,7 +112,7 @@ class JobStore:
             mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
         except OSError:  # nothing is known of mounts here
             mounts = ""
-        why_not = network_in_words(os.path.realpath(folder), mounts)
+        why_not = why_no_store_in(os.path.realpath(folder), mounts)
         if why_not is not None:
             raise StoreError(why_not)
         try:
@@ -320,8 +321,8 @@ def _file_at(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def network_in_words(folder: str, mountinfo: str) -> str | None:
-    """Why a store must not be in ``folder``, which is on network storage by ``mountinfo``; None where it may be."""
+def why_no_store_in(folder: str, mountinfo: str) -> str | None:
+    """Why no store may be in ``folder``: ``mountinfo`` says that it is on network storage. None where one may be."""
     mount = mount_of(folder, parse_mounts(mountinfo))
     if mount is None or not is_network(mount.file_system):
         return None
@@ -369,7 +370,7 @@ class UnsavedChanges:
         nodes: Nodes,
         machines: Machines,
         membership_plans: MembershipPlans,
-        log: EventLog,
+        event_log: EventLog,
         collector: Collector,
         tuning: Tuning,
         saved_until: float,
@@ -377,7 +378,7 @@ class UnsavedChanges:
         self._nodes = nodes
         self._machines = machines
         self._membership_plans = membership_plans
-        self._log = log
+        self._event_log = event_log
         self._collector = collector
         self._tuning = tuning
         self._saved_until = saved_until  # of the history
@@ -406,10 +407,11 @@ class UnsavedChanges:
         self._forgotten.clear()
         whole, self._whole = self._whole, set()
         plan = self._membership_plans.newest
+        self._saved_until = min(self._saved_until, self._collector.last_time)  # as where the clock was set back
         points = self._collector.rows(self._saved_until)
         self._saved_until = max([self._saved_until, *(time for time, _ in points)])
         return Unsaved(
-            events=self._log.take_new(),
+            events=self._event_log.take_new(),
             nodes=nodes,
             forgotten=forgotten,
             membership=plan.to_json() if plan is not None and "membership" in whole else None,
@@ -421,7 +423,7 @@ class UnsavedChanges:
 
     def give_back(self, unsaved: Unsaved) -> None:
         """Take back changes that could not be stored; ``take`` gives them again."""
-        self._log.give_back(unsaved.events)
+        self._event_log.give_back(unsaved.events)
         self._tuning.give_back(unsaved.decisions)
         self._forgotten += unsaved.forgotten
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)

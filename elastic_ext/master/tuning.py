@@ -193,7 +193,7 @@ class TunerQueue:
         self._waiting: deque[_Question | Callable[[], None]] = deque()
         self._is_busy = False
         self._tuner_number = 0
-        self._tuner: Tuner | None = None  # for what runs alone, while something does
+        self._tuner: Tuner | None = None  # used by the question that is being answered, and by nothing else
         self.has_begun = False
         """Whether there is a tuner to be asked; False again once it has ended or failed."""
         self.standing: TunerStanding | None = None
@@ -288,7 +288,8 @@ class TunerQueue:
 # master: it is asked one thing after another (TunerQueue), and its answers are taken whenever they come. It does no
 # I/O and reads no clock; its code is not loaded while it is off.
 #
-# A decision with changes becomes a config version in mode auto; an undo does so in any mode but off. Until then it is
+# A decision with changes becomes a config version in mode auto. An undo does so in any mode: where a config sets the
+# mode off, or to advise, what was being tried is taken out of it. Until then it is
 #
 #   due      the tuner has decided it, and the master is to write it as the next version;
 #   pending  the version is written, and ranks are not known to train under it yet.
@@ -562,7 +563,7 @@ class Tuning:
             del self._decisions[number]
 
     def _may_write(self, decision: Decision) -> bool:
-        """Whether a decision may become a config version: in mode auto, or as an undo in any mode."""
+        """Whether a decision may become a config version: in mode auto, or as an undo in any mode, off too."""
         return self._mode == "auto" or decision.kind == "undo"
 
     def _note_written(self, number: int, version: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.report import stragglers
+from elastic_ext.doctor.report import compared_nodes
 
 SHARE = 0.15
 speeds = st.floats(min_value=1e-6, max_value=1e12)
@@ -14,7 +14,7 @@ measured = st.dictionaries(st.text(max_size=3), st.lists(speeds, min_size=3, max
 
 
 def _states(values: dict[str, list[float]], *, is_rate: bool = False) -> dict[str, str]:
-    return {name: one.state for name, one in stragglers(values, is_rate=is_rate, least_share=SHARE).items()}
+    return {name: one.state for name, one in compared_nodes(values, is_rate=is_rate, least_share=SHARE).items()}
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_one_slow_window_makes_no_straggler() -> None:
 def test_who_has_not_been_measured_is_undecided_and_counts_for_nothing() -> None:
     values = {"a": [1.0], "b": [1.0], "c": [2.0], "d": []}
     assert _states(values) == {"a": "normal", "b": "normal", "c": "straggler", "d": "undecided"}
-    assert stragglers(values, is_rate=False, least_share=SHARE)["d"].times_slower is None
+    assert compared_nodes(values, is_rate=False, least_share=SHARE)["d"].times_slower is None
 
 
 def test_the_reason_says_by_how_much_and_of_how_many() -> None:
-    standing = stragglers({"a": [1.0], "b": [1.0], "c": [2.0]}, is_rate=False, least_share=SHARE)["c"]
+    standing = compared_nodes({"a": [1.0], "b": [1.0], "c": [2.0]}, is_rate=False, least_share=SHARE)["c"]
     assert standing.reason == "2.00 times as slow as the median of 3"
     assert standing.times_slower == 2.0
 

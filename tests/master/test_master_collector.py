@@ -7,12 +7,14 @@ import math
 import random
 import time
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.master_beats import NUM_WORKERS, STEP, made_worker, made_workers
+from elastic_ext.master import node_metrics
 from elastic_ext.master.collector import Collector
 from elastic_ext.master.wire import logged_of, master_pb2, metrics_of, put_logged
 from elastic_ext.records.logged import MOST_NAMES
@@ -150,6 +152,25 @@ def test_a_rank_that_is_slow_for_three_rounds_is_named_and_no_more_some_rounds_a
     assert "as long as it took before" in found.text
     assert rounds(3)[-1] == (13,), "it may be slow again"
     assert rounds(6)[-1] == ()
+
+
+@pytest.mark.parametrize("num_ranks", [16, 2048, 2056, 3000, 4096, 10_000])
+def test_what_is_usual_is_found_in_a_large_job_too_where_every_second_rank_is_slow(num_ranks: int) -> None:
+    times = (0.2, 0.1) * (num_ranks // 2)
+    report = node_metrics.report_of(BEGIN, "host", [])
+    slow = node_metrics.SlowRanks()
+    for number in range(3):
+        reports = {
+            f"node-{first}": replace(
+                report,
+                time=BEGIN + number,
+                ranks=tuple(range(first, first + 8)),
+                local_seconds=times[first : first + 8],
+            )
+            for first in range(0, num_ranks, 8)
+        }
+        slow.see(reports)
+    assert slow.named and all(each.rank % 2 == 0 for each in slow.named)
 
 
 def test_who_is_slow_is_named_also_once_the_masters_clock_was_put_back() -> None:
@@ -395,6 +416,24 @@ def test_windows_that_are_kept_are_bounded_however_many_call_themselves_the_same
     for number in range(300):
         collector.forget(f"node-{number}")
     assert collector._num_kept == collector._num_bytes == collector._num_ranks == 0
+
+
+def test_ranks_of_nodes_that_are_gone_take_nothing_from_those_that_are_there() -> None:
+    """Neither are they counted, by which fewer ranks would be looked at, nor do their windows take the room."""
+    collector = Collector()
+    for start in range(40):
+        for node in range(2):
+            collector.take(BEGIN, f"start-{start}-node-{node}", made_workers(node, end=BEGIN))
+        assert collector.num_ranks == 2 * NUM_WORKERS
+        for node in range(2):
+            collector.note_gone(f"start-{start}-node-{node}")
+            collector.note_gone(f"start-{start}-node-{node}")
+        assert collector.num_ranks == 0
+    _beat(collector, BEGIN + 60)
+    assert collector.verdict(BEGIN + 60).evidence["num_ranks"] == 2 * NUM_WORKERS
+    collector.take(BEGIN + 60, "start-0-node-0", made_workers(0, end=BEGIN + 60))
+    assert collector.num_ranks == 3 * NUM_WORKERS, "it is there again"
+    assert collector.workers("start-0-node-1"), "its last report is shown still"
 
 
 def test_a_beat_of_eight_workers_is_taken_in_well_below_a_millisecond() -> None:

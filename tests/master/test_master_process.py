@@ -106,6 +106,19 @@ def test_what_was_answered_is_there_after_a_kill_at_any_moment(master: MasterPro
         versions[:] = [each.version for each in entries]  # one that was stored and could not be told of counts as well
 
 
+def test_an_event_that_was_told_to_a_follower_keeps_its_number_whenever_the_master_is_killed(
+    master: MasterProcess,
+) -> None:
+    caller = master.caller()
+    caller.join()
+    follower = caller("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=60)
+    caller.beat(events=[wire.JobEvent(kind="note", text="heard")])
+    heard = next(each for each in follower if each.kind == "note")
+    master.kill()
+    master.start()
+    assert [each.text for each in master.caller()("ReadEvents") if each.number == heard.number] == ["heard"]
+
+
 def test_one_that_is_stopped_for_longer_than_the_lease_takes_nobody_for_lost(master: MasterProcess) -> None:
     caller = master.caller()
     caller.join()
@@ -196,10 +209,24 @@ def test_prometheus_is_answered_where_that_was_asked_for(tmp_path: Path) -> None
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(address, timeout=10)
         request = urllib.request.Request(address, headers={"Authorization": f"Bearer {TOKEN}"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            page = answer.read().decode()
-        assert 'elastic_ext_nodes{state="live"} 1' in page and "elastic_ext_master_joins_total 1" in page
-        assert TOKEN not in page
+
+        def page(request: urllib.request.Request = request) -> str:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return str(answer.read().decode())
+
+        assert 'elastic_ext_nodes{state="live"} 1' in page() and "elastic_ext_master_joins_total 1" in page()
+        assert TOKEN not in page()
+        for number in range(17):  # as many ranks as have series, and more
+            caller.join(f"gone-{number}")
+            caller.beat(f"gone-{number}", workers=[wire.Worker(rank=64 * number + each) for each in range(64)])
+        until(lambda page=page: "elastic_ext_ranks 1088\n" in page())  # type: ignore[misc]
+        ranks = {int(each) for each in re.findall(r'_rank_running{rank="(\d+)"', page())}
+        assert ranks == {*range(1024)} and "elastic_ext_ranks_left_out 64\n" in page()
+        for number in range(17):
+            caller("Leave", wire.LeaveRequest(node_id=f"gone-{number}", incarnation=1))
+        caller.beat(workers=[wire.Worker(rank=0, state="running")])
+        until(lambda page=page: 'elastic_ext_rank_running{rank="0",node="a"} 1' in page())  # type: ignore[misc]
+        assert "elastic_ext_ranks 1\n" in page() and "elastic_ext_ranks_left_out 0\n" in page()
         taken = started("--port", "0", "--state-dir", str(tmp_path / "other"), "--metrics-port", found.group(1))
         assert taken.returncode == 2 and "--metrics-port 0" in taken.stderr
 

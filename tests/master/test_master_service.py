@@ -321,6 +321,20 @@ def test_events_that_come_again_as_an_answer_was_lost_are_taken_once(caller: Cal
     assert told()[5:] == ["5"], "those between were dropped by the agent"
 
 
+def test_dropped_events_that_a_beat_tells_of_again_are_told_of_once(caller: Caller) -> None:
+    def told() -> list[str]:
+        return [each.text.split()[3] for each in caller("ReadEvents") if each.kind == "events-dropped"]
+
+    caller.join()
+    events = [wire.JobEvent(kind="note", text=str(number)) for number in range(1, 6)]
+    caller.beat(events=events[:2], first_event=1, num_events_dropped=7)
+    caller.beat(events=events[:2], first_event=1, num_events_dropped=7)
+    caller.join()
+    caller.beat(events=events[:4], first_event=1, num_events_dropped=9)
+    caller.beat(events=events[4:], first_event=5, num_events_dropped=3)
+    assert told() == ["7", "2", "3"], "the last one follows a beat that was answered"
+
+
 def test_a_node_that_tells_of_too_much_is_cut_short_and_counted(caller: Caller) -> None:
     caller.join("a")
     caller.join("b")

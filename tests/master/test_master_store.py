@@ -14,7 +14,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import HistoryEntry
 from elastic_ext.master.configs import AuthoredVersion
 from elastic_ext.master.events import EventRecord, NodeRecord
-from elastic_ext.master.store import JobStore, StoreError, Superseded, network_in_words
+from elastic_ext.master.store import JobStore, StoreError, Superseded, why_no_store_in
 
 
 def version_of(version: int, **given: int) -> AuthoredVersion:
@@ -173,10 +173,10 @@ def test_storage_over_a_network_is_refused_with_the_reason() -> None:
         "2 1 0:50 / /mnt/shared rw - nfs4 server:/ rw\n"
         "3 2 8:2 / /mnt/shared/local rw - xfs /dev/sdb1 rw\n"
     )
-    assert "is on nfs4, storage over a network" in str(network_in_words("/mnt/shared/job", mounts))
-    assert network_in_words("/mnt/shared/local/job", mounts) is None
-    assert network_in_words("/home/job", mounts) is None
-    assert network_in_words("/home/job", "") is None
+    assert "is on nfs4, storage over a network" in str(why_no_store_in("/mnt/shared/job", mounts))
+    assert why_no_store_in("/mnt/shared/local/job", mounts) is None
+    assert why_no_store_in("/home/job", mounts) is None
+    assert why_no_store_in("/home/job", "") is None
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import pytest
 
 from elastic_ext.cli.master import is_healthy, status_words
 from elastic_ext.master.job import Job, JobSettings, Now
+from elastic_ext.master.nodes import RequestRefused
+from elastic_ext.master.status import job_status
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire import window_message
@@ -21,6 +23,8 @@ from elastic_ext.records.metrics import StepWindow
 from tests.support.clusters import machine_of, pair_report
 from tests.support.machines import machine
 from tests.support.masters import Caller, join_request, master_in_process, master_on_thread, until
+
+STORED = Stored(job="j", job_id="0", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
 
 
 @pytest.fixture
@@ -98,6 +102,8 @@ def test_machines_are_told_of_in_a_line_and_unlike_ones_are_named(caller: Caller
     assert caller.beat("c").wants_hardware
     caller.beat("c", hardware="{ nothing of the kind")
     assert any("cannot be read" in each for node in caller.status().nodes for each in node.troubles)
+    caller("Leave", wire.LeaveRequest(node_id="b", incarnation=1))
+    until(lambda: not any("torch" in each for each in caller.status().recommendations))
 
 
 def test_what_is_wrong_with_machines_is_a_trouble_of_the_job_once_for_all_of_them(caller: Caller) -> None:
@@ -143,6 +149,22 @@ def test_a_machine_that_is_known_to_be_bad_only_after_it_has_joined_is_out_again
         assert [each.kind for each in caller("ReadEvents")].count("node-refused") == 1, "it is told of once"
 
 
+def test_a_machine_is_judged_by_how_many_nodes_the_job_has_with_it() -> None:
+    """Loopback alone is no fault of a job's only machine, however often it joins and whoever was there before."""
+    network = machine().network
+    loopback = replace(network, interfaces=tuple(each for each in network.interfaces if each.is_loopback))
+    hardware = replace(machine(), network=loopback).to_json()
+    now = Now(clock=0.0, time=1e9)
+    job = Job(STORED, JobSettings(library="1", refuses_bad_nodes=True), now)
+    for _ in range(2):
+        job.join(now, join_request("a", hardware=hardware))
+    job.leave(now, wire.LeaveRequest(node_id="a", incarnation=1))
+    job.join(now, join_request("b", hardware=hardware))
+    assert not any(each.troubles for each in job_status(job, now, wire.GetStatusRequest()).nodes)
+    with pytest.raises(RequestRefused, match="no network interface but loopback"):
+        job.join(now, join_request("c", hardware=hardware))
+
+
 def test_what_pairs_have_measured_is_kept_over_a_restart_and_nonsense_is_refused(tmp_path: Path) -> None:
     def near(caller: Caller) -> list[list[str]]:
         return sorted(sorted(each.node_ids) for each in caller.status().groups)
@@ -173,8 +195,7 @@ def kept_pairs(folder: Path) -> str:
 
 
 def test_a_history_is_told() -> None:
-    stored = Stored(job="j", job_id="0", epoch=1, versions=(), events=(), nodes=(), membership="", pairs="", points=())
-    job = Job(stored, JobSettings(library="1"), Now(clock=0.0, time=1e9))
+    job = Job(STORED, JobSettings(library="1"), Now(clock=0.0, time=1e9))
     job.join(Now(clock=0.0, time=1e9), join_request("a"))
     for second in range(200):
         now = Now(clock=second, time=1e9 + second)
@@ -185,5 +206,5 @@ def test_a_history_is_told() -> None:
     assert len(points) >= 15 and points[-1].steps_per_second == 10.0 and points[-1].num_workers == 1
     rows = job.take_unsaved().points
     assert rows and not job.take_unsaved().points, "each is stored once"
-    again = Job(replace(stored, points=tuple(text for _, text in rows)), job.settings, Now(clock=0.0, time=1e9 + 300))
+    again = Job(replace(STORED, points=tuple(text for _, text in rows)), job.settings, Now(clock=0.0, time=1e9 + 300))
     assert [each.steps_per_second for each in again.collector.history().points][-1] == 10.0

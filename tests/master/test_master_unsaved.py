@@ -57,6 +57,20 @@ def test_a_node_that_was_forgotten_and_has_come_back_is_stored(tmp_path: Path) -
     store.close()
 
 
+def test_points_are_stored_also_once_the_clock_was_set_back() -> None:
+    found = job()
+    found.join(at(0.0), join_request("a"))
+    for back in (0, 6000):
+        times = []
+        for second in range(0, 300, 5):
+            now = Now(clock=back + second, time=1e9 + second - back)
+            worker = wire.Worker(rank=0, state="running", step=second)
+            found.beat(now, wire.BeatRequest(node_id="a", incarnation=1, workers=[worker]))
+            found.tick(now)
+            times += [time + back - 1e9 for time, _ in found.take_unsaved().points]
+        assert times == [20 + 60 * number for number in range(5)], "each minute once"
+
+
 def kept(store: JobStore, unsaved: Unsaved) -> None:
     store.keep(
         events=unsaved.events,

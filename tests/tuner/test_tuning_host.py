@@ -78,7 +78,7 @@ class Told:
         self.job.enter(self._moment, self.job.propose_change(self._moment, wire.SetConfigRequest(changes=values)))
 
     def texts(self, kind: str) -> list[str]:
-        return [each.text for each in self.job.log.after(0) if each.kind == kind]
+        return [each.text for each in self.job.event_log.after(0) if each.kind == kind]
 
     @property
     def _digest(self) -> str:
@@ -367,6 +367,10 @@ def test_nodes_tell_more_often_while_something_is_tried_and_there_are_few() -> N
     for number in range(40):
         told.job.join(Now(clock=told.now, time=told.now), join_request(f"node-{number}"))
     assert told.beat().beat_seconds == BEAT
+    for number in range(40):
+        leave = wire.LeaveRequest(node_id=f"node-{number}", incarnation=1)
+        told.job.leave(Now(clock=told.now, time=told.now), leave)
+    assert told.beat().beat_seconds == 0.5, "nodes that have left are none of the job's"
 
 
 def test_a_strategy_that_fails_is_named_and_its_master_goes_on(caplog: pytest.LogCaptureFixture) -> None:

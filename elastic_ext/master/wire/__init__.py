@@ -43,7 +43,8 @@ _METRICS_OF: Mapping[str, Sequence[tuple[str, MetricUnit, bool]]] = {
     ]
     for message, of_ranks in ((master_pb2.Worker.DESCRIPTOR, True), (master_pb2.Progress.DESCRIPTOR, False))
 }
-"""The metrics of each message: name, unit, and whether the message has a field for it."""
+"""The metrics that each message has, of those that masters hear of: name, unit, and whether the message has a field for
+it. A Progress has those with one value for the whole job, which is a median over ranks."""
 _LOGGED = "logged."
 """What the names of numbers that the script has logged begin with in the map ``metrics``."""
 

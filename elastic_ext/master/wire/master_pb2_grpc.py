@@ -94,15 +94,15 @@ class MasterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Beat(self, request, context):
-        """What there is to say of a node, every few seconds; it renews the node's lease.
+        """Says every few seconds what has changed on a node, and renews the node's lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Configs as they come, until the agent goes. The newest one that the node lacks is sent at once. A node has one such
-        stream: a newer one ends the older. One that is sent a config and holds it in no Beat for a while is ended as well.
+        """Gives configs as they come, the newest at once if the node lacks it. A node has one such stream: a newer one ends
+        the older. A stream also ends where no Beat says within acknowledge_seconds that the node's file has what was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,60 +118,63 @@ class MasterServicer(object):
     def GetStatus(self, request, context):
         """---- people ----
 
+        Gives the status of the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadEvents(self, request, context):
-        """Events in their order, and then, if wanted, those to come.
+        """Gives events in their order, and then, if wanted, those to come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetConfig(self, request, context):
-        """The next version, from the newest one.
+        """Writes the next version of the config, made from the newest that ranks have not refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UndoConfig(self, request, context):
-        """The content before the newest one, as the next version.
+        """Writes the content before the newest one as the next version; versions that ranks have refused are passed over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetConfigs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives the versions of the config that the master keeps.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportPairs(self, request, context):
-        """What nodes have measured of themselves and of each other.
+        """Tells the master what nodes have measured of themselves and of each other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives the job's metrics over time.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTuning(self, request, context):
-        """What the tuner has decided, and how it stands.
+        """Gives the state of the tuner, and what it has decided.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ControlTuning(self, request, context):
-        """Have the tuner pause, go on, or take its last change back; what follows from that.
+        """Has the tuner pause, go on, or take its last change back; the reply has the decisions made since this call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
