@@ -350,9 +350,10 @@ class ConfigWatcher:
         self.on_news()
 
     def _seconds_to_wait(self) -> float:
-        if self._warn_at is None:
+        warn_at = self._warn_at  # read once: another thread may find the file put right meanwhile
+        if warn_at is None:
             return self._poll_seconds
-        return min(self._poll_seconds, max(self._warn_at - time.monotonic(), 0.0) + 0.001)
+        return min(self._poll_seconds, max(warn_at - time.monotonic(), 0.0) + 0.001)
 
     def _look(self, *, must_read: bool, is_last: bool = False) -> None:
         with self._changed:
