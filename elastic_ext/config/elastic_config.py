@@ -173,12 +173,14 @@ class ElasticConfig(Section):
         return result
 
     def get(self, path: str) -> Value:
-        """The value of a dotted key, None where it is absent."""
+        """The value of a dotted key, None where it is absent or no key at all."""
         name, _, rest = path.partition(".")
         if name == "user":
             return self.user.get(rest)
-        holder: Section = getattr(self, name) if rest else self
-        value: Value = getattr(holder, rest or name) if path in KEYS else None
+        if path not in KEYS:
+            return None
+        holder: object = getattr(self, name) if rest else self
+        value: Value = getattr(holder, rest or name)
         return value
 
     def over(self, base: ElasticConfig) -> ElasticConfig:
