@@ -489,6 +489,7 @@ class Agreement:
 
         All ranks call this with the same changes, where a step is taken again, after ``meet``.
         """
+        self._raise_if_unusable()
         with self._breaking():
             applied, refusal = self._rounds.revise(changes, reason, self.step)
         self._keep_applied(applied)
@@ -519,6 +520,7 @@ class Agreement:
             yield
         except RanksError as error:
             self._broken = error
+            self.rouse()
             raise
 
     def _raise_if_unusable(self) -> None:

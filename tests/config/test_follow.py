@@ -548,6 +548,22 @@ def test_an_applier_that_fails_ends_the_run_and_stays_failed(folder: Path) -> No
         follower.close()
 
 
+def test_a_revision_that_fails_lets_no_boundary_pass_quietly(folder: Path) -> None:
+    follower = follower_in(folder, agree_every_steps=100)
+    follower.start()
+    follower.add(RecordingApplier(fail={0: "apply"}))
+    with seen_by() as seen:
+        take_step(follower, seen)
+    assert follower.pass_quietly(2, 0)
+    for _ in range(2):
+        with pytest.raises(ElasticError, match="ArithmeticError: apply of version 0, revision 1 broke"):
+            follower.revise({"optimizer.learning_rate": 0.5}, "a test")
+    assert not follower.pass_quietly(3, 0)
+    with pytest.raises(ElasticError, match="ArithmeticError: apply of version 0, revision 1 broke"):
+        follower.boundary()
+    follower.close()
+
+
 def test_a_file_found_at_the_start_is_judged_after_the_first_step_has_read_its_knobs(folder: Path) -> None:
     put(folder, 0, {"version": 1, "user": {"read": 1, "raed": 1}})
     with seen_by() as seen, follower_in(folder) as follower:
