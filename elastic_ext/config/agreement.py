@@ -315,11 +315,14 @@ class Agreement:
         """
         if self._num_boundaries:
             raise ElasticError("a config can be resumed only before the first step; load the checkpoint before it")
+        if self._started:
+            self._raise_if_unusable()
         self._rounds.resume(config)
         self.resumed_version = config.version
         if self._started:
             self.rouse()
-            self._applied = self._rounds.start_again(self._place)
+            with self._breaking():
+                self._applied = self._rounds.start_again(self._place)
 
     def take_world(self, world: World) -> None:
         """Agree with the ranks of ``world`` from here on, between two steps, as often as ranks do at the start.

@@ -548,6 +548,19 @@ def test_an_applier_that_fails_ends_the_run_and_stays_failed(folder: Path) -> No
         follower.close()
 
 
+def test_an_applier_that_fails_as_a_checkpoint_is_loaded_ends_the_run_and_stays_failed(folder: Path) -> None:
+    state = {"config": {"version": 7}, "revision": 0, "step": 3}
+    follower = follower_in(folder)
+    follower.start()
+    follower.add(RecordingApplier(fail={7: "check"}))
+    for _ in range(2):
+        with pytest.raises(ElasticError, match="ArithmeticError: check of version 7 broke"):
+            follower.load_state_dict(state)
+    with pytest.raises(ElasticError, match="ArithmeticError: check of version 7 broke"):
+        follower.boundary()
+    follower.close()
+
+
 def test_a_revision_that_fails_lets_no_boundary_pass_quietly(folder: Path) -> None:
     follower = follower_in(folder, agree_every_steps=100)
     follower.start()
