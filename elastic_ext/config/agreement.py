@@ -323,6 +323,7 @@ class Agreement:
             self.rouse()
             with self._breaking():
                 self._applied = self._rounds.start_again(self._place)
+            self._save = self._starts_with_save
 
     def take_world(self, world: World) -> None:
         """Agree with the ranks of ``world`` from here on, between two steps, as often as ranks do at the start.
@@ -349,8 +350,7 @@ class Agreement:
             self._exchange.compare_start({**mine, **self.compared_at_start})
             self._rank_interval.measure()
             applied = self._rounds.start(self._place)
-        if applied is not None and applied.new.checkpoint.now and applied.new.version != self.resumed_version:
-            self.request_save()
+        self._save = self._starts_with_save
         return applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
@@ -506,6 +506,13 @@ class Agreement:
         """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""
         self._exchange.drop()
         self.rouse()
+
+    @property
+    def _starts_with_save(self) -> bool:
+        """Whether what is in force at the start asks for a checkpoint that the one loaded has not been saved for."""
+        config, base = self.config, self.base
+        is_resumed = config.version == base.version and config.revision <= base.revision
+        return config.checkpoint.now is True and not is_resumed
 
     @property
     def leaving(self) -> bool:

@@ -145,16 +145,37 @@ def test_a_version_that_asks_for_a_checkpoint_gets_one_and_its_revisions_none(fo
         assert len(seen.saves) == 2
 
 
+@pytest.mark.parametrize("is_started", [False, True])
 @pytest.mark.parametrize(("resumed_version", "num_saves"), [(4, 1), (5, 0)])
 def test_a_restart_saves_for_a_file_only_if_the_checkpoint_did_not_know_its_version(
-    folder: Path, resumed_version: int, num_saves: int
+    folder: Path, resumed_version: int, num_saves: int, is_started: bool
 ) -> None:
     put(folder, 0, {"version": 5, "checkpoint": {"now": True}})
     state = {"config": {"version": resumed_version}, "revision": 0, "step": 3}
-    with seen_by() as seen, resumed(folder, {}, state) as follower:
+    with seen_by() as seen, follower_in(folder) if is_started else resumed(folder, {}, state) as follower:
+        if is_started:
+            follower.load_state_dict(state)
         for _ in range(6):
             take_step(follower, seen)
     assert len(seen.saves) == num_saves
+
+
+def test_a_file_that_comes_between_the_start_and_the_loading_of_a_checkpoint_is_saved_for(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        put(folder, 0, {"version": 5, "checkpoint": {"now": True}}, seen_by=follower)
+        follower.load_state_dict({"config": {"version": 4}, "revision": 0, "step": 3})
+        for _ in range(6):
+            take_step(follower, seen)
+    assert len(seen.saves) == 1
+
+
+def test_a_save_that_the_script_asks_for_before_it_loads_a_checkpoint_is_not_lost(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.request_save()
+        follower.load_state_dict({"config": {"version": 4, "checkpoint": {"now": True}}, "revision": 0, "step": 3})
+        for _ in range(6):
+            take_step(follower, seen)
+    assert len(seen.saves) == 1
 
 
 # --- knobs and appliers ---------------------------------------------------------------------------------------------
