@@ -114,7 +114,7 @@ class Applied:
 class Appliers:
     """One rank's appliers; ``check`` and ``apply`` are called by all ranks together.
 
-    An applier whose attribute ``only_checks`` is true may refuse a change of its section, and puts none into effect.
+    An applier whose attribute ``only_checks`` is true may refuse a config, and its ``apply`` is not called.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -134,7 +134,11 @@ class Appliers:
     @property
     def sections(self) -> frozenset[str]:
         """The sections that an applier of this rank puts into effect."""
-        return frozenset(each.section for each in self._appliers if not getattr(each, "only_checks", False))
+        return frozenset(each.section for each in self._applying)
+
+    @property
+    def _applying(self) -> list[Applier]:
+        return [each for each in self._appliers if not getattr(each, "only_checks", False)]
 
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
         """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
@@ -172,7 +176,7 @@ class Appliers:
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
         changed = {section_of(path) for path in old.differences(new)}
-        concerned = [each for section in SECTIONS for each in self._appliers if section == each.section in changed]
+        concerned = [each for section in SECTIONS for each in self._applying if section == each.section in changed]
         reasons: list[str] = []
         num_applied, failure = 0, None
         try:

@@ -20,6 +20,7 @@ import torch
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
 from elastic_ext.cli import main
+from elastic_ext.config.apply import Declined
 from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
@@ -238,6 +239,26 @@ def test_sections_are_applied_in_the_houses_order_and_only_where_they_differ(fol
         )
         step_until(follower, seen, lambda: follower.config.version == 1)
     assert order == ["communication", "parallelism", "optimizer", "checkpoint", "user"]
+
+
+def test_an_applier_that_only_checks_does_not_make_a_declined_config_an_error(folder: Path) -> None:
+    def before(doing: str, new: ElasticConfig) -> None:
+        if (doing, new.version) == ("apply", 1):
+            raise Declined("no memory")
+
+    checking, declining = RecordingApplier("dataloader"), RecordingApplier("optimizer", before=before)
+    checking.only_checks = True  # type: ignore[attr-defined]
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(checking)
+        follower.add(declining)
+        for version in (1, 2):
+            put(folder, 0, rate(version, 0.5, dataloader={"batch_size": 4}))
+            step_until(follower, seen, lambda: f"version {version}" in declining.checked)  # noqa: B023
+        step_until(follower, seen, lambda: follower.config.version == 2)
+    assert declining.applied == [("version 0", "version 2")]
+    assert checking.applied == []
+    refusals = [line for line in seen.log if "refused" in line]
+    assert refusals == ["WARNING config version 1 was refused, version 0 stays in force: rank 0: optimizer: no memory"]
 
 
 def test_an_applier_of_an_unknown_section_is_refused(folder: Path) -> None:
