@@ -606,7 +606,7 @@ class Agreement:
         self.every = gathered.interval
         self._rank_interval.mark_sent()
         self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
-        if gathered.proposing or (gathered.fresh and gathered.lowest_held > self.config.version):
+        if gathered.proposing or (gathered.fresh and gathered.lowest_held > self._rounds.newest_agreed.version):
             self._keep_applied(self._rounds.hold_round(self._place))
         elif gathered.asking:
             self._name_laggards(gathered)

@@ -341,7 +341,7 @@ class ConfigRounds:
         key = None if newer is None else _key(newer)
         is_fresh = key is not None and key != self._announced
         self._announced = key
-        return (self._newest_agreed if newer is None else newer).version, is_fresh
+        return (self.newest_agreed if newer is None else newer).version, is_fresh
 
     def hold_round(self, place: RoundPlace) -> Applied | None:
         """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
@@ -375,7 +375,7 @@ class ConfigRounds:
         if held is self._looked_at:
             return
         self._looked_at = held
-        agreed = self._newest_agreed
+        agreed = self.newest_agreed
         if held is None or held.version > agreed.version or _key(held) in self._settled | self._warned_stale:
             return
         self._warned_stale.add(_key(held))
@@ -398,7 +398,8 @@ class ConfigRounds:
             self._tell_refusal(late, words, is_late=True)
 
     @property
-    def _newest_agreed(self) -> ElasticConfig:
+    def newest_agreed(self) -> ElasticConfig:
+        """The config that all ranks agreed on last: the scheduled one, else that in force."""
         return self.config if self.scheduled is None else self.scheduled
 
     def _unsettled_file(self) -> ElasticConfig | None:
@@ -407,7 +408,7 @@ class ConfigRounds:
 
     def _newer_file(self) -> ElasticConfig | None:
         file = self._unsettled_file()
-        return None if file is None or file.version <= self._newest_agreed.version else file
+        return None if file is None or file.version <= self.newest_agreed.version else file
 
     def _hold_round_with(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
         choice, content = self._choose(file, place)

@@ -129,6 +129,20 @@ def test_a_value_that_the_start_up_values_forbid_is_refused_with_the_reason(fold
         assert follower.config.version == 0
 
 
+def test_a_file_that_waits_for_its_step_since_the_start_is_replaced_by_a_newer_one_below_the_checkpoints(
+    folder: Path,
+) -> None:
+    put(folder, 0, {"version": 3, "apply_at_step": 60, "user": {"x": 3}})
+    state = {"config": {"version": 7}, "revision": 0, "step": 40}
+    with seen_by() as seen, resumed(folder, {}, state) as follower:
+        assert follower.config.version == 7
+        put(folder, 0, {"version": 5, "user": {"x": 5}}, seen_by=follower)
+        for _ in range(4):
+            take_step(follower, seen)
+        assert follower.config.version == 5
+    assert not [line for line in seen.log if "refused" in line]
+
+
 # --- save once ------------------------------------------------------------------------------------------------------
 
 
