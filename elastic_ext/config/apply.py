@@ -526,7 +526,8 @@ class ConfigRounds:
             return None, reasons
         applied = Applied(old=self.config, new=new, step=step, effects=self._appliers.effects())
         self.config = new
-        self._settled = {key for key in self._settled if key[0] >= new.version}
+        lowest = min(new.version, self.newest_agreed.version)
+        self._settled = {key for key in self._settled if key[0] >= lowest}
         if self._ranks.rank == 0 and new.digest != applied.old.digest:  # else it is in force already, and said
             _logger.info("config %s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}

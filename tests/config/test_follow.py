@@ -143,6 +143,19 @@ def test_a_file_that_waits_for_its_step_since_the_start_is_replaced_by_a_newer_o
     assert not [line for line in seen.log if "refused" in line]
 
 
+def test_a_file_that_waits_for_its_step_while_a_checkpoint_is_loaded_is_not_said_to_be_refused(folder: Path) -> None:
+    put(folder, 0, {"version": 3, "apply_at_step": 45, "user": {"x": 3}})
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.load_state_dict({"config": {"version": 7, "user": {"y": 1}}, "revision": 0, "step": 40})
+        assert follower.config.label == "version 7"
+        follower.propose({"user.y": 2}, "a test")
+        for _ in range(8):
+            take_step(follower, seen)
+        assert follower.config.user == {"x": 3, "y": 1}
+    assert seen.in_force[4:6] == ["version 7, revision 1", "version 3"]
+    assert not [line for line in seen.log if "refused" in line]
+
+
 # --- save once ------------------------------------------------------------------------------------------------------
 
 
