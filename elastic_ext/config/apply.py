@@ -263,7 +263,10 @@ class ConfigRounds:
     ) -> None:
         self.config = base
         self.scheduled: ElasticConfig | None = None
-        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one."""
+        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one.
+
+        Of a file found at the start, which could not be checked before a step has run: at the next boundary.
+        """
         self._ranks = ranks
         self._source = source
         self._appliers = appliers
@@ -349,8 +352,10 @@ class ConfigRounds:
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduled config comes into force at ``step``."""
-        at_step = None if self.scheduled is None else self.scheduled.apply_at_step
-        return at_step is not None and step >= at_step
+        if self.scheduled is None:
+            return False
+        at_step = self.scheduled.apply_at_step
+        return at_step is None or step >= at_step
 
     def apply_scheduled(self, step: int) -> Applied | None:
         """Put the scheduled config in force."""
@@ -384,7 +389,7 @@ class ConfigRounds:
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
             held.version,
             agreed.version,
-            "in force" if agreed is self.config else f"agreed for step {agreed.apply_at_step}",
+            "in force" if agreed is self.config else _when(agreed),
             agreed.version + 1,
         )
 
@@ -471,18 +476,22 @@ class ConfigRounds:
             return None
         displaced = self.scheduled
         applied: Applied | None = None
-        if file.apply_at_step is None or file.apply_at_step <= step:
-            applied, reasons = self._put_in_force(new, step)
-            self.scheduled = None if applied is not None else displaced
-        else:
-            reasons = self._appliers.check(new)
-            self.scheduled = displaced if reasons else new
-            if not reasons and self._ranks.rank == 0:
-                _logger.info("config %s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+        try:
+            if file.apply_at_step is None or file.apply_at_step <= step:
+                applied, reasons = self._put_in_force(new, step)
+                self.scheduled = None if applied is not None else displaced
+            else:
+                reasons = self._appliers.check(new)
+                self.scheduled = displaced if reasons else new
+                if not reasons and self._ranks.rank == 0:
+                    _logger.info("config %s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+        except AskAgainLater:
+            if not at_start:
+                raise
+            self.scheduled = new  # by the next agreement its version or its step may count as too low
+            return None
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
-            _logger.info(
-                "config %s, agreed for step %s, is replaced by %s", displaced.label, displaced.apply_at_step, new.label
-            )
+            _logger.info("config %s, %s, is replaced by %s", displaced.label, _when(displaced), new.label)
         self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
 
@@ -558,6 +567,11 @@ def _file_in(content: bytes) -> ElasticConfig:
 
 def _key(file: ElasticConfig) -> tuple[int, str]:
     return file.version, file.digest
+
+
+def _when(scheduled: ElasticConfig) -> str:
+    at_step = scheduled.apply_at_step
+    return "which waits for a step to have run" if at_step is None else f"agreed for step {at_step}"
 
 
 def _in_words(reasons: Mapping[int, list[str]]) -> str:

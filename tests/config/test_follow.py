@@ -20,7 +20,7 @@ import torch
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
 from elastic_ext.cli import main
-from elastic_ext.config.apply import Declined
+from elastic_ext.config.apply import AskAgainLater, Declined
 from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
@@ -153,6 +153,55 @@ def test_a_file_that_waits_for_its_step_while_a_checkpoint_is_loaded_is_not_said
             take_step(follower, seen)
         assert follower.config.user == {"x": 3, "y": 1}
     assert seen.in_force[4:6] == ["version 7, revision 1", "version 3"]
+    assert not [line for line in seen.log if "refused" in line]
+
+
+# --- what has to be tried in a step first -----------------------------------------------------------------------------
+
+
+class Trying(RecordingApplier):
+    """An applier that has to try configs of these labels in a step first: it asks once to be asked again later."""
+
+    def __init__(self, *labels: str) -> None:
+        super().__init__(before=self._try_first)
+        self._untried = set(labels)
+
+    def _try_first(self, doing: str, new: ElasticConfig) -> None:
+        if new.label in self._untried:
+            self._untried.remove(new.label)
+            raise AskAgainLater
+
+
+@pytest.mark.parametrize("at_step", [{}, {"apply_at_step": 20}, {"apply_at_step": 42}], ids=["none", "past", "to come"])
+def test_a_file_that_has_to_be_tried_at_the_start_comes_into_force_after_a_step_whatever_its_version(
+    folder: Path, at_step: dict[str, int]
+) -> None:
+    put(folder, 0, rate(3, 0.25, **at_step))
+    applier = Trying("version 3")
+    state = {"config": {"version": 7}, "revision": 0, "step": 40}
+    with seen_by() as seen:
+        follower = resumed(folder, {}, state)
+        follower.add(applier)
+        with follower:
+            for _ in range(4):
+                take_step(follower, seen)
+    num_before = 2 if at_step.get("apply_at_step") == 42 else 1
+    assert seen.in_force == ["version 7"] * num_before + ["version 3"] * (4 - num_before)
+    assert applier.applied == [("version 7", "version 3")]
+    assert not [line for line in seen.log if "refused" in line]
+
+
+def test_a_file_that_has_to_be_tried_as_a_checkpoint_is_loaded_comes_into_force_after_a_step(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    state = {"config": {"version": 7, "user": {"y": 1}}, "revision": 0, "step": 40}
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 3"))
+        follower.load_state_dict(state)
+        assert follower.config.label == "version 7"
+        for _ in range(3):
+            take_step(follower, seen)
+        assert follower.config.user == {"y": 1}
+    assert seen.in_force == ["version 7", "version 3", "version 3"]
     assert not [line for line in seen.log if "refused" in line]
 
 
