@@ -9,6 +9,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -43,6 +44,7 @@ _logger = logging.getLogger(__name__)
 # Whose config comes next is decided by ConfigRounds, below; here all ranks check it, and all apply it or none.
 
 _MOST_TRACEBACK = 20_000
+_NOT_YET = "it cannot be checked before another step has run"
 
 
 class Declined(Exception):
@@ -140,15 +142,15 @@ class Appliers:
     def _applying(self) -> list[Applier]:
         return [each for each in self._appliers if not getattr(each, "only_checks", False)]
 
-    def check(self, new: ElasticConfig) -> dict[int, list[str]]:
+    def check(self, new: ElasticConfig, *, may_wait: bool = True) -> dict[int, list[str]]:
         """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
 
-        All raise AskAgainLater where one does and none has a reason.
+        All raise AskAgainLater where one does and none has a reason; without ``may_wait`` that is a reason itself.
         """
         with self.heartbeat.during(Activity.CHANGING):
-            return self._check(new)
+            return self._check(new, may_wait=may_wait)
 
-    def _check(self, new: ElasticConfig) -> dict[int, list[str]]:
+    def _check(self, new: ElasticConfig, *, may_wait: bool) -> dict[int, list[str]]:
         reasons: list[str] = []
         failure: Exception | None = None
         is_later = False
@@ -157,8 +159,8 @@ class Appliers:
                 try:
                     reason = applier.check(new)
                 except AskAgainLater:
-                    is_later = True
-                    continue
+                    is_later |= may_wait
+                    reason = None if may_wait else _NOT_YET
                 if reason is not None:
                     reasons.append(f"{applier.section}: {reason}")
         except Exception as error:  # whatever an applier raises, every rank must hear of it
@@ -316,10 +318,11 @@ class ConfigRounds:
         if choice.kind == "file":
             applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self.base)
         if applied is None:
-            applied, reasons = self._put_in_force(self.base, place.step)
+            applied, reasons = self._put_in_force(self.base, place.step, may_wait=False)
             self._log_refusal(f"the resumed config {self.base.label}", _in_words(reasons))
         if choice.kind == "revision":
-            applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
+            with suppress(AskAgainLater):  # the proposal comes again with the next agreement
+                applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return None if self.config.digest == before.digest else applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
@@ -495,11 +498,16 @@ class ConfigRounds:
         self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
 
-    def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
-        """Put a revision in force, the same on all ranks: gives what came into force, else why it was refused."""
+    def revise(
+        self, changes: Mapping[str, object], reason: str, step: int, *, may_wait: bool = False
+    ) -> tuple[Applied | None, str]:
+        """Put a revision in force, the same on all ranks: gives what came into force, else why it was refused.
+
+        With ``may_wait`` it raises AskAgainLater on all ranks where an applier does.
+        """
         applied: Applied | None = None
         try:
-            applied, reasons = self._put_in_force(self.config.revise(changes, reason), step)
+            applied, reasons = self._put_in_force(self.config.revise(changes, reason), step, may_wait=may_wait)
             refusal = _in_words(reasons)
         except ConfigError as error:  # allowed when it was proposed, and not over the version in force now
             refusal = str(error)
@@ -508,7 +516,7 @@ class ConfigRounds:
 
     def _consider_proposal(self, report: RankReport, step: int) -> Applied | None:
         assert report.changes is not None
-        applied, refusal = self.revise(report.changes, report.reason, step)
+        applied, refusal = self.revise(report.changes, report.reason, step, may_wait=True)
         self._answer_proposals(ElasticConfig.from_values(report.changes).values(), refusal)
         return applied
 
@@ -528,9 +536,11 @@ class ConfigRounds:
                 return
             self._proposals.popleft()
 
-    def _put_in_force(self, new: ElasticConfig, step: int) -> tuple[Applied | None, dict[int, list[str]]]:
+    def _put_in_force(
+        self, new: ElasticConfig, step: int, *, may_wait: bool = True
+    ) -> tuple[Applied | None, dict[int, list[str]]]:
         """Check on every rank, then apply on every rank, or on none for the reasons given."""
-        reasons = self._appliers.check(new) or self._appliers.apply(self.config, new)
+        reasons = self._appliers.check(new, may_wait=may_wait) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
         applied = Applied(old=self.config, new=new, step=step, effects=self._appliers.effects())

@@ -205,6 +205,39 @@ def test_a_file_that_has_to_be_tried_as_a_checkpoint_is_loaded_comes_into_force_
     assert not [line for line in seen.log if "refused" in line]
 
 
+def test_a_resumed_config_that_would_have_to_be_tried_in_a_step_is_refused(folder: Path) -> None:
+    state = {"config": {"version": 7}, "revision": 0, "step": 40}
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 7"))
+        follower.load_state_dict(state)
+        assert follower.config.label == "version 0"
+        take_step(follower, seen)
+    assert [line for line in seen.log if "refused" in line] == [
+        "WARNING the resumed config version 7 was refused, version 0 stays in force: rank 0: optimizer: it cannot be "
+        "checked before another step has run"
+    ]
+
+
+def test_a_proposal_that_has_to_be_tried_as_a_checkpoint_is_loaded_is_not_lost(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 7, revision 1"))
+        proposal = follower.propose({"optimizer.learning_rate": 0.5}, "a test")
+        follower.load_state_dict({"config": {"version": 7}, "revision": 0, "step": 40})
+        assert (follower.config.label, proposal.outcome) == ("version 7", "pending")
+        step_until(follower, seen, lambda: proposal.outcome == "in force")
+        assert follower.config.label == "version 7, revision 1"
+
+
+def test_a_revision_of_all_ranks_that_would_have_to_be_tried_in_a_step_is_refused(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 0, revision 1"))
+        take_step(follower, seen)
+        refusal = follower.revise({"optimizer.learning_rate": 0.5}, "a test")
+        assert refusal == "rank 0: optimizer: it cannot be checked before another step has run"
+        assert follower.config.label == "version 0"
+        assert follower.revise({"optimizer.learning_rate": 0.5}, "a test") == ""
+
+
 # --- save once ------------------------------------------------------------------------------------------------------
 
 
