@@ -581,7 +581,7 @@ def _key(file: ElasticConfig) -> tuple[int, str]:
 
 def _when(scheduled: ElasticConfig) -> str:
     at_step = scheduled.apply_at_step
-    return "which waits for a step to have run" if at_step is None else f"agreed for step {at_step}"
+    return "waiting for a step to have run" if at_step is None else f"agreed for step {at_step}"
 
 
 def _in_words(reasons: Mapping[int, list[str]]) -> str:
