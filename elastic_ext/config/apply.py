@@ -19,7 +19,7 @@ from elastic_ext.records.json import shown
 
 from .control_word import RankReport, RoundDecision, RoundPlace, choose
 from .elastic_config import ElasticConfig
-from .keys import SECTIONS, Value, section_of
+from .keys import SECTIONS, Value, section_of, unquoted
 
 if TYPE_CHECKING:
     from elastic_ext.ranks.group import Ranks
@@ -52,7 +52,7 @@ class Declined(Exception):
 
 
 class AskAgainLater(Exception):
-    """Raised by an applier's ``check`` that cannot answer before the next step has run; ranks then ask again."""
+    """Raised by an applier's ``check`` that has to see a step run first: ranks ask again after it, or refuse."""
 
 
 class Applier(Protocol):
@@ -63,7 +63,10 @@ class Applier(Protocol):
         """The section of the config that this applier puts into effect, one of config.keys.SECTIONS."""
 
     def check(self, new: ElasticConfig) -> str | None:
-        """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing. Called on every rank."""
+        """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing.
+
+        Called on every rank for each new config, whichever sections it changes.
+        """
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
@@ -96,7 +99,8 @@ class Applied:
     step: int
     """The first step that runs under the new config."""
     effects: Mapping[str, str] = field(default_factory=dict)
-    """What holds on this rank of a dotted key whose new value does not say it all, in words."""
+    """By dotted key, what its new value leads to on this rank, in words for the log, where the value alone does not
+    tell."""
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
@@ -108,8 +112,8 @@ class Applied:
         changes = ", ".join(
             f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}" for path, (old, new) in self.changes.items()
         )
-        reason = f" ({shown(self.new.reason, 200)[1:-1]})" if self.new.reason else ""
-        since = f"step {self.step}" if self.step else "the start"  # of this run, where a checkpoint is loaded later
+        reason = f" ({unquoted(self.new.reason, 200)})" if self.new.reason else ""
+        since = f"step {self.step}" if self.step else "the start"  # a checkpoint that is loaded next may set the step
         return f"{self.new.label} in force from {since}: {changes or 'nothing differs'}{reason}"
 
 
@@ -257,7 +261,7 @@ class Proposal:
 class ConfigRounds:
     """The config in force on this rank, and the rounds in which all ranks take the next one together.
 
-    All ranks hold the same rounds in the same order.
+    All ranks hold the same rounds in the same order. A rank that ``warns`` does so of a stale file.
     """
 
     def __init__(
@@ -283,9 +287,10 @@ class ConfigRounds:
         self._looked_at: ElasticConfig | None = None  # what the source held when last looked for a stale file
         self._is_started = False
         self.on_refusal: Callable[[int, str, str], None] | None = None
-        """Called on rank 0 with each version from outside the job that was refused, its file's digest, and why.
+        """Called on rank 0 with each version of the file that ranks refused together, its file's digest, and why.
 
-        The digest is empty where the version came too late for this run, and is not refused for what it holds.
+        Also, with an empty digest, for a version that came too late for this run. Not for files that are invalid, stale
+        or in conflict: those are only logged.
         """
 
     def resume(self, config: ElasticConfig) -> None:
@@ -300,7 +305,10 @@ class ConfigRounds:
         return {**self.base.values(), "version": self.base.version, "revision": self.base.revision}
 
     def start(self, place: RoundPlace) -> Applied | None:
-        """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
+        """Put the file that is found at the start in force, whatever its version, if every rank finds it.
+
+        It is scheduled instead where its ``apply_at_step`` is to come, or where it has to be tried in a step first.
+        """
         self._is_started = True
         return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
@@ -326,7 +334,7 @@ class ConfigRounds:
         return None if self.config.digest == before.digest else applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
-        """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""
+        """Ask for a revision of the config in force; ConfigError says at once what that does not allow."""
         self.config.revise(changes, reason)
         proposal = Proposal(changes=dict(changes), reason=reason)
         self._proposals.append(proposal)
@@ -521,7 +529,7 @@ class ConfigRounds:
         return applied
 
     def _answer_proposals(self, decided: Mapping[str, object], refusal: str) -> None:
-        """Answer the first proposals of this rank's queue: those that ask for what was ``decided``, or for what is so.
+        """Answer this rank's proposals, up to one that asks for neither what was ``decided`` nor what is in force.
 
         Ranks may have proposed the same, or one what another's change has brought about already.
         """
