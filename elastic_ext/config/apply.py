@@ -4,12 +4,12 @@ put it into effect.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -329,7 +329,7 @@ class ConfigRounds:
             applied, reasons = self._put_in_force(self.base, place.step, may_wait=False)
             self._log_refusal(f"the resumed config {self.base.label}", _in_words(reasons))
         if choice.kind == "revision":
-            with suppress(AskAgainLater):  # the proposal comes again with the next agreement
+            with contextlib.suppress(AskAgainLater):  # the proposal comes again with the next agreement
                 applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return None if self.config.digest == before.digest else applied
 
