@@ -83,12 +83,12 @@ class Exchange:
         """Give up the pulse under way without reading it."""
         self.word = self._pulse = None
 
-    def _read_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> GatheredWords | None:
+    def _read_unless_alike(self, word: ControlWord, sums: list[int], doing: str) -> GatheredWords | None:
         """Every rank's control word; None where all pulses are alike and no rank has news. Raises where ranks differ.
 
         A rank looks at its own news too: where all ranks have some, their pulses may be alike.
         """
-        if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
+        if sums == [word.pulse * self._ranks.world_size] and not word.has_news:
             return None
         words = self._ranks.gather(word.to_bytes(), doing)
         gathered = GatheredWords(words=tuple(ControlWord.from_bytes(data) for data in words))
@@ -98,18 +98,18 @@ class Exchange:
         return gathered
 
 
-# --- how many boundaries one rank would have between two agreements, from what it sees of steps and agreements -------
+# --- the interval between agreements that one rank would have, from what it sees of steps and agreements --------------
 # What follows from the numbers is decided in control_word.py; which interval all ranks take, by their control words.
 
 _NUM_MEASUREMENTS = 16
-_MEASUREMENT_SECONDS = 0.002
+_PAUSE_SECONDS = 0.002  # around a pulse that is measured
 _WORTH_SENDING = 1.5  # by what factor a wanted interval must change to be worth sending to the other ranks
 _GROWTH = (
     2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
 )
 
 AgreementInterval = int | Literal["auto"]
-"""How many step boundaries lie between two agreements; "auto": ranks choose that by what steps and agreements take."""
+"""At every how many boundaries an agreement is begun; "auto": ranks choose that by what steps and agreements take."""
 
 
 class RankInterval:
@@ -120,7 +120,7 @@ class RankInterval:
 
     def __init__(self, ranks: Ranks, every: AgreementInterval) -> None:
         self._ranks = ranks
-        self._is_chosen = every == "auto"
+        self._is_auto = every == "auto"
         first = 1 if every == "auto" else every
         self._wanted_interval = self._sent_interval = first
         self._estimator = IntervalEstimator(pulse_seconds=0.0)
@@ -130,11 +130,11 @@ class RankInterval:
     @property
     def is_needed(self) -> bool:
         """Whether noted times matter: this rank may choose the interval, and there are other ranks."""
-        return self._is_chosen and self._ranks.world_size > 1
+        return self._is_auto and self._ranks.world_size > 1
 
     def measure(self) -> None:
         """Measure what a pulse takes, with all ranks, before the first step."""
-        if self._is_chosen:
+        if self._is_auto:
             self._estimator = IntervalEstimator(pulse_seconds=_pulse_seconds(self._ranks))
 
     def note_step(self, now: float) -> None:
@@ -161,7 +161,7 @@ class RankInterval:
 
     def wanted_interval(self, every: int) -> tuple[int, bool]:
         """The interval that this rank wants where ``every`` is in force, and whether to send it to the other ranks."""
-        self._wanted_interval = min(self._estimator.interval(), every * _GROWTH) if self._is_chosen else every
+        self._wanted_interval = min(self._estimator.interval(), every * _GROWTH) if self._is_auto else every
         least, most = self._sent_interval / _WORTH_SENDING, self._sent_interval * _WORTH_SENDING
         return self._wanted_interval, not least <= self._wanted_interval <= most
 
@@ -186,10 +186,10 @@ def _pulse_seconds(ranks: Ranks) -> float:
     pause = threading.Event()
     nanoseconds = []
     for _ in range(_NUM_MEASUREMENTS):
-        pause.wait(_MEASUREMENT_SECONDS)
+        pause.wait(_PAUSE_SECONDS)
         began = time.process_time_ns()
         pulse = ranks.start_sum([0], doing)
-        pause.wait(_MEASUREMENT_SECONDS)
+        pause.wait(_PAUSE_SECONDS)
         pulse.result()
         nanoseconds.append(time.process_time_ns() - began)
     mine = sorted(nanoseconds)[_NUM_MEASUREMENTS // 2]
@@ -206,7 +206,7 @@ def _pulse_seconds(ranks: Ranks) -> float:
 # each other pair a pulse with a pulse, see that they differ, and raise on all sides.
 #
 # Words: a *boundary* lies between two steps; ``boundary()`` is called there on every rank. An *agreement* is one
-# pulse, begun at one boundary and read at the next; ``every`` boundaries lie between two agreements.
+# pulse, begun at one boundary and read at the next. One is begun at each ``every``-th boundary.
 
 _IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
 
@@ -241,7 +241,7 @@ class Boundary:
 class Agreement:
     """How this rank agrees with all others, at step boundaries, on the config, on saves and on an end.
 
-    All ranks make the same calls in the same order.
+    All ranks make the same calls in the same order. Of the ranks that read one file, one ``warns`` of a stale one.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Agreement:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.every = 1 if every == "auto" else every
-        """How many boundaries lie between two agreements now."""
+        """At every how many boundaries an agreement is begun now."""
         self._asked_every = every
         self._ranks = ranks
         self._source = source
@@ -265,7 +265,7 @@ class Agreement:
         self._lag_warning_seconds = lag_warning_seconds
         self._lag = Lag(patience_seconds=lag_warning_seconds)
         self._rank_interval = RankInterval(ranks, every)
-        self._is_pacing = self._rank_interval.is_needed
+        self._notes_times = self._rank_interval.is_needed
         self._note_step = self._rank_interval.note_step  # bound once: most boundaries do little else
         self._clock = clock
         self.step = 0
@@ -277,11 +277,11 @@ class Agreement:
         """Gives how many batches this rank has taken ahead of their step, which ranks compare between two steps."""
         self.compared_at_start: Mapping[str, object] = {}
         """Further values that ``start`` compares between ranks, by names for people."""
-        self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
+        self._quiet_until: float = 0  # the number of the first boundary that may have anything to do or to tell
         self._pulsed_boundary = 0
         self._exchange = Exchange(ranks)
         self._applied: Applied | None = None  # since the last boundary
-        self._save = False  # asked for by all ranks since the last boundary
+        self._save = False  # a rank or a config has asked for it since the last boundary, as all ranks know
         self._stop_wanted = self._save_wanted = self._stopping = False
         self._leave_wanted = self._leaving = self._copy_wanted = self._copy = False
         self.resumed_version: int | None = None
@@ -315,28 +315,32 @@ class Agreement:
         """
         if self._num_boundaries:
             raise ElasticError("a config can be resumed only before the first step; load the checkpoint before it")
+        if self._started:
+            self._raise_if_unusable()
         self._rounds.resume(config)
         self.resumed_version = config.version
         if self._started:
             self.rouse()
-            self._applied = self._rounds.start_again(self._place)
+            with self._breaking():
+                self._applied = self._rounds.start_again(self._place)
+            self._save = self._starts_with_save
 
     def take_world(self, world: World) -> None:
         """Agree with the ranks of ``world`` from here on, between two steps, as often as ranks do at the start.
 
-        No agreement is under way. Newcomers count boundaries and steps as those do who were here before.
+        Called when no agreement is under way, and newcomers count boundaries and steps as the others do.
         """
         assert self._exchange.word is None, "an agreement of the ranks before is read first"
         self.every = 1 if self._asked_every == "auto" else self._asked_every
         self._rank_interval.begin_anew(self.every)
-        self._is_pacing = self._rank_interval.is_needed
+        self._notes_times = self._rank_interval.is_needed
         self._pulsed_boundary = self._num_boundaries
         self._lag = Lag(patience_seconds=self._lag_warning_seconds)
         self._broken = None
         self.rouse()
 
     def start(self) -> Applied | None:
-        """Agree on the start-up config with all ranks, and put the config file over it, if every rank finds one."""
+        """Agree on the start-up config with all ranks; then put in force, or schedule, a config file that all found."""
         self._started = True
         with self._breaking():
             mine = self._rounds.startup_values | {
@@ -346,14 +350,13 @@ class Agreement:
             self._exchange.compare_start({**mine, **self.compared_at_start})
             self._rank_interval.measure()
             applied = self._rounds.start(self._place)
-        if applied is not None and applied.new.checkpoint.now and applied.new.version != self.resumed_version:
-            self.request_save()
+        self._save = self._starts_with_save
         return applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a revision of the config in force: dotted keys and their new values.
 
-        May be called on one rank or on all. ConfigError says at once what can never be allowed.
+        May be called on one rank or on all. ConfigError says at once what the config in force does not allow.
         """
         proposal = self._rounds.propose(changes, reason)
         self.rouse()
@@ -391,7 +394,7 @@ class Agreement:
 
         ``step`` is the number of steps taken; ``backwards`` a count of backward passes, which ranks compare.
         """
-        self.rouse()
+        self.rouse()  # no boundary after this one passes quietly if an error ends it
         self._raise_if_unusable()
         now = self._clock()
         self._note_step(now)
@@ -426,7 +429,7 @@ class Agreement:
         if num_boundaries >= self._quiet_until:
             return False
         self._num_boundaries, self.step, self._num_backwards = num_boundaries, step, backwards
-        if self._is_pacing:
+        if self._notes_times:
             self._note_step(now)
             if num_boundaries % _IDLE_SAMPLING == 0:
                 self._rank_interval.note_idle(self._clock() - now)
@@ -489,6 +492,7 @@ class Agreement:
 
         All ranks call this with the same changes, where a step is taken again, after ``meet``.
         """
+        self._raise_if_unusable()
         with self._breaking():
             applied, refusal = self._rounds.revise(changes, reason, self.step)
         self._keep_applied(applied)
@@ -504,6 +508,13 @@ class Agreement:
         self.rouse()
 
     @property
+    def _starts_with_save(self) -> bool:
+        """Whether what is in force at the start asks for a checkpoint that the one loaded has not been saved for."""
+        config, base = self.config, self.base
+        is_resumed = config.version == base.version and config.revision <= base.revision
+        return config.checkpoint.now is True and not is_resumed
+
+    @property
     def leaving(self) -> bool:
         """Whether some rank's process was told to end; the same on every rank, after each boundary and ``meet``."""
         return self._leaving
@@ -514,11 +525,12 @@ class Agreement:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """A context for what all ranks do together: an error of the ranks in it is raised by all later calls too."""
+        """A context for what all ranks do together: later calls that exchange anything raise an error of it again."""
         try:
             yield
         except RanksError as error:
             self._broken = error
+            self.rouse()
             raise
 
     def _raise_if_unusable(self) -> None:
@@ -594,7 +606,7 @@ class Agreement:
         self.every = gathered.interval
         self._rank_interval.mark_sent()
         self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
-        if gathered.proposing or (gathered.fresh and gathered.lowest_held > self.config.version):
+        if gathered.proposing or (gathered.fresh and gathered.lowest_held > self._rounds.newest_agreed.version):
             self._keep_applied(self._rounds.hold_round(self._place))
         elif gathered.asking:
             self._name_laggards(gathered)

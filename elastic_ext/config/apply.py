@@ -4,6 +4,7 @@ put it into effect.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import traceback
@@ -18,7 +19,7 @@ from elastic_ext.records.json import shown
 
 from .control_word import RankReport, RoundDecision, RoundPlace, choose
 from .elastic_config import ElasticConfig
-from .keys import SECTIONS, Value, section_of
+from .keys import SECTIONS, Value, section_of, unquoted
 
 if TYPE_CHECKING:
     from elastic_ext.ranks.group import Ranks
@@ -43,6 +44,7 @@ _logger = logging.getLogger(__name__)
 # Whose config comes next is decided by ConfigRounds, below; here all ranks check it, and all apply it or none.
 
 _MOST_TRACEBACK = 20_000
+_NOT_YET = "it cannot be checked before another step has run"
 
 
 class Declined(Exception):
@@ -50,7 +52,7 @@ class Declined(Exception):
 
 
 class AskAgainLater(Exception):
-    """Raised by an applier's ``check`` that cannot answer before the next step has run; ranks then ask again."""
+    """Raised by an applier's ``check`` that has to see a step run first: ranks ask again after it, or refuse."""
 
 
 class Applier(Protocol):
@@ -61,7 +63,10 @@ class Applier(Protocol):
         """The section of the config that this applier puts into effect, one of config.keys.SECTIONS."""
 
     def check(self, new: ElasticConfig) -> str | None:
-        """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing. Called on every rank."""
+        """Why ``new`` cannot be applied on this rank; None where it can. Changes nothing.
+
+        Called on every rank for each new config, whichever sections it changes.
+        """
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
@@ -94,7 +99,8 @@ class Applied:
     step: int
     """The first step that runs under the new config."""
     effects: Mapping[str, str] = field(default_factory=dict)
-    """What holds on this rank of a dotted key whose new value does not say it all, in words."""
+    """By dotted key, what its new value leads to on this rank, in words for the log, where the value alone does not
+    tell."""
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
@@ -106,15 +112,15 @@ class Applied:
         changes = ", ".join(
             f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}" for path, (old, new) in self.changes.items()
         )
-        reason = f" ({shown(self.new.reason, 200)[1:-1]})" if self.new.reason else ""
-        since = f"step {self.step}" if self.step else "the start"  # of this run, where a checkpoint is loaded later
+        reason = f" ({unquoted(self.new.reason, 200)})" if self.new.reason else ""
+        since = f"step {self.step}" if self.step else "the start"  # a checkpoint that is loaded next may set the step
         return f"{self.new.label} in force from {since}: {changes or 'nothing differs'}{reason}"
 
 
 class Appliers:
     """One rank's appliers; ``check`` and ``apply`` are called by all ranks together.
 
-    An applier whose attribute ``only_checks`` is true may refuse a change of its section, and puts none into effect.
+    An applier whose attribute ``only_checks`` is true may refuse a config, and its ``apply`` is not called.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -134,17 +140,21 @@ class Appliers:
     @property
     def sections(self) -> frozenset[str]:
         """The sections that an applier of this rank puts into effect."""
-        return frozenset(each.section for each in self._appliers if not getattr(each, "only_checks", False))
+        return frozenset(each.section for each in self._applying)
 
-    def check(self, new: ElasticConfig) -> dict[int, list[str]]:
+    @property
+    def _applying(self) -> list[Applier]:
+        return [each for each in self._appliers if not getattr(each, "only_checks", False)]
+
+    def check(self, new: ElasticConfig, *, may_wait: bool = True) -> dict[int, list[str]]:
         """Every rank's reasons against the config ``new``, by rank; an applier that raises is an error on all ranks.
 
-        All raise AskAgainLater where one does and none has a reason.
+        All raise AskAgainLater where one does and none has a reason; without ``may_wait`` that is a reason itself.
         """
         with self.heartbeat.during(Activity.CHANGING):
-            return self._check(new)
+            return self._check(new, may_wait=may_wait)
 
-    def _check(self, new: ElasticConfig) -> dict[int, list[str]]:
+    def _check(self, new: ElasticConfig, *, may_wait: bool) -> dict[int, list[str]]:
         reasons: list[str] = []
         failure: Exception | None = None
         is_later = False
@@ -153,8 +163,8 @@ class Appliers:
                 try:
                     reason = applier.check(new)
                 except AskAgainLater:
-                    is_later = True
-                    continue
+                    is_later |= may_wait
+                    reason = None if may_wait else _NOT_YET
                 if reason is not None:
                     reasons.append(f"{applier.section}: {reason}")
         except Exception as error:  # whatever an applier raises, every rank must hear of it
@@ -172,7 +182,7 @@ class Appliers:
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
         changed = {section_of(path) for path in old.differences(new)}
-        concerned = [each for section in SECTIONS for each in self._appliers if section == each.section in changed]
+        concerned = [each for section in SECTIONS for each in self._applying if section == each.section in changed]
         reasons: list[str] = []
         num_applied, failure = 0, None
         try:
@@ -251,7 +261,7 @@ class Proposal:
 class ConfigRounds:
     """The config in force on this rank, and the rounds in which all ranks take the next one together.
 
-    All ranks hold the same rounds in the same order.
+    All ranks hold the same rounds in the same order. A rank that ``warns`` does so of a stale file.
     """
 
     def __init__(
@@ -259,7 +269,10 @@ class ConfigRounds:
     ) -> None:
         self.config = base
         self.scheduled: ElasticConfig | None = None
-        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one."""
+        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one.
+
+        Of a file found at the start, which could not be checked before a step has run: at the next boundary.
+        """
         self._ranks = ranks
         self._source = source
         self._appliers = appliers
@@ -274,9 +287,10 @@ class ConfigRounds:
         self._looked_at: ElasticConfig | None = None  # what the source held when last looked for a stale file
         self._is_started = False
         self.on_refusal: Callable[[int, str, str], None] | None = None
-        """Called on rank 0 with each version from outside the job that was refused, its file's digest, and why.
+        """Called on rank 0 with each version of the file that ranks refused together, its file's digest, and why.
 
-        The digest is empty where the version came too late for this run, and is not refused for what it holds.
+        Also, with an empty digest, for a version that came too late for this run. Not for files that are invalid, stale
+        or in conflict: those are only logged.
         """
 
     def resume(self, config: ElasticConfig) -> None:
@@ -291,7 +305,10 @@ class ConfigRounds:
         return {**self.base.values(), "version": self.base.version, "revision": self.base.revision}
 
     def start(self, place: RoundPlace) -> Applied | None:
-        """Put the file that is found at the start in force, whatever its version, if every rank finds it."""
+        """Put the file that is found at the start in force, whatever its version, if every rank finds it.
+
+        It is scheduled instead where its ``apply_at_step`` is to come, or where it has to be tried in a step first.
+        """
         self._is_started = True
         return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
@@ -309,14 +326,15 @@ class ConfigRounds:
         if choice.kind == "file":
             applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self.base)
         if applied is None:
-            applied, reasons = self._put_in_force(self.base, place.step)
+            applied, reasons = self._put_in_force(self.base, place.step, may_wait=False)
             self._log_refusal(f"the resumed config {self.base.label}", _in_words(reasons))
         if choice.kind == "revision":
-            applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
+            with contextlib.suppress(AskAgainLater):  # the proposal comes again with the next agreement
+                applied = self._consider_proposal(RankReport.from_bytes(content), place.step) or applied
         return None if self.config.digest == before.digest else applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
-        """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""
+        """Ask for a revision of the config in force; ConfigError says at once what that does not allow."""
         self.config.revise(changes, reason)
         proposal = Proposal(changes=dict(changes), reason=reason)
         self._proposals.append(proposal)
@@ -337,7 +355,7 @@ class ConfigRounds:
         key = None if newer is None else _key(newer)
         is_fresh = key is not None and key != self._announced
         self._announced = key
-        return (self._newest_agreed if newer is None else newer).version, is_fresh
+        return (self.newest_agreed if newer is None else newer).version, is_fresh
 
     def hold_round(self, place: RoundPlace) -> Applied | None:
         """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
@@ -345,8 +363,10 @@ class ConfigRounds:
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduled config comes into force at ``step``."""
-        at_step = None if self.scheduled is None else self.scheduled.apply_at_step
-        return at_step is not None and step >= at_step
+        if self.scheduled is None:
+            return False
+        at_step = self.scheduled.apply_at_step
+        return at_step is None or step >= at_step
 
     def apply_scheduled(self, step: int) -> Applied | None:
         """Put the scheduled config in force."""
@@ -371,7 +391,7 @@ class ConfigRounds:
         if held is self._looked_at:
             return
         self._looked_at = held
-        agreed = self._newest_agreed
+        agreed = self.newest_agreed
         if held is None or held.version > agreed.version or _key(held) in self._settled | self._warned_stale:
             return
         self._warned_stale.add(_key(held))
@@ -380,7 +400,7 @@ class ConfigRounds:
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
             held.version,
             agreed.version,
-            "in force" if agreed is self.config else f"agreed for step {agreed.apply_at_step}",
+            "in force" if agreed is self.config else _when(agreed),
             agreed.version + 1,
         )
 
@@ -394,7 +414,8 @@ class ConfigRounds:
             self._tell_refusal(late, words, is_late=True)
 
     @property
-    def _newest_agreed(self) -> ElasticConfig:
+    def newest_agreed(self) -> ElasticConfig:
+        """The config that all ranks agreed on last: the scheduled one, else that in force."""
         return self.config if self.scheduled is None else self.scheduled
 
     def _unsettled_file(self) -> ElasticConfig | None:
@@ -403,7 +424,7 @@ class ConfigRounds:
 
     def _newer_file(self) -> ElasticConfig | None:
         file = self._unsettled_file()
-        return None if file is None or file.version <= self._newest_agreed.version else file
+        return None if file is None or file.version <= self.newest_agreed.version else file
 
     def _hold_round_with(self, file: ElasticConfig | None, place: RoundPlace, *, at_start: bool) -> Applied | None:
         choice, content = self._choose(file, place)
@@ -466,26 +487,35 @@ class ConfigRounds:
             return None
         displaced = self.scheduled
         applied: Applied | None = None
-        if file.apply_at_step is None or file.apply_at_step <= step:
-            applied, reasons = self._put_in_force(new, step)
-            self.scheduled = None if applied is not None else displaced
-        else:
-            reasons = self._appliers.check(new)
-            self.scheduled = displaced if reasons else new
-            if not reasons and self._ranks.rank == 0:
-                _logger.info("config %s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+        try:
+            if file.apply_at_step is None or file.apply_at_step <= step:
+                applied, reasons = self._put_in_force(new, step)
+                self.scheduled = None if applied is not None else displaced
+            else:
+                reasons = self._appliers.check(new)
+                self.scheduled = displaced if reasons else new
+                if not reasons and self._ranks.rank == 0:
+                    _logger.info("config %s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+        except AskAgainLater:
+            if not at_start:
+                raise
+            self.scheduled = new  # by the next agreement its version or its step may count as too low
+            return None
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
-            _logger.info(
-                "config %s, agreed for step %s, is replaced by %s", displaced.label, displaced.apply_at_step, new.label
-            )
+            _logger.info("config %s, %s, is replaced by %s", displaced.label, _when(displaced), new.label)
         self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
 
-    def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
-        """Put a revision in force, the same on all ranks: gives what came into force, else why it was refused."""
+    def revise(
+        self, changes: Mapping[str, object], reason: str, step: int, *, may_wait: bool = False
+    ) -> tuple[Applied | None, str]:
+        """Put a revision in force, the same on all ranks: gives what came into force, else why it was refused.
+
+        With ``may_wait`` it raises AskAgainLater on all ranks where an applier does.
+        """
         applied: Applied | None = None
         try:
-            applied, reasons = self._put_in_force(self.config.revise(changes, reason), step)
+            applied, reasons = self._put_in_force(self.config.revise(changes, reason), step, may_wait=may_wait)
             refusal = _in_words(reasons)
         except ConfigError as error:  # allowed when it was proposed, and not over the version in force now
             refusal = str(error)
@@ -494,12 +524,12 @@ class ConfigRounds:
 
     def _consider_proposal(self, report: RankReport, step: int) -> Applied | None:
         assert report.changes is not None
-        applied, refusal = self.revise(report.changes, report.reason, step)
+        applied, refusal = self.revise(report.changes, report.reason, step, may_wait=True)
         self._answer_proposals(ElasticConfig.from_values(report.changes).values(), refusal)
         return applied
 
     def _answer_proposals(self, decided: Mapping[str, object], refusal: str) -> None:
-        """Answer the first proposals of this rank's queue: those that ask for what was ``decided``, or for what is so.
+        """Answer this rank's proposals, up to one that asks for neither what was ``decided`` nor what is in force.
 
         Ranks may have proposed the same, or one what another's change has brought about already.
         """
@@ -514,14 +544,17 @@ class ConfigRounds:
                 return
             self._proposals.popleft()
 
-    def _put_in_force(self, new: ElasticConfig, step: int) -> tuple[Applied | None, dict[int, list[str]]]:
+    def _put_in_force(
+        self, new: ElasticConfig, step: int, *, may_wait: bool = True
+    ) -> tuple[Applied | None, dict[int, list[str]]]:
         """Check on every rank, then apply on every rank, or on none for the reasons given."""
-        reasons = self._appliers.check(new) or self._appliers.apply(self.config, new)
+        reasons = self._appliers.check(new, may_wait=may_wait) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
         applied = Applied(old=self.config, new=new, step=step, effects=self._appliers.effects())
         self.config = new
-        self._settled = {key for key in self._settled if key[0] >= new.version}
+        lowest = min(new.version, self.newest_agreed.version)
+        self._settled = {key for key in self._settled if key[0] >= lowest}
         if self._ranks.rank == 0 and new.digest != applied.old.digest:  # else it is in force already, and said
             _logger.info("config %s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
@@ -552,6 +585,11 @@ def _file_in(content: bytes) -> ElasticConfig:
 
 def _key(file: ElasticConfig) -> tuple[int, str]:
     return file.version, file.digest
+
+
+def _when(scheduled: ElasticConfig) -> str:
+    at_step = scheduled.apply_at_step
+    return "waiting for a step to have run" if at_step is None else f"agreed for step {at_step}"
 
 
 def _in_words(reasons: Mapping[int, list[str]]) -> str:

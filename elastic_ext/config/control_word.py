@@ -240,7 +240,7 @@ class GatheredWords:
 
     @property
     def interval(self) -> int:
-        """The number of boundaries between two agreements that is enough for every rank."""
+        """The largest of the wanted intervals: with it agreements cost no rank more than it would spend on them."""
         return max(word.wanted_interval for word in self.words)
 
     @property
@@ -392,7 +392,7 @@ class IntervalEstimator:
         """The smallest number of boundaries that keeps the share; 1 until enough steps were noted.
 
         One agreement's cost is spread over the boundaries of an interval, and each can afford ``share`` of a step. What
-        a boundary takes without an agreement comes off that, up to half of it: no longer interval makes that less.
+        a boundary takes without an agreement comes off that, up to half of it: a longer interval does not lessen that.
         """
         if len(self._step_seconds) < _FEWEST_STEPS:
             return 1

@@ -6,7 +6,8 @@ may be at all is in records/json.py.
 
 Words: a *version* is a whole config that somebody put in place; a *revision* is a change made to it inside the job
 (version 7, revision 2). A *key* is a dotted name (``dataloader.batch_size``); the part before the dot names its
-*section*. An *absent* key means the key's start-up value, never some other number.
+*section*. An *absent* key of a file means the key's start-up value. Without one it is absent from the config in
+force too: the table says what that means ("absent: 0.06"), and otherwise the script's own setting stays.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import can_be_written, read_object, shown
@@ -27,6 +28,7 @@ from .keys import (
     SECTIONS,
     USER_NAME,
     USER_RULE,
+    WRITABLE,
     CheckpointSection,
     CommunicationSection,
     DataloaderSection,
@@ -42,6 +44,7 @@ from .keys import (
     null_refusal,
     section_of,
     unknown_key_refusal,
+    unquoted,
 )
 
 __all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]
@@ -51,14 +54,13 @@ _SECTION_NAMES: Mapping[str, type[Section]] = {kind.section: kind for kind in SE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig(Section):
+class ElasticConfig:
     """What training should be doing: one versioned value, checked when it is made.
 
     Version 0 is what a script starts with where no file has said anything yet. ``user`` maps names of the user's
     own to JSON scalars and tuples of such; treat it as read-only.
     """
 
-    section: ClassVar[str] = ""
     version: int
     revision: int = 0
     reason: str = ""
@@ -73,7 +75,13 @@ class ElasticConfig(Section):
     user: Mapping[str, UserValue] = field(default_factory=dict)
     _digest: str = field(default="", init=False, repr=False, compare=False)
 
-    def _refused_fields(self) -> Iterator[Refusal]:
+    def __post_init__(self) -> None:
+        refusals = list(self._keep_fields())
+        if refusals:
+            raise ConfigError(refusals)
+
+    def _keep_fields(self) -> Iterator[Refusal]:
+        """Why fields outside of sections are refused; names and values of ``user`` are replaced as ``Section`` does."""
         for name, rule in (("version", Integer(0)), ("revision", Integer(0))):
             try:
                 rule.check(getattr(self, name))
@@ -120,6 +128,7 @@ class ElasticConfig(Section):
             given = shown(arguments.pop("version")) if "version" in arguments else "absent"
             advice = 'put "version": 1 at the top level, and a higher one at each change'
             refusals.append(Refusal(key="version", given=given, allowed=str(error), advice=advice))
+        # Where the version was refused, 1 stands in for it: the other fields are checked too.
         return cls._build({"version": 1, **arguments, "revision": revision}, refusals)
 
     @classmethod
@@ -173,16 +182,21 @@ class ElasticConfig(Section):
         return result
 
     def get(self, path: str) -> Value:
-        """The value of a dotted key, None where it is absent."""
+        """The value of a dotted key, None where it is absent or no key at all."""
         name, _, rest = path.partition(".")
         if name == "user":
             return self.user.get(rest)
-        holder: Section = getattr(self, name) if rest else self
-        value: Value = getattr(holder, rest or name) if path in KEYS else None
+        if path not in KEYS:
+            return None
+        holder: object = getattr(self, name) if rest else self
+        value: Value = getattr(holder, rest or name)
         return value
 
     def over(self, base: ElasticConfig) -> ElasticConfig:
-        """This config with its absent keys taken from ``base``, the start-up values."""
+        """This config with its absent keys taken from ``base``, such as the start-up values.
+
+        Not taken are ``checkpoint.now``, and what a key of this config ``replaces``.
+        """
         mine = self.values()
         gone = {other for path in mine if path in KEYS for other in KEYS[path].replaces}
         kept = {path: value for path, value in base.values().items() if path not in gone and path != "checkpoint.now"}
@@ -190,7 +204,7 @@ class ElasticConfig(Section):
         return replace(merged, revision=self.revision, apply_at_step=self.apply_at_step)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> ElasticConfig:
-        """The next revision of this version: dotted keys replaced, everything else as it is."""
+        """The next revision of this version: these dotted keys ``over`` it, for this reason and at no given step."""
         changed = ElasticConfig.from_values(changes, version=self.version, reason=reason)
         return replace(changed.over(self), revision=self.revision + 1)
 
@@ -235,7 +249,7 @@ class ElasticConfig(Section):
 
 
 def _canonical(value: object) -> str:
-    """One text for equal values; true is not 1 here, as it is in Python."""
+    """One text for each JSON value; 1, 1.0 and true, which are equal in Python, have unlike texts."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -247,7 +261,7 @@ def _at_most(refusals: Sequence[Refusal]) -> Sequence[Refusal]:
     more = Refusal(
         key="",
         given=f"{num_more} more values are wrong and not listed",
-        allowed="none",
+        allowed="no wrong value",
         advice="correct the listed ones first",
     )
     return [*refusals[:_MOST_REFUSALS], more]
@@ -294,9 +308,9 @@ def _check_user(given: object, kept: dict[str, UserValue]) -> Iterator[Refusal]:
             yield Refusal(key="user", given=f"a name of {len(str(name))} characters", allowed="1 to 200 characters")
             continue
         if not can_be_written(name):
-            yield Refusal(key="user", given=f"the name {shown(name)}", allowed="names of whole Unicode characters")
+            yield Refusal(key="user", given=f"the name {shown(name)}", allowed=WRITABLE)
             continue
         try:
             kept[name] = USER_RULE.check(value)
         except ValueError as error:
-            yield Refusal(key=f"user.{shown(name)[1:-1]}", given=shown(value), allowed=str(error))
+            yield Refusal(key=f"user.{unquoted(name)}", given=shown(value), allowed=str(error))

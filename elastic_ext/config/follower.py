@@ -1,4 +1,4 @@
-"""ConfigFollower: owns a watcher, an agreement and appliers, for training loops without ElasticTrainer.
+"""ConfigFollower: owns a watcher, an agreement and appliers, for a loop without ElasticTrainer and within the trainer.
 
     follower = follow_config(startup={"optimizer.learning_rate": 1e-3})
     with follower:
@@ -10,7 +10,8 @@
 Every rank makes the same calls. ``with`` starts following, and at its end makes sure that all ranks took equally many
 steps; an exception that leaves it is told to the other ranks.
 
-The script's own knobs and the events and metrics that a rank writes are here too.
+The script's own knobs and the events and metrics that a rank writes are here too. A *seat* is the number in the names
+of a rank's files (records/run_dir.py).
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class UserKnobs:
         self._defaults: dict[str, object] = {}
 
     def read(self, config: ElasticConfig, name: str, default: object) -> object:
-        """The value of a name in force, ``default`` where it has none; ConfigError if it is of another type."""
+        """The value of a name in force, ``default`` where it has none.
+
+        ConfigError if the value of a name of the user's own is of another type than ``default``.
+        """
         path = name if name in KEYS else f"user.{name}"
         self._defaults[path] = default
         value = config.get(path)
@@ -92,7 +96,7 @@ class UserKnobs:
 
     def unread(self, applied: Applied, sections: Set[str]) -> list[str]:
         """The dotted keys that a config sets, that nothing applies and that the script has not read."""
-        applying = sections - {self.section} | {"checkpoint", "tuning"}
+        applying = sections - {self.section} | {"checkpoint", "tuning"}  # these two act without an applier
         given = [path for path, (_, value) in applied.changes.items() if value is not None]
         return [path for path in given if section_of(path) not in applying and not self.was_read(path)]
 
@@ -259,7 +263,7 @@ def _still_runs(metrics: RankMetrics) -> bool:
         return False
 
 
-# --- owns a watcher, an agreement and appliers, for training loops without ElasticTrainer ----------------------------
+# --- owns a watcher, an agreement and appliers: what a loop, or a trainer, follows the config by ---------------------
 
 _Default = TypeVar("_Default")
 _DOUBTFUL_SECONDS = 30.0  # how long to wait for ranks that may be waiting elsewhere for this one
@@ -283,7 +287,13 @@ def follow_config(
     """A follower of this job's config file; every rank calls this, after the process group was made.
 
     ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
-    of steps already taken when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
+    of steps already taken when a run is resumed. At each ``agree_every_steps``-th boundary an agreement is begun;
+    "auto" thins them out until they cost little.
+
+    The other arguments, where not given, come from the environment (``ELASTIC_EXT_*``), and else have defaults. ``job``
+    names the job, and with it the default ``run_dir``, which has the config file and what ranks write of themselves.
+    A rank waits ``timeout_seconds`` for the others; one that lacks a config that others hold is warned of after
+    ``lag_warning_seconds``; without file system events the file is looked at every ``poll_seconds``.
     """
     enabled = True
     settings: StartSettings | None = None
@@ -312,7 +322,7 @@ def follow_config(
             seat=settings.seat if settings is not None else None,
         )
     try:
-        ranks.all_or_raise(error, "starting to follow a config", is_refusal=True)
+        ranks.all_or_raise(error, "starting to follow a config", is_refusal=True)  # in words, without a traceback
     except RanksError:
         ranks.close()
         if error is not None:
@@ -329,7 +339,7 @@ def _checked_every(every: AgreementInterval) -> AgreementInterval:
 
 
 class ConfigFollower:
-    """The config of a training loop without ElasticTrainer, followed step by step, the same on all ranks."""
+    """The config of a training loop, followed step by step, the same on all ranks; an ElasticTrainer has one too."""
 
     def __init__(
         self,
@@ -352,7 +362,7 @@ class ConfigFollower:
         self.reports = Reports(settings, ranks)
         """The events and metrics that this rank writes to the run directory."""
         self.heartbeat = begin_heartbeat(
-            settings.pulse_dir if settings.enabled else None,
+            settings.pulse_dir if settings.enabled else None,  # named after heartbeats: no pulse of an agreement
             seat=ranks.seat,
             rank=ranks.rank,
             restart=settings.restart,
@@ -388,7 +398,7 @@ class ConfigFollower:
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
 
     def take_world(self, world: World) -> None:
-        """Tell what this follower has kept of its ranks that they are those of ``world`` now, between two steps."""
+        """Go on with the ranks of ``world``, between two steps: whatever here knows its ranks is told of them."""
         for each in (self.heartbeat, self.agreement, self.reports):
             each.take_world(world)
 
@@ -406,7 +416,7 @@ class ConfigFollower:
         self.add(FunctionApplier(section=section, checking=check, applying=apply))
 
     def start(self) -> None:
-        """Start following: the config file found now comes into force, if all ranks find it and none refuses."""
+        """Start following: a file found now comes into force or is scheduled, if all ranks find it and none refuses."""
         self.reports.begin()
         if self._watcher is not None:
             self._watcher.start()
@@ -477,7 +487,7 @@ class ConfigFollower:
     def knob(self, name: str, default: Any = None) -> Any:
         """The value in force of a name of your own (``user`` in the file), or of a dotted key of the table.
 
-        ``default`` is the start-up value, and its type is the one that the file's value must have.
+        ``default`` is the start-up value. A name of your own must have a value of its type in the file.
         """
         return self._knobs.read(self.config, name, default)
 
@@ -510,7 +520,8 @@ class ConfigFollower:
     def end_epoch(self, *, doubt: str = "") -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ.
 
-        ``doubt`` says why others may be waiting elsewhere for this rank: then it does not wait long for them.
+        ``doubt`` is what this rank did, in words such as "left a step in its middle", so that the others may be waiting
+        elsewhere for it: then it does not wait long for them. Empty where it did nothing of the kind.
         """
         self._raise_if_closed()
         with self._waiting(doubt):
@@ -554,7 +565,7 @@ class ConfigFollower:
     def meet_to_shrink(self) -> None:
         """Wait until all ranks are here with equal counts, else raise on all: a step ran out of memory.
 
-        The step is then taken again in smaller micro-batches; ``revise`` may come before.
+        Then comes ``revise``, where a smaller micro-batch has to be put in force, and the step is taken again.
         """
         self._raise_if_closed()
         with self._waiting("took back a step that ran out of memory"):
@@ -586,7 +597,10 @@ class ConfigFollower:
         self._write_metrics()
 
     def tell_peers(self, error: BaseException) -> None:
-        """Leave word for the other ranks of the error that ends this one, and log what is known of the others."""
+        """Leave word for the other ranks of the error that ends this one, unless they raise it too (RanksError).
+
+        After a RuntimeError, which may come of a lost peer, what the others have told is logged here.
+        """
         notices = self.ranks.notices
         if notices is not None and not isinstance(error, RanksError):
             notices.tell_of(error, progress=self.ranks.progress())
@@ -635,7 +649,7 @@ class ConfigFollower:
         if self._watcher is not None:
             self._watcher.close()
             if self._finished:
-                with suppress(ElasticError):  # it has died, and said so
+                with suppress(ElasticError):  # of a watcher that has failed, and has logged that
                     self.agreement.refuse_late_file()
         self.agreement.close()
         self.ranks.close()

@@ -63,7 +63,7 @@ class HistoryEntry:
 
     @classmethod
     def from_json(cls, line: str) -> HistoryEntry:
-        """The entry that ``to_json`` gave; ValueError if the line holds anything else."""
+        """The entry that ``to_json`` gave; ValueError, such as a ConfigError, if the line holds anything else."""
         try:
             record = json.loads(line)
             seconds, restores, config = record["time"], record["restores"], record["config"]
@@ -106,10 +106,10 @@ def newest_accepted(entries: Sequence[HistoryEntry], refused: Collection[str] = 
 
 
 def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) -> HistoryEntry:
-    """The entry that an undo goes back to: the one before the newest content was first written.
+    """The entry whose content an undo writes again, among those whose digest is not ``refused``.
 
-    So each undo in a row goes one version further back. Entries whose digest is ``refused`` are passed over: where the
-    newest is one, undo goes back to the newest that is none.
+    It is the one before the version in which the present content was first written: undos in a row go further and
+    further back. Where the newest entry is refused, it is the newest that is not.
     """
     if entries and entries[-1].config.digest in refused:
         return newest_accepted(entries, refused) or _SCRIPTS
@@ -189,9 +189,9 @@ class ConfigHistory:
         at_step: int | None = None,
         refused: Collection[str] = (),
     ) -> ElasticConfig:
-        """Write the next version with dotted keys changed or removed; nothing is written when anything is refused.
+        """Write the next version with dotted keys changed or removed; ConfigError, and no write, if it is no config.
 
-        It is made from the newest version whose digest is not ``refused``.
+        It starts from the newest version, but for those that the job's ranks refused: ``refused`` has their digests.
         """
         with self._alone() as recorded:
             current = self.current()
@@ -203,9 +203,9 @@ class ConfigHistory:
             return self._write(new, entries)
 
     def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
-        """Write the content before the present one as a new version; for a refused or lost file, its last content.
+        """Write the content before the present one as a new version; where the file is invalid or lost, its last one.
 
-        Versions whose digest is ``refused`` are passed over.
+        Versions that the job's ranks refused are passed over: ``refused`` has their digests.
         """
         with self._alone() as recorded:
             try:
@@ -273,7 +273,7 @@ class ConfigHistory:
         for line in lines:
             try:
                 entries.append(HistoryEntry.from_json(line))
-            except ValueError:  # a damaged line loses its own version only
+            except ValueError:  # a ConfigError too: a damaged line loses its own version only
                 continue
         return entries
 

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast
 
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import MAX_DEPTH, can_be_written, shown
@@ -21,6 +21,7 @@ __all__ = [
     "TUNABLE",
     "USER_NAME",
     "USER_RULE",
+    "WRITABLE",
     "BlocksOrWhole",
     "Boolean",
     "Bounds",
@@ -55,6 +56,7 @@ __all__ = [
     "row",
     "section_of",
     "unknown_key_refusal",
+    "unquoted",
 ]
 
 
@@ -62,6 +64,8 @@ __all__ = [
 
 TORCH = "torch"
 """The word for a setting that is left to torch."""
+WRITABLE = "text without unpaired surrogates, for which UTF-8 has no bytes"
+"""What is allowed where text cannot be written to a file."""
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 _MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
 _MOST_KNOBS_SHOWN = 5
@@ -185,8 +189,10 @@ class Text:
         return {"type": "string", "maxLength": self.at_most}
 
     def check(self, value: object) -> str:
-        if not isinstance(value, str) or len(value) > self.at_most or not can_be_written(value):
+        if not isinstance(value, str) or len(value) > self.at_most:
             raise ValueError(self.allowed)
+        if not can_be_written(value):
+            raise ValueError(WRITABLE)
         return value
 
 
@@ -271,7 +277,7 @@ class UserValueRule:
             return value
         if isinstance(value, str):
             if not can_be_written(value):
-                raise ValueError("text of whole Unicode characters")
+                raise ValueError(WRITABLE)
             return value
         if isinstance(value, int):
             if abs(value) > LARGEST_INTEGER:
@@ -290,7 +296,7 @@ class UserValueRule:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a tuner may choose for one knob: two numbers are a range [min, max], any other list holds the choices."""
+    """What a tuner may choose for one key: two numbers are a range [min, max], any other list holds the choices."""
 
     value_rule: Rule
 
@@ -306,10 +312,9 @@ class Bounds:
         if not isinstance(value, (list, tuple)) or not value:
             raise ValueError(self.allowed)
         try:
-            choices = tuple(self.value_rule.check(item) for item in value)
+            kept = cast("KnobBounds", tuple(self.value_rule.check(item) for item in value))  # no tunable key has a dict
         except ValueError:
             raise ValueError(self.allowed) from None
-        kept = tuple(choice for choice in choices if not isinstance(choice, dict))
         if len(kept) == 2 and _is_number(kept[0]) and _is_number(kept[1]) and kept[0] > kept[1]:  # type: ignore[operator]
             raise ValueError(f"{self.allowed}, the smaller number first")
         return kept
@@ -320,7 +325,7 @@ class KnobBoundsRule:
     """The rule of the key ``tuning.knobs``: a JSON object with ``Bounds`` per tunable key; ``rules`` are the keys'."""
 
     rules: Mapping[str, Rule]
-    allowed: str = "an object: per knob [min, max] or a list of choices"
+    allowed: str = "an object: per key [min, max] or a list of choices"
 
     @property
     def schema(self) -> Schema:
@@ -374,6 +379,9 @@ def _is_number(value: object) -> bool:
 # The row of a key is where a section has its field, below: the section names it, its type is for a type checker, its
 # rule and its words are for everybody, and its knob for a tuner that may choose it. How keys form a value is in
 # elastic_config.py.
+#
+# To the tuner a *knob* is a key that it chooses by itself (TunerKnob); to a script, a value that it reads by name
+# (``knob``, in follower.py).
 
 Scalar: TypeAlias = "bool | int | float | str"
 Cost: TypeAlias = Literal["nothing", "wrap", "workers", "move"]
@@ -389,7 +397,7 @@ class TunerKnob:
     """The words in which people read a value of this knob, such as "{} workers"."""
     cost: Cost
     choices: tuple[Scalar, ...] = ()
-    """Values worth trying where the job sets no limit; none where tuner/space.py works them out from the job."""
+    """Values worth trying where the job lists none of its own; empty where tuner/space.py works them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,22 +407,27 @@ class Key:
     rule: Rule
     meaning: str
     knob: TunerKnob | None = None
-    is_bounded: bool = False
-    """Whether the user may give the tuner bounds for this key, though ``knob`` is None: no tuner chooses it unasked."""
+    takes_bounds: bool = False
+    """Whether ``tuning.knobs`` may bound this key though it is no knob: without bounds no tuner chooses it."""
     replaces: tuple[str, ...] = ()
     """The keys whose start-up values are out of force where this key is given."""
 
     @property
     def is_tunable(self) -> bool:
-        """Whether a tuner may be given bounds for this key."""
-        return self.is_bounded or self.knob is not None
+        """Whether ``tuning.knobs`` may have bounds for this key."""
+        return self.takes_bounds or self.knob is not None
 
 
 def row(
-    rule: Rule, meaning: str, *, knob: TunerKnob | None = None, is_bounded: bool = False, replaces: tuple[str, ...] = ()
+    rule: Rule,
+    meaning: str,
+    *,
+    knob: TunerKnob | None = None,
+    takes_bounds: bool = False,
+    replaces: tuple[str, ...] = (),
 ) -> Any:
     """The dataclass field for a key of a section, with the key's row in the table; absent (None) by default."""
-    return field(default=None, metadata={"key": Key(rule, meaning, knob, is_bounded, replaces)})
+    return field(default=None, metadata={"key": Key(rule, meaning, knob, takes_bounds, replaces)})
 
 
 USER_RULE = UserValueRule()
@@ -429,20 +442,21 @@ _UNSHARDED = tuple(name for name, strategy in STRATEGIES.items() if not strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A section's fields, each checked against its row of the table."""
+    """A section's fields, each checked against its row of the table, and kept as its rule keeps it."""
 
     section: ClassVar[str]
 
     def __post_init__(self) -> None:
-        refusals = [*self._refused_fields(), *self._refused_pairs()]
+        refusals = [*self._keep_fields(), *self._refused_pairs()]
         if refusals:
             raise ConfigError(refusals)
 
-    def _refused_fields(self) -> Iterator[Refusal]:
+    def _keep_fields(self) -> Iterator[Refusal]:
+        """Replace each field by the form in which its rule keeps it; gives why fields are refused."""
         for name, value in fields_of(self):
             if value is None:
                 continue
-            path = f"{self.section}.{name}" if self.section else name
+            path = f"{self.section}.{name}"
             try:
                 object.__setattr__(self, name, KEYS[path].rule.check(value))
             except ValueError as error:
@@ -494,12 +508,12 @@ class OptimizerSection(Section):
     learning_rate: float | None = row(
         Number(above=0.0),
         "learning rate of the first parameter group, before the schedule; other groups keep their ratio",
-        is_bounded=True,
+        takes_bounds=True,
     )
     weight_decay: float | None = row(
         Number(at_least=0.0),
         "weight decay of the first parameter group; other groups keep their ratio",
-        is_bounded=True,
+        takes_bounds=True,
     )
 
 
@@ -568,7 +582,7 @@ class CheckpointSection(Section):
     epochs: int | None = row(
         Integer(1), "save every so many epochs; not together with steps", replaces=("checkpoint.steps",)
     )
-    now: bool | None = row(Boolean(), "save once, for the version that introduces it")
+    now: bool | None = row(Boolean(), "save once for each version that holds it")
 
     def _refused_pairs(self) -> Iterator[Refusal]:
         if self.steps is not None and self.epochs is not None:
@@ -584,7 +598,7 @@ _OF_THE_WHOLE: Mapping[str, Key] = {
     "version": Key(Integer(1), "which whole config this is; a newer one has a higher version"),
     "reason": Key(Text(), "why, for whoever reads the log"),
     "apply_at_step": Key(Integer(0), "the first step that runs under this version, a step to come"),
-    "global_batch_size": Key(Integer(1), "samples per step over all ranks", is_bounded=True),
+    "global_batch_size": Key(Integer(1), "samples per step over all ranks", takes_bounds=True),
 }
 """Keys outside of sections: they are fields of ElasticConfig."""
 _TUNABLE: Mapping[str, Key] = {
@@ -603,9 +617,12 @@ class TuningSection(Section):
     """What the tuner may do, and within which bounds."""
 
     section: ClassVar[str] = "tuning"
-    mode: str | None = row(OneOf(("off", "advise", "auto")), "what the tuner may do")
+    mode: str | None = row(
+        OneOf(("off", "advise", "auto")),
+        "whether the tuner decides nothing, only says what it would change, or changes the config; absent: `--tuning`",
+    )
     knobs: Mapping[str, KnobBounds] | None = row(
-        KnobBoundsRule({path: key.rule for path, key in _TUNABLE.items()}), "what the tuner may choose from"
+        KnobBoundsRule({path: key.rule for path, key in _TUNABLE.items()}), "what the tuner may choose from, by key"
     )
     headroom: float | None = row(Number(at_least=0.0, at_most=0.5), "share of memory to leave free; absent: 0.06")
     memory_bytes: int | None = row(Integer(1), "device memory that one rank may use; absent: all of it")
@@ -671,12 +688,17 @@ def null_refusal(path: str) -> Refusal:
     )
 
 
+def unquoted(text: str, limit: int = 80) -> str:
+    """``text`` as ``shown`` gives it, without the quotes around it."""
+    return shown(text, limit)[1:-1]
+
+
 def unknown_key_refusal(path: str, *, searched: bool = True) -> Refusal:
     """Why a key that is not in the table is refused.
 
     With ``searched`` it names the nearest known key, which takes a while where a file holds thousands of such keys.
     """
-    shown_path = shown(path)[1:-1]
+    shown_path = unquoted(path)
     advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""
     allowed = "the keys that `elastic-ext config schema` lists"
     return Refusal(key=shown_path, given="not a known key", allowed=allowed, advice=advice)

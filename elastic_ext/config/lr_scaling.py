@@ -1,4 +1,4 @@
-"""How a learning rate is scaled when the global batch changes: the factors of ``learning_rate_rule``. Pure."""
+"""How a learning rate is scaled when the global batch changes, by ``StepOptions.learning_rate_rule``. Pure."""
 
 from __future__ import annotations
 

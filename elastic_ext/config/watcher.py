@@ -151,9 +151,9 @@ class FolderEvents(FileSystemEventHandler):
 
 @contextlib.contextmanager
 def _stopping(observer: BaseObserver) -> Iterator[None]:
-    """A context in which watchdog's threads of this observer may be stopped while they are told of something.
+    """A context in which the threads of an observer of watchdog's are stopped, without the errors that they may log.
 
-    They would log an error, which it is not: what they were told is dropped.
+    A thread that has an event in hand then drops it and logs an error, though nothing is wrong.
     """
     threads = {emitter.ident for emitter in observer.emitters}
 
@@ -225,6 +225,9 @@ class ConfigWatcher:
     ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place is
     seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one
     file, one ``warns``.
+
+    The newest is what was last valid, whatever its version. ``on_news`` is called on the thread that finds the news:
+    the watcher's own, watchdog's, or that of who calls ``refresh``.
     """
 
     def __init__(
@@ -283,7 +286,7 @@ class ConfigWatcher:
     def held(self) -> ElasticConfig | None:
         """The newest valid config seen in the file, None before the first. Raises if the watching thread has died."""
         if self._error is not None:
-            raise ElasticError(f"the thread that watches {self.path} died; the log has its traceback") from self._error
+            raise ElasticError(f"watching {self.path} has failed; the log has the traceback") from self._error
         return self._held
 
     @property
@@ -331,28 +334,27 @@ class ConfigWatcher:
                 self._look(must_read=is_changed)
             self._look(must_read=True, is_last=True)
         except Exception as error:  # the top of a thread: kept for the owner, who learns of it in ``held``
-            self._die(error)
+            self._fail(error)
 
     def _look_at_change(self, must_follow: bool) -> None:
         """Look at the file at once, on the thread that brings the event; wake the watcher's own only if needed."""
         try:
             self._look(must_read=True)
         except Exception as error:  # the top of a thread, as in _run
-            self._die(error)
+            self._fail(error)
         if must_follow or self._warn_at is not None:
             self._wake.set()
 
-    def _die(self, error: Exception) -> None:
-        _logger.error(
-            "the thread that watches %s died; changes of the file are not seen any more", self.path, exc_info=error
-        )
+    def _fail(self, error: Exception) -> None:
+        _logger.error("watching %s has failed; changes of the file are not taken any more", self.path, exc_info=error)
         self._error = error
         self.on_news()
 
     def _seconds_to_wait(self) -> float:
-        if self._warn_at is None:
+        warn_at = self._warn_at  # read once: another thread may find the file put right meanwhile
+        if warn_at is None:
             return self._poll_seconds
-        return min(self._poll_seconds, max(self._warn_at - time.monotonic(), 0.0) + 0.001)
+        return min(self._poll_seconds, max(warn_at - time.monotonic(), 0.0) + 0.001)
 
     def _look(self, *, must_read: bool, is_last: bool = False) -> None:
         with self._changed:

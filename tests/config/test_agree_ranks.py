@@ -85,11 +85,14 @@ class Trying:
 
 def try_first(rank: int, folder: Path, how: str, refusal: str | None) -> tuple[list[str], list[str], list[str]]:
     applier = Trying(tries=rank == 1, refusal=refusal if rank == 1 else None)
-    with seen_by() as seen, follower_of(folder, rank) as follower:
-        follower.add(applier)
+    follower = follower_of(folder, rank)
+    follower.add(applier)
+    if how == "start":
+        put(folder, rank, rate(2, 0.2))
+    with seen_by() as seen, follower:
         if how == "revision":
             proposal = follower.propose({"optimizer.learning_rate": 0.2}, "a test") if rank == 0 else None
-        else:
+        elif how != "start":
             put(folder, rank, {**rate(2, 0.2), **({"apply_at_step": 60} if how == "scheduled" else {})})
         step_until(follower, seen, lambda: bool(applier.asked))
         step_until(follower, seen, lambda: len(applier.asked) >= (3 if how == "scheduled" and refusal is None else 2))
@@ -101,7 +104,7 @@ def try_first(rank: int, folder: Path, how: str, refusal: str | None) -> tuple[l
 
 
 @pytest.mark.parametrize("refusal", [None, "it was tried"])
-@pytest.mark.parametrize("how", ["file", "revision", "scheduled"])
+@pytest.mark.parametrize("how", ["start", "file", "revision", "scheduled"])
 def test_a_config_that_one_rank_has_to_try_is_asked_about_again_on_all(
     ranks: RankPool, tmp_path: Path, how: str, refusal: str | None
 ) -> None:

@@ -343,6 +343,13 @@ def test_the_label_names_version_and_revision(version: int, revision: int, label
     assert ElasticConfig(version=version, revision=revision).label == label
 
 
+@pytest.mark.parametrize(
+    "path", ["nosuch", "nosuch.key", "optimizer.nosuch", "optimizer", "reason.key", "", ".", "user"]
+)
+def test_a_key_that_the_table_lacks_has_no_value(path: str) -> None:
+    assert ElasticConfig(version=1, reason="a test").get(path) is None
+
+
 # ---- there and back ----
 
 

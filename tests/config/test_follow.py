@@ -20,6 +20,7 @@ import torch
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
 from elastic_ext.cli import main
+from elastic_ext.config.apply import AskAgainLater, Declined
 from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
@@ -128,6 +129,115 @@ def test_a_value_that_the_start_up_values_forbid_is_refused_with_the_reason(fold
         assert follower.config.version == 0
 
 
+def test_a_file_that_waits_for_its_step_since_the_start_is_replaced_by_a_newer_one_below_the_checkpoints(
+    folder: Path,
+) -> None:
+    put(folder, 0, {"version": 3, "apply_at_step": 60, "user": {"x": 3}})
+    state = {"config": {"version": 7}, "revision": 0, "step": 40}
+    with seen_by() as seen, resumed(folder, {}, state) as follower:
+        assert follower.config.version == 7
+        put(folder, 0, {"version": 5, "user": {"x": 5}}, seen_by=follower)
+        for _ in range(4):
+            take_step(follower, seen)
+        assert follower.config.version == 5
+    assert not [line for line in seen.log if "refused" in line]
+
+
+def test_a_file_that_waits_for_its_step_while_a_checkpoint_is_loaded_is_not_said_to_be_refused(folder: Path) -> None:
+    put(folder, 0, {"version": 3, "apply_at_step": 45, "user": {"x": 3}})
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.load_state_dict({"config": {"version": 7, "user": {"y": 1}}, "revision": 0, "step": 40})
+        assert follower.config.label == "version 7"
+        follower.propose({"user.y": 2}, "a test")
+        for _ in range(8):
+            take_step(follower, seen)
+        assert follower.config.user == {"x": 3, "y": 1}
+    assert seen.in_force[4:6] == ["version 7, revision 1", "version 3"]
+    assert not [line for line in seen.log if "refused" in line]
+
+
+# --- what has to be tried in a step first -----------------------------------------------------------------------------
+
+
+class Trying(RecordingApplier):
+    """An applier that has to try configs of these labels in a step first: it asks once to be asked again later."""
+
+    def __init__(self, *labels: str) -> None:
+        super().__init__(before=self._try_first)
+        self._untried = set(labels)
+
+    def _try_first(self, doing: str, new: ElasticConfig) -> None:
+        if new.label in self._untried:
+            self._untried.remove(new.label)
+            raise AskAgainLater
+
+
+@pytest.mark.parametrize("at_step", [{}, {"apply_at_step": 20}, {"apply_at_step": 42}], ids=["none", "past", "to come"])
+def test_a_file_that_has_to_be_tried_at_the_start_comes_into_force_after_a_step_whatever_its_version(
+    folder: Path, at_step: dict[str, int]
+) -> None:
+    put(folder, 0, rate(3, 0.25, **at_step))
+    applier = Trying("version 3")
+    state = {"config": {"version": 7}, "revision": 0, "step": 40}
+    with seen_by() as seen:
+        follower = resumed(folder, {}, state)
+        follower.add(applier)
+        with follower:
+            for _ in range(4):
+                take_step(follower, seen)
+    num_before = 2 if at_step.get("apply_at_step") == 42 else 1
+    assert seen.in_force == ["version 7"] * num_before + ["version 3"] * (4 - num_before)
+    assert applier.applied == [("version 7", "version 3")]
+    assert not [line for line in seen.log if "refused" in line]
+
+
+def test_a_file_that_has_to_be_tried_as_a_checkpoint_is_loaded_comes_into_force_after_a_step(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    state = {"config": {"version": 7, "user": {"y": 1}}, "revision": 0, "step": 40}
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 3"))
+        follower.load_state_dict(state)
+        assert follower.config.label == "version 7"
+        for _ in range(3):
+            take_step(follower, seen)
+        assert follower.config.user == {"y": 1}
+    assert seen.in_force == ["version 7", "version 3", "version 3"]
+    assert not [line for line in seen.log if "refused" in line]
+
+
+def test_a_resumed_config_that_would_have_to_be_tried_in_a_step_is_refused(folder: Path) -> None:
+    state = {"config": {"version": 7}, "revision": 0, "step": 40}
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 7"))
+        follower.load_state_dict(state)
+        assert follower.config.label == "version 0"
+        take_step(follower, seen)
+    assert [line for line in seen.log if "refused" in line] == [
+        "WARNING the resumed config version 7 was refused, version 0 stays in force: rank 0: optimizer: it cannot be "
+        "checked before another step has run"
+    ]
+
+
+def test_a_proposal_that_has_to_be_tried_as_a_checkpoint_is_loaded_is_not_lost(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 7, revision 1"))
+        proposal = follower.propose({"optimizer.learning_rate": 0.5}, "a test")
+        follower.load_state_dict({"config": {"version": 7}, "revision": 0, "step": 40})
+        assert (follower.config.label, proposal.outcome) == ("version 7", "pending")
+        step_until(follower, seen, lambda: proposal.outcome == "in force")
+        assert follower.config.label == "version 7, revision 1"
+
+
+def test_a_revision_of_all_ranks_that_would_have_to_be_tried_in_a_step_is_refused(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(Trying("version 0, revision 1"))
+        take_step(follower, seen)
+        refusal = follower.revise({"optimizer.learning_rate": 0.5}, "a test")
+        assert refusal == "rank 0: optimizer: it cannot be checked before another step has run"
+        assert follower.config.label == "version 0"
+        assert follower.revise({"optimizer.learning_rate": 0.5}, "a test") == ""
+
+
 # --- save once ------------------------------------------------------------------------------------------------------
 
 
@@ -145,16 +255,37 @@ def test_a_version_that_asks_for_a_checkpoint_gets_one_and_its_revisions_none(fo
         assert len(seen.saves) == 2
 
 
+@pytest.mark.parametrize("is_started", [False, True])
 @pytest.mark.parametrize(("resumed_version", "num_saves"), [(4, 1), (5, 0)])
 def test_a_restart_saves_for_a_file_only_if_the_checkpoint_did_not_know_its_version(
-    folder: Path, resumed_version: int, num_saves: int
+    folder: Path, resumed_version: int, num_saves: int, is_started: bool
 ) -> None:
     put(folder, 0, {"version": 5, "checkpoint": {"now": True}})
     state = {"config": {"version": resumed_version}, "revision": 0, "step": 3}
-    with seen_by() as seen, resumed(folder, {}, state) as follower:
+    with seen_by() as seen, follower_in(folder) if is_started else resumed(folder, {}, state) as follower:
+        if is_started:
+            follower.load_state_dict(state)
         for _ in range(6):
             take_step(follower, seen)
     assert len(seen.saves) == num_saves
+
+
+def test_a_file_that_comes_between_the_start_and_the_loading_of_a_checkpoint_is_saved_for(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        put(folder, 0, {"version": 5, "checkpoint": {"now": True}}, seen_by=follower)
+        follower.load_state_dict({"config": {"version": 4}, "revision": 0, "step": 3})
+        for _ in range(6):
+            take_step(follower, seen)
+    assert len(seen.saves) == 1
+
+
+def test_a_save_that_the_script_asks_for_before_it_loads_a_checkpoint_is_not_lost(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.request_save()
+        follower.load_state_dict({"config": {"version": 4, "checkpoint": {"now": True}}, "revision": 0, "step": 3})
+        for _ in range(6):
+            take_step(follower, seen)
+    assert len(seen.saves) == 1
 
 
 # --- knobs and appliers ---------------------------------------------------------------------------------------------
@@ -217,6 +348,26 @@ def test_sections_are_applied_in_the_houses_order_and_only_where_they_differ(fol
         )
         step_until(follower, seen, lambda: follower.config.version == 1)
     assert order == ["communication", "parallelism", "optimizer", "checkpoint", "user"]
+
+
+def test_an_applier_that_only_checks_does_not_make_a_declined_config_an_error(folder: Path) -> None:
+    def before(doing: str, new: ElasticConfig) -> None:
+        if (doing, new.version) == ("apply", 1):
+            raise Declined("no memory")
+
+    checking, declining = RecordingApplier("dataloader"), RecordingApplier("optimizer", before=before)
+    checking.only_checks = True  # type: ignore[attr-defined]
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.add(checking)
+        follower.add(declining)
+        for version in (1, 2):
+            put(folder, 0, rate(version, 0.5, dataloader={"batch_size": 4}))
+            step_until(follower, seen, lambda: f"version {version}" in declining.checked)  # noqa: B023
+        step_until(follower, seen, lambda: follower.config.version == 2)
+    assert declining.applied == [("version 0", "version 2")]
+    assert checking.applied == []
+    refusals = [line for line in seen.log if "refused" in line]
+    assert refusals == ["WARNING config version 1 was refused, version 0 stays in force: rank 0: optimizer: no memory"]
 
 
 def test_an_applier_of_an_unknown_section_is_refused(folder: Path) -> None:
@@ -546,6 +697,35 @@ def test_an_applier_that_fails_ends_the_run_and_stays_failed(folder: Path) -> No
         with pytest.raises(ElasticError, match="ArithmeticError: apply of version 1 broke"):
             follower.boundary()
         follower.close()
+
+
+def test_an_applier_that_fails_as_a_checkpoint_is_loaded_ends_the_run_and_stays_failed(folder: Path) -> None:
+    state = {"config": {"version": 7}, "revision": 0, "step": 3}
+    follower = follower_in(folder)
+    follower.start()
+    follower.add(RecordingApplier(fail={7: "check"}))
+    for _ in range(2):
+        with pytest.raises(ElasticError, match="ArithmeticError: check of version 7 broke"):
+            follower.load_state_dict(state)
+    with pytest.raises(ElasticError, match="ArithmeticError: check of version 7 broke"):
+        follower.boundary()
+    follower.close()
+
+
+def test_a_revision_that_fails_lets_no_boundary_pass_quietly(folder: Path) -> None:
+    follower = follower_in(folder, agree_every_steps=100)
+    follower.start()
+    follower.add(RecordingApplier(fail={0: "apply"}))
+    with seen_by() as seen:
+        take_step(follower, seen)
+    assert follower.pass_quietly(2, 0)
+    for _ in range(2):
+        with pytest.raises(ElasticError, match="ArithmeticError: apply of version 0, revision 1 broke"):
+            follower.revise({"optimizer.learning_rate": 0.5}, "a test")
+    assert not follower.pass_quietly(3, 0)
+    with pytest.raises(ElasticError, match="ArithmeticError: apply of version 0, revision 1 broke"):
+        follower.boundary()
+    follower.close()
 
 
 def test_a_file_found_at_the_start_is_judged_after_the_first_step_has_read_its_knobs(folder: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_list_that_holds_itself_is_refused() -> None:
     "value", [2**53, -(2**53), 10**400, math.nan, math.inf, -math.inf, "\ud800", ["\udc00"], {"a": 1}, b"a", {1}, [{}]]
 )
 def test_user_values_that_would_not_survive_a_file_are_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"finite|at most|scalar|whole"):
+    with pytest.raises(ValueError, match=r"finite|at most|scalar|surrogates"):
         UserValueRule().check(value)
 
 
@@ -173,6 +173,8 @@ def test_text_is_counted_in_characters() -> None:
     assert Text(3).check("\N{GRINNING FACE}" * 3)
     with pytest.raises(ValueError, match="at most 3 characters"):
         Text(3).check("abcd")
+    with pytest.raises(ValueError, match="unpaired surrogates"):
+        Text(3).check("\ud800")
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.nan, math.inf, True, "1", None, [1]])

@@ -661,6 +661,26 @@ def test_looking_from_many_threads_while_the_file_changes_is_safe(tmp_path: Path
     assert faults == []
 
 
+class SettledBetween(ConfigWatcher):
+    """A watcher whose file is written anew, on another thread, between two readings of when contents are warned of."""
+
+    @property
+    def _warn_at(self) -> float | None:
+        when, self._when = self._when, None
+        return when
+
+    @_warn_at.setter
+    def _warn_at(self, when: float | None) -> None:
+        self._when = when
+
+
+def test_contents_that_are_put_right_as_the_thread_works_out_how_long_to_wait_do_not_end_it(tmp_path: Path) -> None:
+    watcher = SettledBetween(tmp_path / "config.json", poll_seconds=5.0)
+    watcher._warn_at = 0.0
+    assert 0.0 <= watcher._seconds_to_wait() <= 5.0
+    assert watcher._seconds_to_wait() == 5.0
+
+
 # A user namespace of its own has a limit of its own: others who watch files meanwhile keep what they have.
 WITHOUT_INOTIFY = """
 import ctypes, logging, sys

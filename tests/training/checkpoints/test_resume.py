@@ -291,7 +291,7 @@ def test_the_config_asks_for_one_checkpoint_and_for_another_interval(tmp_path: P
     assert first in ("step_1", "step_2")
     put(run / "0", version=2, checkpoint={"steps": 2})
     train(run, tmp_path / "storage", until=7, checkpoint_interval=CheckpointInterval())
-    assert saved_in(tmp_path / "storage") == sorted({first, "step_4", "step_6", "step_7"})
+    assert saved_in(tmp_path / "storage") == sorted({first, "step_2", "step_4", "step_6", "step_7"})
 
 
 def small(tmp_path: Path, name: str, **arguments: Any) -> tuple[Any, nn.Module, Any]:
