@@ -110,6 +110,7 @@ class Controller:
         self._sizes = GlobalBatchTrials(self._book, decisions)
         self._budget = Budget()
         self._must_begin = True  # no search is valid; the next facts, or reports enough, begin one
+        self._other_job = ""  # how the job differs from the one that was searched for last; empty where it does not
         self._heard: tuple[float, float] | None = None  # when the last trusted report came, its steps' seconds
         self._num_distrusted = 0
         self._num_calm = _CALM
@@ -122,15 +123,16 @@ class Controller:
     def take_facts(self, now: float, facts: JobFacts) -> list[Decision]:
         """Take the facts of the job that rank 0 has written, and begin a search anew where they have changed."""
         before, self._facts = self._facts, facts
-        other = changed_facts(before, facts) if before is not None else ""
         course, sizes = self._course, self._sizes
         is_requested = before is not None and sizes.accept_requested_size(before, facts, self._tuning, self._budget)
-        if course is None or self._must_begin or course.is_changed_inside:
+        if before is not None and not is_requested:
+            if self._must_begin:  # by a config that may itself have changed which keys there are to choose
+                before = replace(before, choices=facts.choices, fixed=facts.fixed)
+            self._other_job = changed_facts(before, facts) or self._other_job
+        if course is None or self._must_begin or course.is_changed_inside or self._other_job:
             return self._begin(now)
         if is_requested and sizes.is_going_back:
             return self._begin(now, is_back=True)
-        if other and not is_requested:
-            return self._begin(now, f"the search for faster settings begins again: {other}")
         if sizes.is_back(facts):
             return self._begin(now, is_back=True)
         if not sizes.is_trying and facts.config_version > course.version:  # which was waited for in vain before
@@ -305,8 +307,11 @@ class Controller:
             return "probing", "the job trains under the best config until its steps have saved time for the next trial"
         return "probing", "the tuner tries what may be faster"
 
-    def _begin(self, now: float, reason: str = "", *, is_back: bool = False) -> list[Decision]:
-        """Begin a search where enough is known; ``is_back`` says that the global batch size is again what it was."""
+    def _begin(self, now: float, *, is_back: bool = False) -> list[Decision]:
+        """Begin a search where enough is known; ``is_back`` says that the global batch size is again what it was.
+
+        In another job the budget begins anew, and step times of other sizes are forgotten; people are told so.
+        """
         facts, config, earlier = self._facts, self._config, self._course
         self._must_begin = True
         if facts is None or self._is_paused:
@@ -315,13 +320,15 @@ class Controller:
             return []  # facts of that version will come, unless it is not put in force
         if self._mode == "off":
             return self._take_back_unmeasured(now, facts)
-        told = [self._say(now, "reopen", reason)] if reason else []
+        other, self._other_job = self._other_job, ""
+        why = f"the search for faster settings begins again: {other}"
+        told = [self._say(now, "reopen", why)] if other and earlier is not None else []
         told += self._tell_limits(now, facts)
         self._must_begin, self._num_waited = False, 0
-        if reason or earlier is None:
-            self._budget = Budget()  # what the user's own config would do in this job is not known
+        if other or earlier is None:
+            self._budget = Budget()  # the baseline is measured anew
         self._budget.allow(self._tuning.probe_budget)
-        if reason:
+        if other:
             self._sizes.forget()
         self._sizes.drop()
         is_found = is_back and earlier is not None and earlier.is_of(facts)

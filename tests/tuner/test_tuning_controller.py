@@ -401,6 +401,28 @@ def test_another_world_begins_another_search_and_keeps_what_was_learnt() -> None
     assert job.controller.standing.stand == "settled"
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_another_world_while_the_tuner_decides_nothing_gives_the_next_search_a_budget_of_its_own(
+    is_paused: bool,
+) -> None:
+    """By what steps took in the world before, none of these slower steps could ever pay for a probe."""
+    job = _settled(seconds=lambda point: _loading(point, 64 * 0.0005))
+    before = job.point
+    job.seconds = lambda point: _loading(point, 64 * 0.008)
+    world = {"world_size": 2, "num_replicas": 2, "global_batch": 128}
+    if is_paused:
+        job.take(job.controller.pause(job.now, "a person wants to look at it"))
+        assert job.tell_facts(**world) == []
+        told = job.take(job.controller.resume(job.now))
+    else:
+        assert job.edit({"tuning.headroom": 0.1}) == []
+        told = job.tell_facts(**world)
+    assert [each.kind for each in told] == [*["resume"] * is_paused, "reopen"]
+    assert "2 ranks train instead of 4" in told[-1].reason
+    job.run(ENOUGH)
+    assert job.point != before and job.rate() > 1.2 * job.rate(before)
+
+
 def test_a_slower_job_is_tuned_anew_and_whoever_is_slow_is_named_first() -> None:
     job = _settled(seconds=lambda point: _loading(point, 64 * 0.0005))
     before = job.point
