@@ -290,7 +290,7 @@ class Course:
     def _changed_inside(self, report: StepReport) -> list[Decision]:
         """Note that the job itself has put another revision in force, as when memory runs out; the point is refused."""
         open_, self._num_elsewhere = self._book.open, -1
-        self.search.refuse(self.here, "the job itself changed it")
+        self.search.refuse(self.in_force, "the job itself changed it")
         if open_ is None:
             return []
         why = f"the job itself put revision {report.revision} of version {report.version} in force instead"
