@@ -75,8 +75,9 @@ class Course:
         self._last: PointMeasurement | None = None
         self._wanted = 0.0  # seconds that the budget must have saved for the next probe
         self._must_look = False  # whether newer facts may allow other points
-        # Reports of steps under another config in a row; -1 once the job itself has put another revision in force.
-        self._num_elsewhere = 0
+        self.is_changed_inside = False
+        """Whether the job itself, as when memory ran out, put another config in force, whose facts have not come yet."""
+        self._num_elsewhere = 0  # reports in a row of steps under another config than the one that was written last
         self._num_scattered = 0  # trials in a row whose step times differed too much
         self._advice = Advice()
         self._slowdown_check = SlowdownCheck()
@@ -132,11 +133,6 @@ class Course:
         self.search.take_facts(facts)
         return Course(facts, self._tuning, self._book, self.search, self._budget)
 
-    @property
-    def is_changed_inside(self) -> bool:
-        """Whether the job itself, as when memory ran out, put another config in force whose facts have not come yet."""
-        return self._num_elsewhere < 0
-
     def rate(self, seconds: float) -> float:
         """Samples per second of all ranks together, where a step takes ``seconds``."""
         return self._facts.global_batch / seconds
@@ -168,6 +164,7 @@ class Course:
     def written(self, number: int, version: int) -> None:
         """Note that the config of decision ``number`` was written as ``version``; its point is measured next."""
         if self._asked and self._asked[0] == number:
+            self._num_elsewhere = 0
             self._before, self._base = self._base, _ConfigPoint(self._asked[1], version, 0)
             self._asked, self._trial = None, self._trial_of(self._base)
 
@@ -280,6 +277,8 @@ class Course:
         """Take steps under another config than the one that is to be measured."""
         if report.version == self._base.version and report.revision > self._base.revision:
             return self._changed_inside(report) if not self.is_changed_inside else []
+        if self._asked:  # whose config is yet to be written
+            return []
         self._num_elsewhere += 1
         if self._num_elsewhere != _PATIENCE:
             return []
@@ -289,7 +288,7 @@ class Course:
 
     def _changed_inside(self, report: StepReport) -> list[Decision]:
         """Note that the job itself has put another revision in force, as when memory runs out; the point is refused."""
-        open_, self._num_elsewhere = self._book.open, -1
+        open_, self.is_changed_inside = self._book.open, True
         self.search.refuse(self.in_force, "the job itself changed it")
         if open_ is None:
             return []

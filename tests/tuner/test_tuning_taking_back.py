@@ -281,6 +281,17 @@ def test_what_the_job_changes_before_a_probe_is_written_speaks_against_the_point
         assert (again.best is None) is is_left_out
 
 
+def test_steps_before_a_probe_is_written_do_not_count_as_steps_under_an_older_version() -> None:
+    course = _course()
+    probe, here = _until_a_probe(course), course.in_force
+    before = [each for step in range(20, 80) for each in course.see(0.0, _report(here, step), writes=True)]
+    course.written(probe.number, 1)
+    after = [course.see(0.0, _report(here, step), writes=True) for step in range(80, 130)]
+    assert before == [] and after[:-1] == [[]] * 49
+    (told,) = after[-1]
+    assert "steps are taken under version 0, and version 1 was written 50 reports ago" in told.reason
+
+
 def test_undo_while_a_version_is_waited_for_is_made_from_that_version() -> None:
     """A person changes what the tuner may do, and takes something back before ranks tell of that."""
     job = TunedJob(seconds=_seconds)
