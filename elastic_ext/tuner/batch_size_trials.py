@@ -96,14 +96,13 @@ class GlobalBatchTrial:
         values = {**facts.values, GLOBAL_BATCH_KEY: facts.global_batch}
         return self._write_back(now, facts.config_version, changes, {key: values.get(key) for key in changes}, why)
 
-    def go_back(self, now: float, why: str, more: Mapping[str, Any] | None = None) -> list[Decision]:
-        """Decide to put the size before in force again, with the values from then; ``more`` is set beside them."""
+    def undo(self, now: float, back: Mapping[str, Any], values: Mapping[str, Any], why: str) -> list[Decision]:
+        """Decide to set the size before and its values, and ``back``; ``values`` are those from before this try."""
         made = self._made
         assert made is not None
-        before = made.changes if self.stage == "back" else made.instead
-        changes = {**before, **(more or {})}
-        instead = {key: made.changes.get(key) for key in changes}
-        return self._write_back(now, self._newest, changes, instead, why, made.before)
+        changes = {**(made.changes if self.stage == "back" else made.instead), **back}
+        newest = {**values, **(made.changes if self._newest > made.base else made.instead)}
+        return self._write_back(now, self._newest, changes, {key: newest.get(key) for key in changes}, why)
 
     def _write_back(
         self,
@@ -225,8 +224,9 @@ class GlobalBatchTrial:
 
     def _take_back(self, now: float, why: str) -> list[Decision]:
         assert self._made is not None
-        size_before = int(self._made.instead[GLOBAL_BATCH_KEY])
-        return self.go_back(now, f"{size_change_in_words(size_before, self.size)}: {why}")
+        made, size_before = self._made, int(self._made.instead[GLOBAL_BATCH_KEY])
+        why = f"{size_change_in_words(size_before, self.size)}: {why}"
+        return self._write_back(now, self._newest, made.instead, made.changes, why, made.before)
 
     def _new_trial(self, facts: JobFacts) -> Trial:
         return Trial(point_of(facts.values), version=self._version, revision=0, probe_steps=self.probe_steps)
@@ -368,17 +368,20 @@ class GlobalBatchTrials:
         self._now = GlobalBatchTrial(self._book, self._choice, tuning)
         return self._now.begin_back(now, facts, changes, why)
 
-    def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
+    def undo(
+        self, now: float, last: Decision, back: Mapping[str, Any], values: Mapping[str, Any], why: str
+    ) -> list[Decision] | None:
         """Take ``last`` back at a person's request by setting ``back``, and with it the size that is being tried.
 
-        None where no size is being tried: the caller then takes ``last`` back by itself.
+        ``values`` are those from before the try, by key. None where no size is being tried: the caller then takes
+        ``last`` back by itself.
         """
         self._choice.take_back(last)
         trying, self._now = self._now, None
         if trying is None or not trying.is_written:
             return None
         self._now = trying
-        return trying.go_back(now, why, back)
+        return trying.undo(now, back, values, why)
 
     def _ended(self, ask: Callable[[GlobalBatchTrial], list[Decision]]) -> list[Decision]:
         """The decisions that ``ask`` draws from the try under way, which is dropped if that ends it."""

@@ -252,7 +252,7 @@ class Controller:
         size = back.get(GLOBAL_BATCH_KEY, present)
         why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
-        taken = self._sizes.undo(now, last, back, why)
+        taken = self._sizes.undo(now, last, back, values, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
         return [*abandoned, *closed, *taken, *self._pause(now, f"{why}; {_RESUME}")]

@@ -335,6 +335,21 @@ def test_undo_while_a_size_is_tried_takes_that_back_as_well() -> None:
     assert all(now.get(key) == value for key, value in kept.instead.items())
 
 
+def test_undo_while_a_size_is_tried_knows_the_values_that_it_sets_back() -> None:
+    """Where ranks refuse it, the next config has these again."""
+
+    def seconds(point: Point, share: int) -> dict[str, float]:
+        return {**_seconds(point, share), "data": 0.0 if point.num_workers else 0.5}
+
+    job = _in_a_try(facts=_facts(choices={"dataloader.num_workers": (), "global_batch_size": ()}), sized=seconds)
+    in_force = {**job.start, **job.configs[job.version]}
+    assert in_force["dataloader.num_workers"] and in_force["global_batch_size"] > FIRST
+    job.take(job.controller.undo(job.now))
+    undo = job.last("undo")
+    assert undo.changes == {"global_batch_size": FIRST, "dataloader.num_workers": 0}
+    assert undo.instead == {key: in_force[key] for key in undo.changes}
+
+
 def test_a_restarted_master_takes_back_a_size_that_was_being_tried() -> None:
     job = _in_a_try()
     again = _again(job)
