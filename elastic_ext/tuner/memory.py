@@ -78,7 +78,8 @@ class JobMemory:
         self._present = point_of(facts.values)
         capacity = None if facts.memory is None else facts.memory.capacity_bytes
         self._usable = usable_bytes(capacity, limit_bytes, HEADROOM if headroom is None else headroom)
-        self._seen: dict[Point, int | None] = {}  # measured peaks, in bytes; None where steps ran and nobody told
+        self._seen: dict[Point, int | None] = {}  # at most so many bytes were held at a point; None where nobody told
+        self._replayed: list[tuple[Point, int | None]] = []  # the measured peaks that say something, in their order
         # Bytes that an optimizer's step takes for a moment, as a share of parameter bytes, where facts do not say: all
         # of them, as foreach optimizers take, until a measured peak is too small for that.
         self._update_share = 1.0
@@ -94,7 +95,7 @@ class JobMemory:
     def _go_on_from(self, before: JobMemory) -> None:
         """Take over the peaks that ``before`` has seen where a rank's share is the same, else only what they taught."""
         if before._facts.share == self._facts.share:
-            for point, peak_bytes in before._seen.items():
+            for point, peak_bytes in before._replayed:
                 self.see(point, peak_bytes)
             return
         self._factor, self._update_share = before._factor, before._update_share
@@ -102,7 +103,11 @@ class JobMemory:
 
     def see(self, point: Point, peak_bytes: int | None) -> None:
         """Take a measured peak: steps were taken at ``point``, and ``peak_bytes`` is the most on any rank so far."""
-        self._seen.setdefault(point, peak_bytes)
+        is_highest = peak_bytes is not None and peak_bytes > self._highest  # so that these steps have reached it
+        if is_highest or point not in self._seen or (peak_bytes is not None and self._seen[point] is None):
+            self._seen[point] = peak_bytes
+            self._replayed.append((point, peak_bytes))
+        self._highest = max(self._highest, peak_bytes or 0)
         peak = self.peak(point)
         if peak is None:
             return
@@ -111,10 +116,8 @@ class JobMemory:
             self._peaks.clear()
             peak = self.peak(point) or peak
         self._most_passes = max(self._most_passes, peak.passes_bytes)
-        if peak_bytes is None or peak_bytes <= self._highest:
-            return
-        self._highest = peak_bytes  # steps at this point have reached it: the peak so far was lower
-        self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
+        if peak_bytes is not None and is_highest:
+            self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
 
     def peak(self, point: Point) -> Peak | None:
         """The predicted peak at ``point``; None where nothing is known of the job's memory."""
