@@ -76,7 +76,7 @@ class Course:
         self._wanted = 0.0  # seconds that the budget must have saved for the next probe
         self._must_look = False  # whether newer facts may allow other points
         self.is_changed_inside = False
-        """Whether the job itself, as when memory ran out, put another config in force, whose facts have not come yet."""
+        """Whether the job itself, as when memory ran out, put another config in force whose facts have not come yet."""
         self._num_elsewhere = 0  # reports in a row of steps under another config than the one that was written last
         self._num_scattered = 0  # trials in a row whose step times differed too much
         self._advice = Advice()

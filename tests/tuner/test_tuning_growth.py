@@ -492,7 +492,12 @@ def test_memory_knows_of_other_sizes_what_it_has_learnt_of_one() -> None:
     memory.see(point, 20_000)
     before = memory.expected_bytes(point)
     assert before == pytest.approx(20_000, rel=0.01)
-    assert JobMemory(facts_at(facts, 512), before=memory).expected_bytes(point) == before
+    other = facts_at(facts, 512)
+    at_other = JobMemory(other, before=memory)
+    assert at_other.expected_bytes(point) == before
+    at_other.see(point, 19_000)
+    again = JobMemory(dataclasses.replace(other, time=2000.0), before=at_other)
+    assert again.expected_bytes(point) == before, "newer facts of that size change nothing"
 
 
 def test_in_advise_mode_it_is_said_once_and_nothing_is_written() -> None:
