@@ -361,10 +361,10 @@ class Controller:
         size = left.get(GLOBAL_BATCH_KEY, facts.global_batch)
         way = way_in_words(here, target, facts.global_batch, size)
         why = f"{way}: what was being tried was not measured to its end"
-        return [
-            *closed,
-            *self._go_back(now, facts, here, target, why, tried.instead if GLOBAL_BATCH_KEY in left else {}),
-        ]
+        # the newest config may still have a tried value that the job itself has changed since
+        in_config = {} if self._config is None else tried.left_in(self._config.values())
+        size_changes = {**in_config, **left} if GLOBAL_BATCH_KEY in left else {}
+        return [*closed, *self._go_back(now, facts, here, target, why, size_changes)]
 
     def _go_back(
         self, now: float, facts: JobFacts, here: Point, target: Point, why: str, size_changes: Mapping[str, Any]

@@ -361,6 +361,15 @@ def test_a_restarted_master_takes_back_a_size_that_was_being_tried() -> None:
     assert again.size > FIRST and again.controller.standing.stand == "settled"
 
 
+def test_a_restarted_master_takes_back_a_size_and_leaves_what_a_person_has_set_since() -> None:
+    job = _in_a_try()
+    assert job.point.batch_size != 5
+    job.configs[job.version + 1] = {**job.configs[job.version], "dataloader.batch_size": 5}
+    again = _again(job)
+    assert again.last("undo").changes == {"global_batch_size": FIRST}
+    assert again.size == FIRST and again.point.batch_size == 5
+
+
 def test_a_restarted_master_goes_on_from_a_size_that_was_kept_and_knows_those_that_were_not() -> None:
     def seconds(point: Point, share: int) -> dict[str, float]:
         found = _seconds(point, share)
