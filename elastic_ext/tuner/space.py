@@ -159,7 +159,7 @@ def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | No
     if present in (None, TORCH) and not facts.choices[key]:  # the default by its number would be the present once more
         possible = tuple(each for each in possible if each != _BY_ITSELF.get(name, present))
     if bounds is not None:
-        possible = _within(bounds, possible)
+        possible = _within(bounds, possible, is_listed=bool(facts.choices[key]))
     found = list(dict.fromkeys(_in_order((*possible, present))))
     return tuple(found)
 
@@ -193,13 +193,17 @@ def _round_numbers(most: int) -> list[int]:
     return sorted({*found, most})
 
 
-def _within(bounds: KnobBounds, possible: Sequence[Value]) -> tuple[Value, ...]:
-    """The values of a knob that a person's bounds allow: two numbers are a range, anything else is a list of values."""
+def _within(bounds: KnobBounds, possible: Sequence[Value], *, is_listed: bool) -> tuple[Value, ...]:
+    """The values of a knob that a person's bounds allow: two numbers are a range, anything else is a list of values.
+
+    A list takes the place of ``possible``: ranks refuse what they cannot do, and say why. Of ``possible``, a range
+    leaves what lies inside; its ends are choices as well, unless ``possible`` is what the job itself lists.
+    """
     if not _is_range(bounds):
-        return tuple(each for each in bounds if not isinstance(each, tuple))
+        return tuple(each for each in bounds if not isinstance(each, tuple))  # no knob has tuples as values
     low, high = (each for each in bounds if _is_number(each))
     inside = [each for each in possible if _is_number(each) and low <= each <= high]
-    return (low, *inside, high)
+    return tuple(inside) if is_listed else (low, *inside, high)
 
 
 def _is_range(bounds: KnobBounds) -> bool:
