@@ -362,6 +362,8 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
         return f"{now.num_replicas} replicas of the model have samples of their own instead of {before.num_replicas}"
     if now.share != before.share:
         return f"a rank has {now.share:,} samples of a step instead of {before.share:,}"
+    if now.num_blocks != before.num_blocks:
+        return f"the model has {now.num_blocks} blocks instead of {before.num_blocks}"
     if _plain(now.choices) != _plain(before.choices) or dict(now.fixed) != dict(before.fixed):
         return "the keys that the job can change while it trains, or their values, are not those of before"
     return ""

@@ -481,11 +481,11 @@ class _Expected:
 
 
 def _known(facts: JobFacts) -> tuple[object, ...]:
-    """The facts that say which points may be tried, without those that measured steps tell by themselves."""
+    """The facts of memory that say which points may be tried, without those that measured steps correct."""
     memory = facts.memory
     if memory is None:
-        return (facts.num_blocks,)
-    return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
+        return ()
+    return bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
 
 
 def _noise(measured: PointMeasurement) -> float:
