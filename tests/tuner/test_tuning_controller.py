@@ -408,7 +408,7 @@ def test_another_world_while_the_tuner_decides_nothing_gives_the_next_search_a_b
     """By what steps took in the world before, none of these slower steps could ever pay for a probe."""
     job = _settled(seconds=lambda point: _loading(point, 64 * 0.0005))
     before = job.point
-    job.seconds = lambda point: _loading(point, 64 * 0.008)
+    job.seconds = lambda point: _loading(point, 64 * 0.08)
     world = {"world_size": 2, "num_replicas": 2, "global_batch": 128}
     if is_paused:
         job.take(job.controller.pause(job.now, "a person wants to look at it"))
