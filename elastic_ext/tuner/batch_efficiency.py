@@ -45,7 +45,7 @@ LEARNING_RATE_KEY = "optimizer.learning_rate"
 _MICRO_BATCH_KEY = "dataloader.batch_size"
 _RULES = ("linear", "sqrt", "adascale")
 _GROWTHS = (1.5, 2.0)
-"""Factors by which the global batch may grow in one trial: learning rates follow, and learning should not jump."""
+"""Factors by which the global batch may grow at once: learning rates follow, and learning should not jump."""
 _MOST_TIMES = 2
 """Listed sizes are tried up to so many times the present one; where there is none, the next larger one is tried."""
 _MORE_NOISE = 1.25
@@ -210,22 +210,24 @@ def _number(value: object) -> float | None:
 
 # --- whether steps of another size would teach more in the same time, by how long and how noisy they are -------------
 # What counts of a size is how fast it teaches: samples per second times their efficiency (see above). Steps of another
-# size are worth a try where that is expected to be well above what it is now, and stay where it measures above it.
+# size are worth a size trial (course.py) where that is expected to be well above what it is now, and stay where it
+# measures above it.
 
 _LEAST_KEPT = 0.01
 """The least measured gain, as a share, for which a size that was tried is kept."""
 _OTHER_NOISE = 1.25
 """Sizes are looked at again where the noise scale has grown, or shrunk, by more than this factor."""
-_NUM_WINDOWS = 200
-"""Windows of steps after which sizes are looked at again in any case."""
+_NUM_REPORTS = 200
+"""Reports of steps after which sizes are looked at again in any case."""
 _MOST_NOISE = 2.0**60
+"""The noise scale as which any above it counts."""
 _ALIKE = 0.05
 """Share by which the gain of an advice has to differ from that of the last one to be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizeProposal:
-    """Another global batch size that is worth a try, with what is expected of it."""
+    """Another global batch size that is worth a size trial, with what is expected of it."""
 
     size_now: int
     """The global batch size now."""
@@ -244,7 +246,7 @@ class BatchSizeProposal:
     is_needed: bool
     """Whether the present size is out of its bounds, so that the other one is needed whatever it gains."""
     reason: str
-    """Why the size is worth a try, as a sentence for a person."""
+    """Why the size is worth a size trial, as a sentence for a person."""
 
     @property
     def most_seconds_for_equal_progress(self) -> float:
@@ -272,7 +274,7 @@ class _SizeTimes(NamedTuple):
 
 
 class BatchSizeChoice:
-    """The choice of another global batch size worth a try in one job, by each size's step times and by noise."""
+    """The choice of another global batch size that is worth a size trial, by each size's step times and by noise."""
 
     def __init__(self, decisions: Sequence[Decision] = ()) -> None:
         """``decisions`` are those from before a restart of the master; they tell how long steps of other sizes took."""
@@ -280,7 +282,7 @@ class BatchSizeChoice:
         self._refused: set[int] = set()
         self._unwanted: set[int] = set()  # a person has taken these back; ``allow`` does not bring them back
         self._looked: tuple[int, float] | None = None  # size and noise scale when sizes were looked at last
-        self._num_windows = 0
+        self._num_reports = 0
         self._told: tuple[int, float] | None = None
         for each in sorted(decisions, key=lambda each: each.number):
             self._remember(each)
@@ -319,12 +321,12 @@ class BatchSizeChoice:
         return sizes is not None and sizes.learning.noise_scale is None
 
     def is_due(self, facts: JobFacts, tuning: TuningSection) -> bool:
-        """Whether it is time to look for another size; called once for each window of steps at the best point."""
+        """Whether it is time to look for another size; called once for each report of steps at the best point."""
         noise = _noise(allowed_sizes(facts, tuning)) if may_tune_global_batch(tuning) else None
         if noise is None:
             return False
-        self._num_windows += 1
-        if self._looked is None or self._looked[0] != facts.global_batch or self._num_windows >= _NUM_WINDOWS:
+        self._num_reports += 1
+        if self._looked is None or self._looked[0] != facts.global_batch or self._num_reports >= _NUM_REPORTS:
             return True
         before = self._looked[1]
         if noise != before and self._is_needed(facts, tuning, noise):
@@ -332,12 +334,12 @@ class BatchSizeChoice:
         return not before / _OTHER_NOISE <= noise <= before * _OTHER_NOISE
 
     def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> BatchSizeProposal | None:
-        """The size that is worth a try, by what ``search`` has learnt of steps of the present one; None if none is."""
+        """The size that is worth a size trial, by what ``search`` has learnt of the present one; None if none is."""
         sizes, best = allowed_sizes(facts, tuning), search.best_measured
         noise = _noise(sizes)
         if sizes is None or noise is None or best is None:
             return None
-        self._looked, self._num_windows = (facts.global_batch, noise), 0
+        self._looked, self._num_reports = (facts.global_batch, noise), 0
         left_out = self._refused | self._unwanted
         possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in left_out]
         asked = _ProposalInputs(sizes, noise, facts, search, best)

@@ -25,22 +25,22 @@ __all__ = ["Author", "Controller", "Mode", "reasons_not_tuned"]
 # --- what people ask a tuner for that it leaves as it is in this job, and why, as sentences --------------------------
 
 _RESUME = "`elastic-ext tuning resume` lets the tuner go on"
-_LEARNED = (LEARNING_RATE_KEY, GLOBAL_BATCH_KEY)
+_CHANGING_WHAT_IS_LEARNED = (LEARNING_RATE_KEY, GLOBAL_BATCH_KEY)
 _MOST_REASONS = 3
 
 
 def reasons_not_tuned(facts: JobFacts, tuning: TuningSection) -> list[str]:
     """Why keys that a person names in tuning.knobs are not tuned here, or why nothing is: a sentence for each."""
-    found = [_why_learned_stays(facts, tuning)]
+    found = [_why_what_is_learned_stays(facts, tuning)]
     if not space_of(facts, tuning).is_open:
         reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
         found.append("; ".join(["there is nothing to choose, since each key has one value", *reasons[:_MOST_REASONS]]))
     return [each for each in found if each]
 
 
-def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
-    """Why keys that change what is learned have no effect in ``tuning.knobs``; empty where none is such."""
-    named = [key for key in _LEARNED if key in (tuning.knobs or {})]
+def _why_what_is_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
+    """Why keys that change what the network learns have no effect in ``tuning.knobs``; empty where none is such."""
+    named = [key for key in _CHANGING_WHAT_IS_LEARNED if key in (tuning.knobs or {})]
     why_not = why_global_batch_fixed(facts, tuning) if GLOBAL_BATCH_KEY in named else ""
     if not named or (GLOBAL_BATCH_KEY in named and not why_not):
         return ""
@@ -56,7 +56,7 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 # The states of a Controller, as ``standing`` names them; where several hold, the first of them is named:
 #
 #   off       the mode is "off"
-#   paused    a person, or a person's edit of the config, has stopped it
+#   paused    a person has stopped it, or a config from a person or a node has
 #   waiting   there is no search, or one must begin: facts of the newest config have not come yet
 #   watching  a search goes on in mode "advise": it writes no config, and gives advice
 #   probing   a search goes on in mode "auto": points are measured, or another global batch size
@@ -65,7 +65,8 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 #
 #   any but off -> off      a config sets tuning.mode to "off"; what was tried is taken back
 #   off -> waiting          a config sets another mode
-#   any -> paused           ``pause``; ``undo``; or in mode "auto", an edit of what the tuner chooses
+#   any -> paused           ``pause``; ``undo``; or in mode "auto", a config from a person or a node that changes a key
+#                           outside of _NO_EDIT, or changes nothing
 #   paused -> waiting       ``resume``
 #   a search -> waiting     a config from a person or a node: its values may be other ones
 #   waiting -> a search     facts of the newest config have come; or ranks took steps under an older one for _PATIENCE
@@ -89,7 +90,7 @@ _PATIENCE = 5
 _MOST_DISTRUSTED = 20
 """Untrusted reports in a row after which what is being tried is taken back."""
 _NO_EDIT = ("tuning", "checkpoint")
-"""Sections of a config that a person may change without pausing the tuner, since it chooses nothing in them."""
+"""Sections of a config that a person or a node may change without pausing the tuner."""
 
 
 class Controller:
@@ -129,20 +130,23 @@ class Controller:
             if self._must_begin:  # by a config that may itself have changed which keys there are to choose
                 before = replace(before, choices=facts.choices, fixed=facts.fixed)
             self._other_job = changed_facts(before, facts) or self._other_job
-        if course is None or self._must_begin or course.is_changed_inside or self._other_job:
+        if course is None or self._must_begin or course.has_job_changed_config or self._other_job:
             return self._begin(now)
         if is_requested and sizes.is_going_back:
             return self._begin(now, is_back=True)
         if sizes.is_back(facts):
             return self._begin(now, is_back=True)
-        if not sizes.is_trying and facts.config_version > course.version:  # which was waited for in vain before
+        if not sizes.is_trying and facts.config_version > course.version:  # which had been taken to be refused
             return self._begin(now)
         if not sizes.take_facts(facts) and facts.global_batch == course.num_samples:
             course.take_facts(facts)
         return []
 
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
-        """Take a newer config that was put in place; a person's edit of what the tuner chooses pauses the tuner."""
+        """Take a newer config that was put in place.
+
+        In mode "auto", one that the tuner did not write pauses the tuner, unless it changes sections of _NO_EDIT alone.
+        """
         before, mode_before = self._config, self._mode
         self._config = config
         if author == "generated":
@@ -152,7 +156,7 @@ class Controller:
         self._num_waited = 0
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
-        is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
+        is_edit = bool(edited) or not changed  # where nothing changes, a person wants just what is being tried
         is_stopped = mode_before == "auto" != self._mode
         left: list[Decision] = []
         if before is not None and changed and (is_edit or is_stopped):
@@ -161,7 +165,7 @@ class Controller:
             left = [*self._abandon(), *self._take_back(now, version, config)]
         if "off" in (mode_before, self._mode) or before is None:
             return [*left, *self._begin(now)]
-        self._must_begin = True  # by what is in force then, of which facts will tell
+        self._must_begin = True  # once facts of this config have come
         if is_edit and not self._is_paused and self._mode == "auto":
             return [*(left or self._abandon()), *self._pause(now, why_edited(author, config.version, edited))]
         return [*left, *self._begin(now)]
@@ -184,7 +188,7 @@ class Controller:
         if any(each.kind == "reopen" for each in told):
             self._sizes.forget()
         is_known = (report.version, report.revision) == (self._facts.config_version, self._facts.config_revision)
-        if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
+        if self._course.has_job_changed_config and is_known:  # facts of it have come before steps under it
             told += self._begin(now)
         return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
 
@@ -236,7 +240,10 @@ class Controller:
         return [self._say(now, "resume", "a person lets the tuner go on"), *self._begin(now)]
 
     def undo(self, now: float) -> list[Decision]:
-        """Take back the last change that was kept, and pause the tuner until ``resume``."""
+        """Take back the last change that was kept, with what is being tried, and pause the tuner until ``resume``.
+
+        Where none was kept, what is being tried is taken back alone; where nothing is tried either, only that is said.
+        """
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             left = self._leave(now, why := "a person takes back what is being tried")
@@ -331,8 +338,10 @@ class Controller:
         if other:
             self._sizes.forget()
         self._sizes.drop()
-        is_found = is_back and earlier is not None and earlier.is_of(facts)
-        self._course = earlier.begun_again(facts) if is_found and earlier else self._new_course(facts, earlier)
+        if is_back and earlier is not None and earlier.is_of(facts):
+            self._course = earlier.gone_on_with(facts)
+        else:
+            self._course = self._new_course(facts, earlier)
         return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
 
     def _new_course(self, facts: JobFacts, earlier: Course | None) -> Course:
@@ -342,7 +351,7 @@ class Controller:
         before = earlier.search if earlier is not None else None
         is_again = before is not None or self._book.last is not None
         search = Search(facts, self._tuning, before=before, is_again=is_again)
-        if earlier is not None and earlier.is_changed_inside:
+        if earlier is not None and earlier.has_job_changed_config:
             search.refuse_as(earlier.search)
         return Course(facts, self._tuning, self._book, search, self._budget)
 

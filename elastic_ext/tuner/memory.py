@@ -26,7 +26,8 @@ HEADROOM = 0.06
 _UNSEEN = 1.1
 """Factor on a predicted peak as long as no step has confirmed a prediction."""
 _MOST_GROWTH = 4.0
-"""Where memory is short or was measured, no passes are tried that take more than so many times the largest so far."""
+"""Where memory is short, or its facts were measured and not worked out, no passes are tried that take more than so many
+times the largest so far."""
 _UNSURE = 0.015
 """Share that passes twice as large as any so far may take beyond the prediction."""
 _PLENTY = 0.7
@@ -36,7 +37,7 @@ _KEPT_OF_BLOCKS = 0.5
 _plan = knobs_of_cost("move", "wrap")
 """Gives the values of those knobs of a point that say how a model is spread over its ranks."""
 _ALIKE = 0.97
-"""Ratio of two predicted peaks above which they do not tell which of two plans takes more memory."""
+"""A peak, measured or predicted, counts as lower than a predicted one only where it is below this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +215,9 @@ class JobMemory:
         """The predicted peak of a step of ``shape``: the most that is allocated at any of three moments.
 
         These are the forward pass with the loss, the backward pass, and the optimizer's step. At each there is state
-        (parameters and optimizer state by shard, buffers, the rest) and, of that moment, gathered parameters,
-        gradients, and what passes or the optimizer take.
+        (parameters and optimizer state by shard, buffers, and ``besides_bytes``, which hold no tensors of the model)
+        and, of that moment, gathered parameters, gradients, and what passes or the optimizer take. Passes have so far
+        taken ``scale`` times what was worked out.
         """
         memory = self._facts.memory
         if memory is None:
@@ -251,7 +253,10 @@ def _same_plan(one: Point, other: Point) -> bool:
 
 
 def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
-    """Bytes of gathered parameters at once, beside the shards that stay between steps."""
+    """Bytes of gathered parameters at once, beside the shards that stay between steps.
+
+    Parameters that are in no block (``other_bytes``) stay gathered with any units of blocks.
+    """
     if not shape.is_sharded:
         return 0.0
     if not STRATEGIES[shape.strategy].gathers_again:

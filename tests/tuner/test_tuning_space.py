@@ -53,7 +53,9 @@ def test_a_person_says_what_a_knob_may_be(bounds: tuple[int, ...], allowed: tupl
     assert space.choices["num_workers"] == allowed
 
 
-@pytest.mark.parametrize(("bounds", "allowed"), [((2, 3), (None, 2)), ((3, 8), (None, 4)), ((3, 4, 6), (None, 3, 4, 6))])
+@pytest.mark.parametrize(
+    ("bounds", "allowed"), [((2, 3), (None, 2)), ((3, 8), (None, 4)), ((3, 4, 6), (None, 3, 4, 6))]
+)
 def test_the_ends_of_a_range_are_no_choices_where_the_job_lists_them(
     bounds: tuple[int, ...], allowed: tuple[int | None, ...]
 ) -> None:

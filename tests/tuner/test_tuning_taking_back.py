@@ -225,7 +225,7 @@ def test_undo_of_the_very_first_try_takes_it_back_and_pauses() -> None:
 
 @pytest.mark.parametrize("stays_slow", [False, True])
 def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_slow: bool) -> None:
-    """What may be spent goes by what the user's own config takes, which is measured again."""
+    """What may be spent goes by the baseline, which is measured again."""
     facts, budget, book = made_facts(choices={}), Budget(), Book()
     course = Course(facts, TuningSection(), book, Search(facts, TuningSection()), budget)
 
@@ -240,10 +240,10 @@ def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_
 
     see(0.3, until="settle")
     see(0.3, until="")
-    assert budget.own_seconds == pytest.approx(0.3)
+    assert budget.baseline_seconds == pytest.approx(0.3)
     see(1.2, until="reopen")
     see(1.2 if stays_slow else 0.3, until="settle")
-    assert budget.own_seconds == pytest.approx(1.2 if stays_slow else 0.3)
+    assert budget.baseline_seconds == pytest.approx(1.2 if stays_slow else 0.3)
 
 
 def _until_a_probe(course: Course) -> Decision:
