@@ -84,10 +84,10 @@ def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_ste
 
 
 # --- which point is to be tried next, and which is the best so far ---------------------------------------------------
-# A step time at a point is the performance model's prediction times its *error*, whose logarithm is taken for a Gaussian
-# process, in which points that are alike have errors that are alike. Of the points that fit into memory the one is tried
-# whose expected improvement is largest, less the cost of the change to it; where that is less than one percent, the
-# search is over.
+# A step time at a point is the performance model's prediction times its *error*. The logarithm of the error is taken
+# for a Gaussian process, in which points that are alike have errors that are alike. Of the points that fit into memory
+# the one is tried whose expected improvement is largest, less the cost of the change to it; where that is less than one
+# percent, the search is over.
 
 _LEAST_IMPROVEMENT = 0.01
 """Expected gain, as a share of a step, below which a search is over."""
