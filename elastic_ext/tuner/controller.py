@@ -112,7 +112,7 @@ class Controller:
         self._budget = Budget()
         self._must_begin = True  # no search is valid; the next facts, or reports enough, begin one
         self._other_job = ""  # how the job differs from the one that was searched for last; empty where it does not
-        self._heard: tuple[float, float] | None = None  # when the last trusted report came, its steps' seconds
+        self._heard: tuple[float, float] | None = None  # when a report came last, and its length in seconds
         self._num_distrusted = 0
         self._num_calm = _CALM
         self._num_waited = 0
@@ -172,25 +172,25 @@ class Controller:
 
     def see(self, now: float, report: StepReport) -> list[Decision]:
         """Take a report of steps over all ranks."""
-        if self._mode == "off" or self._is_paused or self._facts is None:
-            return []
-        if self._must_begin or self._course is None:
-            return self._wait(now, report, self._facts)
-        why = why_untrusted(report, self._facts)
+        course, facts = self._course, self._facts
+        if course is None or facts is None or self._must_begin or self._is_paused or self._mode == "off":
+            self._heard, self._is_silent = (now, 0.0), False  # whether or not such a report can be trusted
+            return self._wait(now, report)
+        why = why_untrusted(report, facts)
         if why:
             return self._distrust(now, why)
         self._heard, self._is_silent = (now, report.num_steps * report.step_seconds), False
         self._num_distrusted = 0
         self._num_calm += 1
         if self._sizes.is_trying:
-            return self._see_tried(now, report, self._facts)
-        told = self._course.see(now, report, writes=self._writes)
+            return self._see_tried(now, report, facts)
+        told = course.see(now, report, writes=self._writes)
         if any(each.kind == "reopen" for each in told):
             self._sizes.forget()
-        is_known = (report.version, report.revision) == (self._facts.config_version, self._facts.config_revision)
-        if self._course.has_job_changed_config and is_known:  # facts of it have come before steps under it
-            told += self._begin(now)
-        return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
+        is_known = (report.version, report.revision) == (facts.config_version, facts.config_revision)
+        if course.has_job_changed_config and is_known:  # facts of it have come before steps under it
+            return [*told, *self._begin(now)]
+        return told or self._sizes.look(now, course, facts, self._tuning, writes=self._writes)
 
     def tick(self, now: float) -> list[Decision]:
         """Take the time, to find out that the job has fallen silent."""
@@ -397,8 +397,11 @@ class Controller:
             return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
         return self._version, {**facts.values, **({} if config is None else config.values())}
 
-    def _wait(self, now: float, report: StepReport, facts: JobFacts) -> list[Decision]:
+    def _wait(self, now: float, report: StepReport) -> list[Decision]:
         """Take steps before a search has begun, and begin it without the facts of a config that ranks have refused."""
+        facts = self._facts
+        if facts is None or self._is_paused or self._mode == "off":
+            return []
         if (report.version, report.revision) != (facts.config_version, facts.config_revision):
             return []
         if self._config is not None and report.step < (self._config.apply_at_step or 0):

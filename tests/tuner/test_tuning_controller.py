@@ -346,6 +346,23 @@ def test_silence_is_told_once_and_nothing_is_decided() -> None:
     assert job.controller.tick(job.now + 700) == []
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_job_that_is_heard_while_the_tuner_decides_nothing_is_not_taken_for_silent_afterwards(
+    is_paused: bool,
+) -> None:
+    job = _settled()
+    if is_paused:
+        job.take(job.controller.pause(job.now, "a person wants to look at it"))
+    else:
+        config = ElasticConfig.from_values({"tuning.headroom": 0.1}, version=max(job.configs) + 1)
+        assert job.controller.take_config(job.now, config, "person") == []
+    job.now += 600
+    assert job.run(2) == []
+    if is_paused:
+        job.take(job.controller.resume(job.now))
+    assert job.controller.tick(job.now + 5) == []
+
+
 def test_a_value_that_is_refused_is_not_tried_again() -> None:
     job = TunedJob()
     job.refusing = lambda point: "dataloader.num_workers is 8; rank 3 has no room" if point.num_workers == 8 else ""
