@@ -354,7 +354,8 @@ def test_a_job_that_is_heard_while_the_tuner_decides_nothing_is_not_taken_for_si
     if is_paused:
         job.take(job.controller.pause(job.now, "a person wants to look at it"))
     else:
-        config = ElasticConfig.from_values({"tuning.headroom": 0.1}, version=max(job.configs) + 1)
+        values = {**job.configs[job.version], "tuning.headroom": 0.1}
+        config = ElasticConfig.from_values(values, version=max(job.configs) + 1)
         assert job.controller.take_config(job.now, config, "person") == []
     job.now += 600
     assert job.run(2) == []
