@@ -69,11 +69,12 @@ class Course:
         self._budget = budget
         self.search = search
         self.stage: Stage = "probing"
+        # the config in force, or written to be; and the one before it, which stays in force where that is refused
         self._base = self._before = _ConfigPoint(point_of(facts.values), facts.config_version, facts.config_revision)
         self._asked: tuple[int, Point] | None = None  # decision and point whose config is not written yet
         self._trial: Trial | None = self._trial_of(self._base)
         self._watch = PaceWatch()
-        self._last: PointMeasurement | None = None
+        self._last: PointMeasurement | None = None  # the newest since the pace changed last
         self._wanted = 0.0  # seconds that the budget must have saved for the next probe
         self._must_look = False  # whether newer facts may allow other points
         self.has_job_changed_config = False
