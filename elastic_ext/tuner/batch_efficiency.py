@@ -34,18 +34,19 @@ __all__ = [
 
 
 # --- how many samples a step may have, what a sample teaches then, and what becomes of learning rates ----------------
-# Words: a *size* is a global batch size, the samples of a step over all ranks. The *first batch* is the size that the
-# user's learning rate was chosen for. The *noise scale* is the size at which a step's gradient has as much noise as
-# gradient. The *efficiency* of a size is how much a sample teaches in steps of it, relative to the first batch:
-# (noise scale + first batch) / (noise scale + size), since larger steps know better where to go, and there are fewer of
-# them. The *progress* of a size is what one step of it teaches: size * efficiency, in samples of first batches.
+# Words: a *size* is a global batch size, the samples of a step over all ranks. The *reference size* is the one that the
+# user's learning rate was chosen for (``first_batch`` in the facts). The *noise scale* is the size at which a step's
+# gradient has as much noise as gradient. The *efficiency* of a size is how much a sample teaches in steps of it,
+# relative to the reference size: (noise scale + reference size) / (noise scale + size), since larger steps know better
+# where to go, and there are fewer of them. The *progress* of a size is what one step of it teaches: size * efficiency,
+# in samples at the reference size.
 
 GLOBAL_BATCH_KEY = "global_batch_size"
 LEARNING_RATE_KEY = "optimizer.learning_rate"
 _MICRO_BATCH_KEY = "dataloader.batch_size"
 _RULES = ("linear", "sqrt", "adascale")
 _GROWTHS = (1.5, 2.0)
-"""Factors by which the global batch may grow in one trial: learning rates follow, and learning should not jump."""
+"""Factors by which the global batch may grow at once: learning rates follow, and learning should not jump."""
 _MOST_TIMES = 2
 """Listed sizes are tried up to so many times the present one; where there is none, the next larger one is tried."""
 _MORE_NOISE = 1.25
@@ -69,31 +70,31 @@ class AllowedBatchSizes:
     quantum: int
     """Sizes are multiples of this."""
     learning_rate: float | None
-    """The user's learning rate, for the reference batch size; None where the job tells of none."""
+    """The user's learning rate, for the reference size; None where the job tells of none."""
     learning_rate_bounds: tuple[float, float] | None
     """The bounds of the learning rate that the rule gives; None where the user gives none."""
 
     @property
-    def reference_batch_size(self) -> int:
+    def reference_size(self) -> int:
         """The global batch size that the user's learning rate was chosen for."""
         return self.learning.first_batch
 
     def efficiency(self, size: int, noise: float) -> float:
-        """The statistical efficiency of ``size``: how much a sample teaches, 1 at the reference batch size."""
-        return (noise + self.reference_batch_size) / (noise + size)
+        """The statistical efficiency of ``size``: how much a sample teaches, 1 at the reference size."""
+        return (noise + self.reference_size) / (noise + size)
 
     def progress(self, size: int, noise: float) -> float:
-        """How much a step of ``size`` teaches: how many samples teach as much at the reference batch size."""
+        """How much a step of ``size`` teaches: how many samples teach as much at the reference size."""
         return size * self.efficiency(size, noise)
 
     def learning_rate_factor(self, size: int, noise: float) -> float:
         """The factor on the user's learning rate, by the job's rule, in steps of ``size``."""
-        first = self.reference_batch_size
+        reference = self.reference_size
         if self.learning.rule == "linear":
-            return rate_factor("linear", first, size)
+            return rate_factor("linear", reference, size)
         if self.learning.rule == "sqrt":
-            return rate_factor("sqrt", first, size)
-        return self.progress(size, noise) / first  # which is AdaScale's gain
+            return rate_factor("sqrt", reference, size)
+        return self.progress(size, noise) / reference  # which is AdaScale's gain
 
     def may_become(self, size: int, noise: float) -> bool:
         """Whether ``size`` keeps to all bounds, and still does if noise grows until sizes are looked at again."""
@@ -101,7 +102,7 @@ class AllowedBatchSizes:
 
     def may_stay(self, size: int, noise: float) -> bool:
         """Whether ``size`` keeps to all bounds now; the reference size does, since the user has trained with it."""
-        if size == self.reference_batch_size:
+        if size == self.reference_size:
             return True
         if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):
             return False
@@ -126,8 +127,8 @@ class AllowedBatchSizes:
             found = {size for size in self.listed if size % self.quantum == 0}
         else:
             found = {self._up(part) for part in self._parts()} | {self._down(self.most)}
-        least = max(self.least, self.reference_batch_size)
-        possible = {*found, self.reference_batch_size}
+        least = max(self.least, self.reference_size)
+        possible = {*found, self.reference_size}
         return sorted((size for size in possible if least <= size < self.present), reverse=True)
 
     def _parts(self) -> Iterator[float]:
@@ -171,7 +172,7 @@ def allowed_sizes(facts: JobFacts, tuning: TuningSection) -> AllowedBatchSizes |
     """The global batch sizes that a job may have; None where they are not to be tuned."""
     if not may_tune_global_batch(tuning) or why_global_batch_fixed(facts, tuning) or facts.learning is None:
         return None
-    knobs, first = dict(tuning.knobs or {}), facts.learning.first_batch
+    knobs = dict(tuning.knobs or {})
     bounds = [each for each in map(_number, knobs[GLOBAL_BATCH_KEY]) if each is not None]
     rates = [each for each in map(_number, knobs.get(LEARNING_RATE_KEY, ())) if each is not None]
     only: set[int] = set() if len(bounds) == 2 else {int(each) for each in bounds}
@@ -180,7 +181,7 @@ def allowed_sizes(facts: JobFacts, tuning: TuningSection) -> AllowedBatchSizes |
     return AllowedBatchSizes(
         learning=facts.learning,
         present=facts.global_batch,
-        least=max(first, int(min(bounds))),
+        least=max(facts.learning.first_batch, int(min(bounds))),
         most=int(max(bounds)),
         listed=tuple(sorted(listed)) if only or allowed else None,
         quantum=_quantum(facts),
@@ -210,22 +211,24 @@ def _number(value: object) -> float | None:
 
 # --- whether steps of another size would teach more in the same time, by how long and how noisy they are -------------
 # What counts of a size is how fast it teaches: samples per second times their efficiency (see above). Steps of another
-# size are worth a try where that is expected to be well above what it is now, and stay where it measures above it.
+# size are worth a size trial (course.py) where that is expected to be well above what it is now, and stay where it
+# measures above it.
 
 _LEAST_KEPT = 0.01
 """The least measured gain, as a share, for which a size that was tried is kept."""
 _OTHER_NOISE = 1.25
 """Sizes are looked at again where the noise scale has grown, or shrunk, by more than this factor."""
-_NUM_WINDOWS = 200
-"""Windows of steps after which sizes are looked at again in any case."""
+_NUM_REPORTS = 200
+"""Reports of steps after which sizes are looked at again in any case."""
 _MOST_NOISE = 2.0**60
+"""The noise scale as which any above it counts."""
 _ALIKE = 0.05
 """Share by which the gain of an advice has to differ from that of the last one to be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizeProposal:
-    """Another global batch size that is worth a try, with what is expected of it."""
+    """Another global batch size that is worth a size trial, with what is expected of it."""
 
     size_now: int
     """The global batch size now."""
@@ -244,7 +247,7 @@ class BatchSizeProposal:
     is_needed: bool
     """Whether the present size is out of its bounds, so that the other one is needed whatever it gains."""
     reason: str
-    """Why the size is worth a try, as a sentence for a person."""
+    """Why the size is worth a size trial, as a sentence for a person."""
 
     @property
     def most_seconds_for_equal_progress(self) -> float:
@@ -272,7 +275,7 @@ class _SizeTimes(NamedTuple):
 
 
 class BatchSizeChoice:
-    """The choice of another global batch size worth a try in one job, by each size's step times and by noise."""
+    """The choice of another global batch size that is worth a size trial, by each size's step times and by noise."""
 
     def __init__(self, decisions: Sequence[Decision] = ()) -> None:
         """``decisions`` are those from before a restart of the master; they tell how long steps of other sizes took."""
@@ -280,7 +283,7 @@ class BatchSizeChoice:
         self._refused: set[int] = set()
         self._unwanted: set[int] = set()  # a person has taken these back; ``allow`` does not bring them back
         self._looked: tuple[int, float] | None = None  # size and noise scale when sizes were looked at last
-        self._num_windows = 0
+        self._num_reports = 0
         self._told: tuple[int, float] | None = None
         for each in sorted(decisions, key=lambda each: each.number):
             self._remember(each)
@@ -319,12 +322,12 @@ class BatchSizeChoice:
         return sizes is not None and sizes.learning.noise_scale is None
 
     def is_due(self, facts: JobFacts, tuning: TuningSection) -> bool:
-        """Whether it is time to look for another size; called once for each window of steps at the best point."""
+        """Whether it is time to look for another size; called once for each report of steps at the best point."""
         noise = _noise(allowed_sizes(facts, tuning)) if may_tune_global_batch(tuning) else None
         if noise is None:
             return False
-        self._num_windows += 1
-        if self._looked is None or self._looked[0] != facts.global_batch or self._num_windows >= _NUM_WINDOWS:
+        self._num_reports += 1
+        if self._looked is None or self._looked[0] != facts.global_batch or self._num_reports >= _NUM_REPORTS:
             return True
         before = self._looked[1]
         if noise != before and self._is_needed(facts, tuning, noise):
@@ -332,16 +335,16 @@ class BatchSizeChoice:
         return not before / _OTHER_NOISE <= noise <= before * _OTHER_NOISE
 
     def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> BatchSizeProposal | None:
-        """The size that is worth a try, by what ``search`` has learnt of steps of the present one; None if none is."""
+        """The size that is worth a size trial, by what ``search`` has learnt of the present one; None if none is."""
         sizes, best = allowed_sizes(facts, tuning), search.best_measured
         noise = _noise(sizes)
         if sizes is None or noise is None or best is None:
             return None
-        self._looked, self._num_windows = (facts.global_batch, noise), 0
+        self._looked, self._num_reports = (facts.global_batch, noise), 0
         left_out = self._refused | self._unwanted
         possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in left_out]
-        asked = _ProposalInputs(sizes, noise, facts, search, best)
-        proposals = [self._proposal_of(size, asked) for size in possible if sizes.may_become(size, noise)]
+        inputs = _ProposalInputs(sizes, noise, facts, search, best)
+        proposals = [self._proposal_of(size, inputs) for size in possible if sizes.may_become(size, noise)]
         found = max((each for each in proposals if each is not None), key=lambda each: each.gain, default=None)
         return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
 
@@ -386,19 +389,19 @@ class BatchSizeChoice:
         sizes = allowed_sizes(facts, tuning)
         return sizes is not None and not sizes.may_stay(facts.global_batch, noise)
 
-    def _proposal_of(self, size: int, asked: _ProposalInputs) -> BatchSizeProposal | None:
-        sizes, best, facts = asked.sizes, asked.best, asked.facts
+    def _proposal_of(self, size: int, inputs: _ProposalInputs) -> BatchSizeProposal | None:
+        sizes, best, facts = inputs.sizes, inputs.best, inputs.facts
         facts_there = facts_at(facts, size)
-        expected = asked.search.best_micro_batch_for(facts_there)
+        expected = inputs.search.best_micro_batch_for(facts_there)
         if expected is None:
             return None
-        known, on_line = self._known.get(size), self._on_line(size, asked)
+        known, on_line = self._known.get(size), self._on_line(size, inputs)
         there = known.seconds if known is not None else on_line
         point = expected.point
-        if known is not None and known.point is not None and asked.search.fits_in_memory(known.point, facts_there):
+        if known is not None and known.point is not None and inputs.search.fits_in_memory(known.point, facts_there):
             point = known.point
         seconds = expected.seconds if there is None else there
-        even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, asked.noise)
+        even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, inputs.noise)
         proposal = BatchSizeProposal(
             size_now=facts.global_batch,
             size=size,
@@ -407,17 +410,17 @@ class BatchSizeChoice:
             most_seconds=expected.most_seconds if there is None else there,
             even_seconds=even,
             now_seconds=best.seconds,
-            is_needed=not sizes.may_stay(facts.global_batch, asked.noise),
+            is_needed=not sizes.may_stay(facts.global_batch, inputs.noise),
             reason="",
         )
-        return replace(proposal, reason=_why(proposal, asked))
+        return replace(proposal, reason=_why(proposal, inputs))
 
-    def _on_line(self, size: int, asked: _ProposalInputs) -> float | None:
+    def _on_line(self, size: int, inputs: _ProposalInputs) -> float | None:
         """The time of a step of ``size``, on a line through the step times of the present size and of the nearest one.
 
         None where only the present size is known.
         """
-        present, seconds = asked.facts.global_batch, asked.best.seconds
+        present, seconds = inputs.facts.global_batch, inputs.best.seconds
         others = sorted(each for each in self._known if each != present)
         if not others:
             return None
@@ -461,8 +464,8 @@ def _progress_ratio(sizes: AllowedBatchSizes, size_now: int, size: int, noise: f
     return sizes.progress(size, noise) / sizes.progress(size_now, noise)
 
 
-def _why(proposal: BatchSizeProposal, asked: _ProposalInputs) -> str:
-    sizes, noise, best = asked.sizes, asked.noise, asked.best
+def _why(proposal: BatchSizeProposal, inputs: _ProposalInputs) -> str:
+    sizes, noise, best = inputs.sizes, inputs.noise, inputs.best
     words = size_change_in_words(proposal.size, proposal.size_now)
     if proposal.point != best.point:
         words = f"{words}, {change_in_words(proposal.point, best.point)}"

@@ -1,4 +1,4 @@
-"""Trials of another global batch size in a job: which one is tried, and how the trial goes. Pure."""
+"""Size trials: which other global batch size is tried in a job, and how its trial goes. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from .course import Course
     from .search import Search
 
-__all__ = ["GlobalBatchTrial", "GlobalBatchTrials", "Stage"]
+__all__ = ["GlobalBatchTrial", "GlobalBatchTrials", "SizeTrialStage"]
 
 
 # --- another global batch size as it is tried: put in force, measured, kept or taken back ----------------------------
-# A try begins at the best point of one size and ends in a search at another, or where it began.
+# A *size trial* begins at the best point of one size and ends in a search at another, or where it began.
 
-Stage = Literal["asked", "measuring", "kept", "back", "over"]
-"""Where a try of another global batch size is: "asked", it is to be put in force; "measuring", its steps are measured;
+SizeTrialStage = Literal["asked", "measuring", "kept", "back", "over"]
+"""Where a size trial is: "asked", it is to be put in force; "measuring", its steps are measured;
 "kept", it stays; "back", the size before is to be put in force again; "over", it was refused or never written."""
 
 _TIMES_AS_MANY = 2
@@ -37,17 +37,17 @@ _PATIENCE = 50
 
 
 class GlobalBatchTrial:
-    """One try of another global batch size, or the change that takes such a try back."""
+    """One size trial, or the change that takes a size back that was kept or was left in force."""
 
     def __init__(self, book: Book, choice: BatchSizeChoice, tuning: TuningSection) -> None:
         self._book = book
         self._choice = choice
         self._tuning = tuning
-        self.stage: Stage = "asked"
+        self.stage: SizeTrialStage = "asked"
         self.search: Search | None = None
         """The search at the size that is tried."""
         self._proposal: BatchSizeProposal | None = None
-        self._made: Decision | None = None  # the newest decision of this try
+        self._made: Decision | None = None  # the newest decision of this size trial
         self._version = self._newest = -1  # of the config that is tried, and of the newest that was written
         self._trial: Trial | None = None
         self._facts: JobFacts | None = None
@@ -55,7 +55,7 @@ class GlobalBatchTrial:
 
     @property
     def size(self) -> int:
-        """The global batch size that the newest decision of this try sets."""
+        """The global batch size that the newest decision of this size trial sets."""
         assert self._made is not None
         return int(self._made.changes[GLOBAL_BATCH_KEY])
 
@@ -66,13 +66,13 @@ class GlobalBatchTrial:
 
     @property
     def is_written(self) -> bool:
-        """Whether a config was written for this try."""
+        """Whether a config was written for this size trial."""
         return self._newest >= 0
 
     def is_back(self, facts: JobFacts) -> bool:
         """Whether ``facts`` belong to the config that was written to put the previous size in force again."""
-        is_written = self._made is not None and self._newest > self._made.base
-        return self.stage == "back" and is_written and facts.config_version >= self._newest
+        is_back_written = self._made is not None and self._newest > self._made.base
+        return self.stage == "back" and is_back_written and facts.config_version >= self._newest
 
     # ---- how it begins ----
 
@@ -82,13 +82,13 @@ class GlobalBatchTrial:
         assert best is not None
         self._proposal = proposal
         self._choice.begin(proposal, best)
-        self.search = course.search.for_global_batch(facts_at(facts, proposal.size))
+        self.search = course.search.begun_again(facts_at(facts, proposal.size))
         self._made = self._add_proposal("probe", now, proposal, facts, self.search)
         return [self._made]
 
     def advise(self, now: float, proposal: BatchSizeProposal, facts: JobFacts, course: Course) -> list[Decision]:
         """Advise the size that would be tried if configs might be written."""
-        search = course.search.for_global_batch(facts_at(facts, proposal.size))
+        search = course.search.begun_again(facts_at(facts, proposal.size))
         return [self._add_proposal("advise", now, proposal, facts, search)]
 
     def begin_back(self, now: float, facts: JobFacts, changes: Mapping[str, Any], why: str) -> list[Decision]:
@@ -96,14 +96,13 @@ class GlobalBatchTrial:
         values = {**facts.values, GLOBAL_BATCH_KEY: facts.global_batch}
         return self._write_back(now, facts.config_version, changes, {key: values.get(key) for key in changes}, why)
 
-    def go_back(self, now: float, why: str, more: Mapping[str, Any] | None = None) -> list[Decision]:
-        """Decide to put the size before in force again, with the values from then; ``more`` is set beside them."""
+    def undo(self, now: float, back: Mapping[str, Any], values: Mapping[str, Any], why: str) -> list[Decision]:
+        """Decide to set the size before and its values, and ``back``; ``values`` are those before the trial."""
         made = self._made
         assert made is not None
-        before = made.changes if self.stage == "back" else made.instead
-        changes = {**before, **(more or {})}
-        instead = {key: made.changes.get(key) for key in changes}
-        return self._write_back(now, self._newest, changes, instead, why, made.before)
+        changes = {**(made.changes if self.stage == "back" else made.instead), **back}
+        newest = {**values, **(made.changes if self._newest > made.base else made.instead)}
+        return self._write_back(now, self._newest, changes, {key: newest.get(key) for key in changes}, why)
 
     def _write_back(
         self,
@@ -162,7 +161,7 @@ class GlobalBatchTrial:
         if self.stage == "back":
             return []
         if report.version == self._version and report.revision > 0:
-            return self._changed_inside(now, report)
+            return self._job_changed_config(now, report)
         if report.version != self._version or self._trial is None:
             self._num_waited += 1
             is_over = self._num_waited == _PATIENCE and self.is_written
@@ -215,7 +214,7 @@ class GlobalBatchTrial:
         self._trial = self._new_trial(self._facts)
         return [] if self._num_scattered == 1 else self.leave(now, f"what was tried cannot be measured: {why}")
 
-    def _changed_inside(self, now: float, report: StepReport) -> list[Decision]:
+    def _job_changed_config(self, now: float, report: StepReport) -> list[Decision]:
         """Give up the size where the job itself has changed the config, as when memory runs out."""
         assert self._made is not None
         self._choice.refuse(self.size)
@@ -225,8 +224,9 @@ class GlobalBatchTrial:
 
     def _take_back(self, now: float, why: str) -> list[Decision]:
         assert self._made is not None
-        size_before = int(self._made.instead[GLOBAL_BATCH_KEY])
-        return self.go_back(now, f"{size_change_in_words(size_before, self.size)}: {why}")
+        made, size_before = self._made, int(self._made.instead[GLOBAL_BATCH_KEY])
+        why = f"{size_change_in_words(size_before, self.size)}: {why}"
+        return self._write_back(now, self._newest, made.instead, made.changes, why, made.before)
 
     def _new_trial(self, facts: JobFacts) -> Trial:
         return Trial(point_of(facts.values), version=self._version, revision=0, probe_steps=self.probe_steps)
@@ -235,8 +235,8 @@ class GlobalBatchTrial:
 def _changes(proposal: BatchSizeProposal, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values to set for a proposed size, by key, and those that take them back.
 
-    The micro-batch is set as well, since it might grow with a rank's share; and all that can be set, where the job
-    itself has changed the config.
+    The micro-batch is set as well, since it might grow with a rank's share. Where the job itself has changed the
+    config, all that can be set is: the next version is made from the newest one, which lacks the job's changes.
     """
     here = point_of(facts.values)
     there = {KEYS[name]: value for name, value in proposal.point._asdict().items()}
@@ -260,7 +260,7 @@ def _some(decision: Decision | None) -> list[Decision]:
 
 
 class GlobalBatchTrials:
-    """The tries of other global batch sizes in one job, one at a time, and when one is due."""
+    """The size trials of one job, one at a time, and when one is due."""
 
     def __init__(self, book: Book, decisions: Sequence[Decision]) -> None:
         self._book = book
@@ -298,11 +298,11 @@ class GlobalBatchTrials:
         self._choice.forget()
 
     def drop(self) -> None:
-        """Drop the try that is under way, without a decision, whatever is in force."""
+        """Drop the size trial that is under way, without a decision, whatever is in force."""
         self._now = None
 
     def accept_requested_size(self, before: JobFacts, facts: JobFacts, tuning: TuningSection, budget: Budget) -> bool:
-        """Take facts with another global batch size; returns whether the try under way requested it.
+        """Take facts with another global batch size; returns whether the size trial under way requested it.
 
         It did where nothing else about the job has changed. The budget then learns the new pace.
         """
@@ -368,20 +368,23 @@ class GlobalBatchTrials:
         self._now = GlobalBatchTrial(self._book, self._choice, tuning)
         return self._now.begin_back(now, facts, changes, why)
 
-    def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
+    def undo(
+        self, now: float, last: Decision, back: Mapping[str, Any], values: Mapping[str, Any], why: str
+    ) -> list[Decision] | None:
         """Take ``last`` back at a person's request by setting ``back``, and with it the size that is being tried.
 
-        None where no size is being tried: the caller then takes ``last`` back by itself.
+        ``values`` are those before the size trial, by key. None where no size is being tried: the caller then takes
+        ``last`` back by itself.
         """
         self._choice.take_back(last)
         trying, self._now = self._now, None
         if trying is None or not trying.is_written:
             return None
         self._now = trying
-        return trying.go_back(now, why, back)
+        return trying.undo(now, back, values, why)
 
     def _ended(self, ask: Callable[[GlobalBatchTrial], list[Decision]]) -> list[Decision]:
-        """The decisions that ``ask`` draws from the try under way, which is dropped if that ends it."""
+        """The decisions that ``ask`` draws from the size trial under way, which is dropped if that ends it."""
         if self._now is None:
             return []
         told = ask(self._now)

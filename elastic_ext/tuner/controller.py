@@ -25,22 +25,22 @@ __all__ = ["Author", "Controller", "Mode", "reasons_not_tuned"]
 # --- what people ask a tuner for that it leaves as it is in this job, and why, as sentences --------------------------
 
 _RESUME = "`elastic-ext tuning resume` lets the tuner go on"
-_LEARNED = (LEARNING_RATE_KEY, GLOBAL_BATCH_KEY)
+_CHANGING_WHAT_IS_LEARNED = (LEARNING_RATE_KEY, GLOBAL_BATCH_KEY)
 _MOST_REASONS = 3
 
 
 def reasons_not_tuned(facts: JobFacts, tuning: TuningSection) -> list[str]:
     """Why keys that a person names in tuning.knobs are not tuned here, or why nothing is: a sentence for each."""
-    found = [_why_learned_stays(facts, tuning)]
+    found = [_why_what_is_learned_stays(facts, tuning)]
     if not space_of(facts, tuning).is_open:
         reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
         found.append("; ".join(["there is nothing to choose, since each key has one value", *reasons[:_MOST_REASONS]]))
     return [each for each in found if each]
 
 
-def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
-    """Why keys that change what is learned have no effect in ``tuning.knobs``; empty where none is such."""
-    named = [key for key in _LEARNED if key in (tuning.knobs or {})]
+def _why_what_is_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
+    """Why keys that change what the network learns have no effect in ``tuning.knobs``; empty where none is such."""
+    named = [key for key in _CHANGING_WHAT_IS_LEARNED if key in (tuning.knobs or {})]
     why_not = why_global_batch_fixed(facts, tuning) if GLOBAL_BATCH_KEY in named else ""
     if not named or (GLOBAL_BATCH_KEY in named and not why_not):
         return ""
@@ -56,7 +56,7 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 # The states of a Controller, as ``standing`` names them; where several hold, the first of them is named:
 #
 #   off       the mode is "off"
-#   paused    a person, or a person's edit of the config, has stopped it
+#   paused    a person has stopped it, or a config from a person or a node has
 #   waiting   there is no search, or one must begin: facts of the newest config have not come yet
 #   watching  a search goes on in mode "advise": it writes no config, and gives advice
 #   probing   a search goes on in mode "auto": points are measured, or another global batch size
@@ -65,7 +65,8 @@ def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
 #
 #   any but off -> off      a config sets tuning.mode to "off"; what was tried is taken back
 #   off -> waiting          a config sets another mode
-#   any -> paused           ``pause``; ``undo``; or in mode "auto", an edit of what the tuner chooses
+#   any -> paused           ``pause``; ``undo``; or in mode "auto", a config from a person or a node that changes a key
+#                           outside of _NO_EDIT, or changes nothing
 #   paused -> waiting       ``resume``
 #   a search -> waiting     a config from a person or a node: its values may be other ones
 #   waiting -> a search     facts of the newest config have come; or ranks took steps under an older one for _PATIENCE
@@ -89,7 +90,7 @@ _PATIENCE = 5
 _MOST_DISTRUSTED = 20
 """Untrusted reports in a row after which what is being tried is taken back."""
 _NO_EDIT = ("tuning", "checkpoint")
-"""Sections of a config that a person may change without pausing the tuner, since it chooses nothing in them."""
+"""Sections of a config that a person or a node may change without pausing the tuner."""
 
 
 class Controller:
@@ -110,7 +111,8 @@ class Controller:
         self._sizes = GlobalBatchTrials(self._book, decisions)
         self._budget = Budget()
         self._must_begin = True  # no search is valid; the next facts, or reports enough, begin one
-        self._heard: tuple[float, float] | None = None  # when the last trusted report came, its steps' seconds
+        self._other_job = ""  # how the job differs from the one that was searched for last; empty where it does not
+        self._heard: tuple[float, float] | None = None  # when a report came last, and its length in seconds
         self._num_distrusted = 0
         self._num_calm = _CALM
         self._num_waited = 0
@@ -122,25 +124,29 @@ class Controller:
     def take_facts(self, now: float, facts: JobFacts) -> list[Decision]:
         """Take the facts of the job that rank 0 has written, and begin a search anew where they have changed."""
         before, self._facts = self._facts, facts
-        other = changed_facts(before, facts) if before is not None else ""
         course, sizes = self._course, self._sizes
         is_requested = before is not None and sizes.accept_requested_size(before, facts, self._tuning, self._budget)
-        if course is None or self._must_begin or course.is_changed_inside:
+        if before is not None and not is_requested:
+            if self._must_begin:  # by a config that may itself have changed which keys there are to choose
+                before = replace(before, choices=facts.choices, fixed=facts.fixed)
+            self._other_job = changed_facts(before, facts) or self._other_job
+        if course is None or self._must_begin or course.has_job_changed_config or self._other_job:
             return self._begin(now)
         if is_requested and sizes.is_going_back:
             return self._begin(now, is_back=True)
-        if other and not is_requested:
-            return self._begin(now, f"the search for faster settings begins again: {other}")
         if sizes.is_back(facts):
             return self._begin(now, is_back=True)
-        if not sizes.is_trying and facts.config_version > course.version:  # which was waited for in vain before
+        if not sizes.is_trying and facts.config_version > course.version:  # which had been taken to be refused
             return self._begin(now)
         if not sizes.take_facts(facts) and facts.global_batch == course.num_samples:
             course.take_facts(facts)
         return []
 
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
-        """Take a newer config that was put in place; a person's edit of what the tuner chooses pauses the tuner."""
+        """Take a newer config that was put in place.
+
+        In mode "auto", one that the tuner did not write pauses the tuner, unless it changes sections of _NO_EDIT alone.
+        """
         before, mode_before = self._config, self._mode
         self._config = config
         if author == "generated":
@@ -150,7 +156,7 @@ class Controller:
         self._num_waited = 0
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
-        is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
+        is_edit = bool(edited) or not changed  # where nothing changes, a person wants just what is being tried
         is_stopped = mode_before == "auto" != self._mode
         left: list[Decision] = []
         if before is not None and changed and (is_edit or is_stopped):
@@ -159,32 +165,32 @@ class Controller:
             left = [*self._abandon(), *self._take_back(now, version, config)]
         if "off" in (mode_before, self._mode) or before is None:
             return [*left, *self._begin(now)]
-        self._must_begin = True  # by what is in force then, of which facts will tell
+        self._must_begin = True  # once facts of this config have come
         if is_edit and not self._is_paused and self._mode == "auto":
             return [*(left or self._abandon()), *self._pause(now, why_edited(author, config.version, edited))]
         return [*left, *self._begin(now)]
 
     def see(self, now: float, report: StepReport) -> list[Decision]:
         """Take a report of steps over all ranks."""
-        if self._mode == "off" or self._is_paused or self._facts is None:
-            return []
-        if self._must_begin or self._course is None:
-            return self._wait(now, report, self._facts)
-        why = why_untrusted(report, self._facts)
+        course, facts = self._course, self._facts
+        if course is None or facts is None or self._must_begin or self._is_paused or self._mode == "off":
+            self._heard, self._is_silent = (now, 0.0), False  # whether or not such a report can be trusted
+            return self._wait(now, report)
+        why = why_untrusted(report, facts)
         if why:
             return self._distrust(now, why)
         self._heard, self._is_silent = (now, report.num_steps * report.step_seconds), False
         self._num_distrusted = 0
         self._num_calm += 1
         if self._sizes.is_trying:
-            return self._see_tried(now, report, self._facts)
-        told = self._course.see(now, report, writes=self._writes)
+            return self._see_tried(now, report, facts)
+        told = course.see(now, report, writes=self._writes)
         if any(each.kind == "reopen" for each in told):
             self._sizes.forget()
-        is_known = (report.version, report.revision) == (self._facts.config_version, self._facts.config_revision)
-        if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
-            told += self._begin(now)
-        return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
+        is_known = (report.version, report.revision) == (facts.config_version, facts.config_revision)
+        if course.has_job_changed_config and is_known:  # facts of it have come before steps under it
+            return [*told, *self._begin(now)]
+        return told or self._sizes.look(now, course, facts, self._tuning, writes=self._writes)
 
     def tick(self, now: float) -> list[Decision]:
         """Take the time, to find out that the job has fallen silent."""
@@ -234,7 +240,10 @@ class Controller:
         return [self._say(now, "resume", "a person lets the tuner go on"), *self._begin(now)]
 
     def undo(self, now: float) -> list[Decision]:
-        """Take back the last change that was kept, and pause the tuner until ``resume``."""
+        """Take back the last change that was kept, with what is being tried, and pause the tuner until ``resume``.
+
+        Where none was kept, what is being tried is taken back alone; where nothing is tried either, only that is said.
+        """
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             left = self._leave(now, why := "a person takes back what is being tried")
@@ -250,7 +259,7 @@ class Controller:
         size = back.get(GLOBAL_BATCH_KEY, present)
         why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
-        taken = self._sizes.undo(now, last, back, why)
+        taken = self._sizes.undo(now, last, back, values, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
         return [*abandoned, *closed, *taken, *self._pause(now, f"{why}; {_RESUME}")]
@@ -305,8 +314,11 @@ class Controller:
             return "probing", "the job trains under the best config until its steps have saved time for the next trial"
         return "probing", "the tuner tries what may be faster"
 
-    def _begin(self, now: float, reason: str = "", *, is_back: bool = False) -> list[Decision]:
-        """Begin a search where enough is known; ``is_back`` says that the global batch size is again what it was."""
+    def _begin(self, now: float, *, is_back: bool = False) -> list[Decision]:
+        """Begin a search where enough is known; ``is_back`` says that the global batch size is again what it was.
+
+        In another job the budget begins anew, and step times of other sizes are forgotten; people are told so.
+        """
         facts, config, earlier = self._facts, self._config, self._course
         self._must_begin = True
         if facts is None or self._is_paused:
@@ -315,17 +327,21 @@ class Controller:
             return []  # facts of that version will come, unless it is not put in force
         if self._mode == "off":
             return self._take_back_unmeasured(now, facts)
-        told = [self._say(now, "reopen", reason)] if reason else []
+        other, self._other_job = self._other_job, ""
+        why = f"the search for faster settings begins again: {other}"
+        told = [self._say(now, "reopen", why)] if other and earlier is not None else []
         told += self._tell_limits(now, facts)
         self._must_begin, self._num_waited = False, 0
-        if reason or earlier is None:
-            self._budget = Budget()  # what the user's own config would do in this job is not known
+        if other or earlier is None:
+            self._budget = Budget()  # the baseline is measured anew
         self._budget.allow(self._tuning.probe_budget)
-        if reason:
+        if other:
             self._sizes.forget()
         self._sizes.drop()
-        is_found = is_back and earlier is not None and earlier.is_of(facts)
-        self._course = earlier.begun_again(facts) if is_found and earlier else self._new_course(facts, earlier)
+        if is_back and earlier is not None and earlier.is_of(facts):
+            self._course = earlier.gone_on_with(facts)
+        else:
+            self._course = self._new_course(facts, earlier)
         return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
 
     def _new_course(self, facts: JobFacts, earlier: Course | None) -> Course:
@@ -335,7 +351,7 @@ class Controller:
         before = earlier.search if earlier is not None else None
         is_again = before is not None or self._book.last is not None
         search = Search(facts, self._tuning, before=before, is_again=is_again)
-        if earlier is not None and earlier.is_changed_inside:
+        if earlier is not None and earlier.has_job_changed_config:
             search.refuse_as(earlier.search)
         return Course(facts, self._tuning, self._book, search, self._budget)
 
@@ -354,10 +370,10 @@ class Controller:
         size = left.get(GLOBAL_BATCH_KEY, facts.global_batch)
         way = way_in_words(here, target, facts.global_batch, size)
         why = f"{way}: what was being tried was not measured to its end"
-        return [
-            *closed,
-            *self._go_back(now, facts, here, target, why, tried.instead if GLOBAL_BATCH_KEY in left else {}),
-        ]
+        # the newest config may still have a tried value that the job itself has changed since
+        in_config = {} if self._config is None else tried.left_in(self._config.values())
+        size_changes = {**in_config, **left} if GLOBAL_BATCH_KEY in left else {}
+        return [*closed, *self._go_back(now, facts, here, target, why, size_changes)]
 
     def _go_back(
         self, now: float, facts: JobFacts, here: Point, target: Point, why: str, size_changes: Mapping[str, Any]
@@ -381,8 +397,11 @@ class Controller:
             return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
         return self._version, {**facts.values, **({} if config is None else config.values())}
 
-    def _wait(self, now: float, report: StepReport, facts: JobFacts) -> list[Decision]:
+    def _wait(self, now: float, report: StepReport) -> list[Decision]:
         """Take steps before a search has begun, and begin it without the facts of a config that ranks have refused."""
+        facts = self._facts
+        if facts is None or self._is_paused or self._mode == "off":
+            return []
         if (report.version, report.revision) != (facts.config_version, facts.config_revision):
             return []
         if self._config is not None and report.step < (self._config.apply_at_step or 0):

@@ -9,13 +9,16 @@ __all__ = ["Advice", "Budget"]
 
 
 # --- how slow a probe may be, so that training is never far behind where it would be without any ---------------------
-# saved = sum over all steps of (step time under the user's own config - least pace * time that the step took), in
-# seconds. Probes may cost what is saved, so that training on the whole is never slower than the least pace. Steps at a
-# better point save more.
+# The *baseline* is the first point that is measured after a budget has begun: the user's own config, unless a tuner has
+# changed it before. In seconds,
+#
+#   saved = sum over all steps of (step time of the baseline - least pace * time that the step took).
+#
+# Probes may cost what is saved, so that training on the whole is never slower than the least pace. Steps at a better
+# point save more.
 
 _LEAST_PACE = 0.9
-"""The least pace of training since the tuner began, as a share of the user's own config's; tuning.probe_budget changes
-it."""
+"""The least pace of training since the budget began, as a share of the baseline's; tuning.probe_budget changes it."""
 _SOME_PACE = 0.01
 """The least pace where tuning.probe_budget allows slow probes to cost all of the time, or nearly all."""
 
@@ -28,7 +31,7 @@ class Budget:
 
     def __init__(self, share: float | None = None) -> None:
         self.allow(share)
-        self._own_seconds: float | None = None
+        self._baseline_seconds: float | None = None
         self._saved = 0.0
         self._report_seconds = 0.0
         self._before_known: list[StepReport] = []
@@ -39,29 +42,29 @@ class Budget:
 
     @property
     def is_known(self) -> bool:
-        """Whether the step time of the user's own config is known."""
-        return self._own_seconds is not None
+        """Whether the step time of the baseline is known."""
+        return self._baseline_seconds is not None
 
-    def take_own(self, seconds: float) -> None:
-        """Take the step time of the user's own config, the baseline; steps that were seen before count from then on."""
-        self._own_seconds = seconds
+    def take_baseline(self, seconds: float) -> None:
+        """Take the step time of the baseline; steps that were seen before count from then on."""
+        self._baseline_seconds = seconds
         earlier, self._before_known = self._before_known, []
         for report in earlier:
             self.see(report)
 
     def change_pace(self, step_time_ratio: float) -> None:
         """Take a change of pace: steps take ``step_time_ratio`` times as long as before, under any config."""
-        if self._own_seconds is not None:
-            self._own_seconds *= step_time_ratio
+        if self._baseline_seconds is not None:
+            self._baseline_seconds *= step_time_ratio
 
     def see(self, report: StepReport) -> None:
         """Take a report of steps that were taken, under any config."""
-        if self._own_seconds is None:
+        if self._baseline_seconds is None:
             self._before_known.append(report)
             return
         self._report_seconds = report.num_steps * report.step_seconds if report.num_steps > 1 else 0.0
         took = report.num_steps * report.step_seconds + report.held_up_seconds
-        self._saved += report.num_steps * self._own_seconds - self._least_pace * took
+        self._saved += report.num_steps * self._baseline_seconds - self._least_pace * took
 
     @property
     def saved(self) -> float:
@@ -69,13 +72,13 @@ class Budget:
         return self._saved
 
     @property
-    def own_seconds(self) -> float | None:
-        """The step time of the user's own config; None as long as it is not known."""
-        return self._own_seconds
+    def baseline_seconds(self) -> float | None:
+        """The step time of the baseline; None as long as it is not known."""
+        return self._baseline_seconds
 
     @property
     def least_pace(self) -> float:
-        """The least pace of training, as a share of the pace of the user's own config."""
+        """The least pace of training, as a share of the baseline's."""
         return self._least_pace
 
     @property

@@ -1,8 +1,9 @@
 """One search carried out in a job, a *course*: points are put in force, measured, kept or taken back. Pure.
 
 Words: a *trial* is the measuring of one point; a *probe* is a decision that puts a point in force to measure it; a
-*try* is that of another global batch size (batch_size_trials.py); a *search* learns from trials and proposes points.
-*Here* is the point in force, or the one that was asked for; the *best* is the one that measured best so far.
+*size trial* is the way of another global batch size, from its probe until it is kept or taken back
+(batch_size_trials.py); a *search* learns from trials and proposes points. *Here* is the point in force, or the one that
+was asked for; the *best* is the one that measured best so far.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ the next probe; "settled", at the best point, with nothing more to be tried.
       -> probing                   facts of the job give the search something to try
 
 In "probing", a point is first asked for (its config is not written yet) and then measured. Where the job itself puts
-another config in force, the course is at its end (``is_changed_inside``), and the controller begins another.
+another config in force, the course is at its end (``has_job_changed_config``), and the controller begins another.
 """
 
 _PATIENCE = 50
@@ -48,7 +49,7 @@ _PATIENCE = 50
 
 
 class _ConfigPoint(NamedTuple):
-    """A version and revision of the config, and the point that it amounts to."""
+    """A version of the config, its revision (how often the job itself has changed it), and the point it amounts to."""
 
     point: Point
     version: int
@@ -68,21 +69,21 @@ class Course:
         self._budget = budget
         self.search = search
         self.stage: Stage = "probing"
+        # the config in force, or written to be; and the one before it, which stays in force where that is refused
         self._base = self._before = _ConfigPoint(point_of(facts.values), facts.config_version, facts.config_revision)
         self._asked: tuple[int, Point] | None = None  # decision and point whose config is not written yet
         self._trial: Trial | None = self._trial_of(self._base)
         self._watch = PaceWatch()
-        self._last: PointMeasurement | None = None
+        self._last: PointMeasurement | None = None  # the newest since the pace changed last
         self._wanted = 0.0  # seconds that the budget must have saved for the next probe
         self._must_look = False  # whether newer facts may allow other points
-        # Reports of steps under another config in a row; -1 once the job itself has put another revision in force.
-        self._num_elsewhere = 0
+        self.has_job_changed_config = False
+        """Whether the job itself, as when memory ran out, put another config in force whose facts have not come yet."""
+        self._num_elsewhere = 0  # reports in a row of steps under another config than the one that was written last
         self._num_scattered = 0  # trials in a row whose step times differed too much
         self._advice = Advice()
         self._slowdown_check = SlowdownCheck()
-        self._supposed: PointMeasurement | None = (
-            None  # what a change of pace makes of the best point, until it is measured
-        )
+        self._at_new_pace: PointMeasurement | None = None  # the best point after a change of pace, as expected
 
     # ---- what others ask ----
 
@@ -120,22 +121,17 @@ class Course:
         return is_here and is_known and best is not None and best.point == base.point and not self._is_enough(best)
 
     def can_pay_for(self, seconds: float, probe_steps: int) -> bool:
-        """Whether the budget can pay for a try of ``probe_steps`` steps that take ``seconds`` each."""
+        """Whether the budget can pay for a trial of ``probe_steps`` steps that take ``seconds`` each."""
         return self.search.cost(seconds, self._budget, probe_steps) <= self._budget.saved
 
     def is_of(self, facts: JobFacts) -> bool:
         """Whether what the search has found holds for the job as ``facts`` describe it."""
         return not changed_facts(self._facts, facts)
 
-    def begun_again(self, facts: JobFacts) -> Course:
+    def gone_on_with(self, facts: JobFacts) -> Course:
         """A new course that goes on with the same search, for when its global batch size is in force again."""
         self.search.take_facts(facts)
         return Course(facts, self._tuning, self._book, self.search, self._budget)
-
-    @property
-    def is_changed_inside(self) -> bool:
-        """Whether the job itself, as when memory ran out, put another config in force whose facts have not come yet."""
-        return self._num_elsewhere < 0
 
     def rate(self, seconds: float) -> float:
         """Samples per second of all ranks together, where a step takes ``seconds``."""
@@ -168,6 +164,7 @@ class Course:
     def written(self, number: int, version: int) -> None:
         """Note that the config of decision ``number`` was written as ``version``; its point is measured next."""
         if self._asked and self._asked[0] == number:
+            self._num_elsewhere = 0
             self._before, self._base = self._base, _ConfigPoint(self._asked[1], version, 0)
             self._asked, self._trial = None, self._trial_of(self._base)
 
@@ -230,15 +227,15 @@ class Course:
         self._num_scattered = 0
         measured = trial.measured(best.seconds if best else None)
         self._trial, self._last = None, measured
-        supposed, self._supposed = self._supposed, None
-        if supposed is not None and supposed.point == measured.point:  # some slow steps may have looked like a change
-            self._budget.change_pace(self._slowdown_check.step_time_ratio(measured, supposed) or 1.0)
+        expected, self._at_new_pace = self._at_new_pace, None
+        if expected is not None and expected.point == measured.point:  # some slow steps may have looked like a change
+            self._budget.change_pace(self._slowdown_check.step_time_ratio(measured, expected) or 1.0)
         told = self._doubted(now, measured) if writes else []
         if self._asked:
             return told
         self.search.tell(measured)
         if not self._budget.is_known:
-            self._budget.take_own(measured.seconds)
+            self._budget.take_baseline(measured.seconds)
         return [*told, *self._close(measured), *self.go_on(now, writes=writes)]
 
     def _doubted(self, now: float, measured: PointMeasurement) -> list[Decision]:
@@ -279,7 +276,9 @@ class Course:
     def _see_elsewhere(self, now: float, report: StepReport) -> list[Decision]:
         """Take steps under another config than the one that is to be measured."""
         if report.version == self._base.version and report.revision > self._base.revision:
-            return self._changed_inside(report) if not self.is_changed_inside else []
+            return self._job_changed_config(report) if not self.has_job_changed_config else []
+        if self._asked:  # whose config is yet to be written
+            return []
         self._num_elsewhere += 1
         if self._num_elsewhere != _PATIENCE:
             return []
@@ -287,10 +286,10 @@ class Course:
         why = f"steps are taken under version {report.version}, and {written}"
         return self._say(now, "hold", nothing_new_in_words(why))
 
-    def _changed_inside(self, report: StepReport) -> list[Decision]:
+    def _job_changed_config(self, report: StepReport) -> list[Decision]:
         """Note that the job itself has put another revision in force, as when memory runs out; the point is refused."""
-        open_, self._num_elsewhere = self._book.open, -1
-        self.search.refuse(self.here, "the job itself changed it")
+        open_, self.has_job_changed_config = self._book.open, True
+        self.search.refuse(self.in_force, "the job itself changed it")
         if open_ is None:
             return []
         why = f"the job itself put revision {report.revision} of version {report.version} in force instead"
@@ -307,12 +306,13 @@ class Course:
             return self._back(now, best, why)
         was_told = self.stage == "settled"
         self._rest()
-        if was_told or (self._last is not None and self._is_told(best)):
+        if was_told or (self._last is not None and self._is_told):
             return []
         return self._say(now, "settle", f"the config stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
 
-    def _is_told(self, best: PointMeasurement) -> bool:
-        """Whether the newest decision already has put the best point in force, so that people know of it."""
+    @property
+    def _is_told(self) -> bool:
+        """Whether the newest decision is what put the present point in force, so that people know of it."""
         last = self._book.last
         return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
 
@@ -349,7 +349,7 @@ class Course:
     def _reopen(self, now: float, change: PaceChange) -> list[Decision]:
         self._budget.change_pace(change.ratio)
         before = self.search.best_measured
-        self._supposed = None if before is None else replace(before, seconds=before.seconds * change.ratio)
+        self._at_new_pace = None if before is None else replace(before, seconds=before.seconds * change.ratio)
         self.search = self.search.begun_again()
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
         self._slowdown_check = SlowdownCheck()
@@ -381,7 +381,11 @@ class Course:
     # ---- small parts ----
 
     def _changes(self, point: Point) -> dict[str, Value]:
-        """The values to set for ``point``, by key; all that can be set, where the job itself has changed the config."""
+        """The values to set for ``point``, by key.
+
+        Where the job itself has changed the config, these are all that can be set: the next version is made from the
+        newest one, which lacks the job's changes.
+        """
         found = values_of(point, self._base.point)
         if self._base.revision > 0:
             there = {KEYS[name]: value for name, value in zip(point._fields, point, strict=True)}

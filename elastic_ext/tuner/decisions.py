@@ -20,12 +20,12 @@ __all__ = ["Book", "Decision", "Kind", "Outcome", "Stand", "Tried", "TuningStand
 Kind = Literal[
     "probe",  # a config is put in force, to be measured
     "settle",  # one that was measured is put in force, or stays
-    "undo",  # a change is taken back: it measures worse than was predicted, or a person asks for it
+    "undo",  # a change is taken back: another config measures better, it cannot be measured, or a person asks for it
     "advise",  # what would be put in force, if that were allowed
-    "pause",  # nothing is decided until somebody says so, or until what is said in the reason has passed
+    "pause",  # nothing is decided until a person resumes the tuner
     "resume",  # the tuner goes on after a pause
     "reopen",  # the job or its pace has changed, and the search begins again
-    "hold",  # nothing can be decided by what is known
+    "hold",  # nothing new is tried, or a key is not tuned, for the reason that is given
 ]
 Outcome = Literal["", "kept", "undone", "refused"]
 
@@ -43,7 +43,8 @@ class Decision(JsonRecord):
     base: int
     """The version of the config that the decision is about, and that ``changes`` are made to."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """The values to set, by key; None for a key to leave out, as at the start. Empty where no config is written."""
+    """The values to set, by key; None leaves a key out of the config, so that its start-up value is in force. Empty
+    where no config is written."""
     instead: Mapping[str, Any] = field(default_factory=dict)
     """The previous values of the keys in ``changes``, which take them back; None for a key that was left out."""
     version: int | None = None
@@ -239,7 +240,8 @@ def _is_open(decision: Decision) -> bool:
 
 Stand = Literal["off", "waiting", "watching", "probing", "settled", "paused"]
 """What a tuner does: "off", nothing, as it was told; "waiting", it lacks facts of the job; "watching", it only advises;
-"probing", it tries points; "settled", it is done for now; "paused", a person or an edit has stopped it."""
+"probing", it tries points; "settled", it is done for now; "paused", a person has stopped it, or a config has that the
+tuner did not write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,7 @@ def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
 
 def _one_in_words(name: str, new: Value, old: Value) -> str:
     before, after = _value(name, old), _value(name, new)
-    if after in _DEFAULTS.values():  # which has no number that the unit could follow
+    if after in _DEFAULTS.values():  # words such as "{} workers" are for a number
         return f"{after} instead of {KNOBS[name].words.format(before)}"
     return f"{KNOBS[name].words.format(after)} instead of {before}"
 

@@ -37,6 +37,7 @@ class StepReport:
     """When the last of the steps ended, in seconds since 1970."""
     version: int
     revision: int = 0
+    """How often the job itself had changed the config of that version."""
     step: int
     """Steps that had committed since training began, at the end of the last of these."""
     num_steps: int
@@ -319,22 +320,22 @@ class SlowdownCheck:
 # Two things are compared: steps with those before them, and facts of a job with those that a search was made for.
 
 LEAST_GAIN = 0.05
-"""The least gain, as a share, that is worth advice, a trial of another global batch size, or another search after one
-that has ended."""
+"""The least gain, as a share, that is worth advice, a size trial (course.py), or another search after one that has
+ended."""
 _NUM_NAMED = 240
-"""Windows of steps for which a slow rank is remembered: a change of pace is found some time after a rank causes it."""
+"""Reports for which a slow rank is remembered: a change of pace is found some time after a rank causes it."""
 
 
 class PaceWatch:
     """A watch for changes of pace in the steps at the point that was settled on."""
 
     def __init__(self) -> None:
-        self._detector = ChangeDetector(least_seconds=0.0)  # a window has many steps where they are short
+        self._detector = ChangeDetector(least_seconds=0.0)  # a report has many steps where they are short
         self._slow_rank = ""
         self._num_since = 0
 
     def see(self, report: StepReport) -> PaceChange | None:
-        """Take a window of steps; gives a change of pace at the window that shows it, else None."""
+        """Take a report of steps; gives a change of pace at the report that shows it, else None."""
         self._num_since += 1
         if report.slow_rank:
             self._slow_rank, self._num_since = report.slow_rank, 0
@@ -362,6 +363,8 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
         return f"{now.num_replicas} replicas of the model have samples of their own instead of {before.num_replicas}"
     if now.share != before.share:
         return f"a rank has {now.share:,} samples of a step instead of {before.share:,}"
+    if now.num_blocks != before.num_blocks:
+        return f"the model has {now.num_blocks} blocks instead of {before.num_blocks}"
     if _plain(now.choices) != _plain(before.choices) or dict(now.fixed) != dict(before.fixed):
         return "the keys that the job can change while it trains, or their values, are not those of before"
     return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
@@ -26,7 +26,8 @@ HEADROOM = 0.06
 _UNSEEN = 1.1
 """Factor on a predicted peak as long as no step has confirmed a prediction."""
 _MOST_GROWTH = 4.0
-"""Where memory is short or was measured, no passes are tried that take more than so many times the largest so far."""
+"""Where memory is short, or its facts were measured and not worked out, no passes are tried that take more than so many
+times the largest so far."""
 _UNSURE = 0.015
 """Share that passes twice as large as any so far may take beyond the prediction."""
 _PLENTY = 0.7
@@ -36,7 +37,7 @@ _KEPT_OF_BLOCKS = 0.5
 _plan = knobs_of_cost("move", "wrap")
 """Gives the values of those knobs of a point that say how a model is spread over its ranks."""
 _ALIKE = 0.97
-"""Ratio of two predicted peaks above which they do not tell which of two plans takes more memory."""
+"""A peak, measured or predicted, counts as lower than a predicted one only where it is below this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,21 @@ class _Parts:
         return max(self.forward, self.loss, self.backward)
 
 
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """What the measured peaks of a job have taught."""
+
+    update_share: float = 1.0
+    """Bytes that an optimizer's step takes for a moment, as a share of parameter bytes, where facts do not say: all of
+    them, as foreach optimizers take, until a measured peak is too small for that."""
+    factor: float | None = None
+    """The largest measured peak as a multiple of its prediction; None where none was measured."""
+    passes_bytes: int = 0
+    """The largest passes that steps had, as predicted."""
+    highest_bytes: int = 0
+    """The highest measured peak."""
+
+
 class JobMemory:
     """How much memory a job's steps take, predicted from its facts and from the peaks that its steps have had."""
 
@@ -78,13 +94,11 @@ class JobMemory:
         self._present = point_of(facts.values)
         capacity = None if facts.memory is None else facts.memory.capacity_bytes
         self._usable = usable_bytes(capacity, limit_bytes, HEADROOM if headroom is None else headroom)
-        self._seen: dict[Point, int | None] = {}  # measured peaks, in bytes; None where steps ran and nobody told
-        # Bytes that an optimizer's step takes for a moment, as a share of parameter bytes, where facts do not say: all
-        # of them, as foreach optimizers take, until a measured peak is too small for that.
-        self._update_share = 1.0
+        self._seen: dict[Point, int | None] = {}  # at most so many bytes were held at a point; None where nobody told
+        self._replayed: list[tuple[Point, int | None]] = []  # the measured peaks that say something, in their order
+        self._learnt = self._learnt_elsewhere = _Learnt()
+        """What measured peaks have taught; and what those had taught that were measured with other shares."""
         self._refused: list[Point] = []
-        self._factor: float | None = None  # the largest measured peak as a multiple of its prediction
-        self._most_passes = self._highest = 0  # bytes: the largest passes that steps had, the highest measured peak
         self._peaks: dict[Shape, Peak | None] = {}
         self._parts: dict[tuple[int, float], _Parts | None] = {}
         if before is not None:
@@ -93,28 +107,31 @@ class JobMemory:
 
     def _go_on_from(self, before: JobMemory) -> None:
         """Take over the peaks that ``before`` has seen where a rank's share is the same, else only what they taught."""
-        if before._facts.share == self._facts.share:
-            for point, peak_bytes in before._seen.items():
-                self.see(point, peak_bytes)
-            return
-        self._factor, self._update_share = before._factor, before._update_share
-        self._most_passes, self._highest = before._most_passes, before._highest
+        is_alike = before._facts.share == self._facts.share
+        self._learnt_elsewhere = before._learnt_elsewhere if is_alike else before._learnt
+        self._learnt = self._learnt_elsewhere
+        for point, peak_bytes in before._replayed if is_alike else ():
+            self.see(point, peak_bytes)
 
     def see(self, point: Point, peak_bytes: int | None) -> None:
         """Take a measured peak: steps were taken at ``point``, and ``peak_bytes`` is the most on any rank so far."""
-        self._seen.setdefault(point, peak_bytes)
+        learnt, highest = self._learnt, self._learnt.highest_bytes
+        is_highest = peak_bytes is not None and peak_bytes > highest  # so that these steps have reached it
+        if is_highest or point not in self._seen or (peak_bytes is not None and self._seen[point] is None):
+            self._seen[point] = peak_bytes
+            self._replayed.append((point, peak_bytes))
+        self._learnt = learnt = replace(learnt, highest_bytes=max(highest, peak_bytes or 0))
         peak = self.peak(point)
         if peak is None:
             return
-        if peak_bytes is not None and peak_bytes < _ALIKE * peak.num_bytes and self._update_share:
-            self._update_share = 0.0  # the predicted peak has that share in it, and was not reached
-            self._peaks.clear()
+        if peak_bytes is not None and peak_bytes < _ALIKE * peak.num_bytes and learnt.update_share:
+            self._learnt = learnt = replace(learnt, update_share=0.0)
+            self._peaks.clear()  # they have that share in them, and such a peak was not reached
             peak = self.peak(point) or peak
-        self._most_passes = max(self._most_passes, peak.passes_bytes)
-        if peak_bytes is None or peak_bytes <= self._highest:
-            return
-        self._highest = peak_bytes  # steps at this point have reached it: the peak so far was lower
-        self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
+        factor = learnt.factor
+        if peak_bytes is not None and is_highest:
+            factor = max(factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
+        self._learnt = replace(learnt, factor=factor, passes_bytes=max(learnt.passes_bytes, peak.passes_bytes))
 
     def peak(self, point: Point) -> Peak | None:
         """The predicted peak at ``point``; None where nothing is known of the job's memory."""
@@ -126,7 +143,7 @@ class JobMemory:
     def expected_bytes(self, point: Point) -> int | None:
         """The predicted peak at ``point``, corrected by measured peaks; None where it is unknown or has no limit."""
         peak = self.peak(point)
-        return None if peak is None or self._usable is None else int(peak.num_bytes * (self._factor or 1.0))
+        return None if peak is None or self._usable is None else int(peak.num_bytes * (self._learnt.factor or 1.0))
 
     def why_not(self, point: Point) -> str:
         """Why memory might not suffice for ``point``, as a sentence; empty where ``point`` may be tried."""
@@ -138,21 +155,23 @@ class JobMemory:
         peak = self.peak(point)
         if peak is None:
             return "" if point == self._present else f"nothing is known of the memory that {_words(point)} takes"
-        expected = (peak.num_bytes + self._unsure_bytes(peak)) * (_UNSEEN if self._factor is None else self._factor)
+        factor, passes_bytes = self._learnt.factor, self._learnt.passes_bytes
+        expected = (peak.num_bytes + self._unsure_bytes(peak)) * (_UNSEEN if factor is None else factor)
         expected = min(expected, self._seen.get(point) or expected)
         if expected > self._usable:
             return f"{_words(point)} would take {size_in_words(int(expected))} of {size_in_words(int(self._usable))}"
-        is_far = self._most_passes and peak.passes_bytes > _MOST_GROWTH * self._most_passes
+        is_far = passes_bytes and peak.passes_bytes > _MOST_GROWTH * passes_bytes
         if is_far and (self._is_measured or expected > _PLENTY * self._usable):
-            times = peak.passes_bytes / self._most_passes
+            times = peak.passes_bytes / passes_bytes
             return f"passes of {_words(point)} would take {times:.1f} times what any have taken so far"
         return ""
 
     def _unsure_bytes(self, peak: Peak) -> float:
         """Bytes that passes may take beyond the prediction, since none have been so large yet."""
-        if not self._most_passes or peak.passes_bytes <= self._most_passes:
+        most = self._learnt.passes_bytes
+        if not most or peak.passes_bytes <= most:
             return 0.0
-        return _UNSURE * peak.passes_bytes * min(math.log2(peak.passes_bytes / self._most_passes), 2.0)
+        return _UNSURE * peak.passes_bytes * min(math.log2(peak.passes_bytes / most), 2.0)
 
     def _why_not_unlimited(self, point: Point) -> str:
         """Why ``point`` may not be tried where no memory limit is known: empty on a CPU, which has none; on another
@@ -190,14 +209,15 @@ class JobMemory:
 
     def _update_bytes(self, memory: MemoryFacts) -> float:
         """Bytes that an optimizer's step takes for a moment beside state, for a whole model."""
-        return memory.update_bytes or self._update_share * memory.parameter_bytes
+        return memory.update_bytes or self._learnt.update_share * memory.parameter_bytes
 
     def _peak_of(self, shape: Shape) -> Peak | None:
         """The predicted peak of a step of ``shape``: the most that is allocated at any of three moments.
 
         These are the forward pass with the loss, the backward pass, and the optimizer's step. At each there is state
-        (parameters and optimizer state by shard, buffers, the rest) and, of that moment, gathered parameters,
-        gradients, and what passes or the optimizer take.
+        (parameters and optimizer state by shard, buffers, and ``besides_bytes``, which hold no tensors of the model)
+        and, of that moment, gathered parameters, gradients, and what passes or the optimizer take. Passes have so far
+        taken ``scale`` times what was worked out.
         """
         memory = self._facts.memory
         if memory is None:
@@ -233,7 +253,10 @@ def _same_plan(one: Point, other: Point) -> bool:
 
 
 def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
-    """Bytes of gathered parameters at once, beside the shards that stay between steps."""
+    """Bytes of gathered parameters at once, beside the shards that stay between steps.
+
+    Parameters that are in no block (``other_bytes``) stay gathered with any units of blocks.
+    """
     if not shape.is_sharded:
         return 0.0
     if not STRATEGIES[shape.strategy].gathers_again:

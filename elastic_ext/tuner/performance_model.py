@@ -21,7 +21,7 @@ from .space import Point, Shape, Value, shape_of
 __all__ = ["COEFFICIENTS", "Fitted", "Floats", "PointColumns", "Prior", "columns_of", "fit", "phases_of", "prior_of"]
 
 
-# --- many points at once, as arrays of numbers: what a model of steps computes with ----------------------------------
+# --- many points at once, as arrays of numbers: what the performance model computes with -----------------------------
 
 Floats: TypeAlias = NDArray[np.float64]
 """An array of floats of double precision."""
@@ -185,7 +185,8 @@ class _Traffic:
         between = _by_link(2 * gradients / degree * (copies - 1) / copies, np.full(len(unit), spans_machines))
         self.gradient_near_bytes = within[0] + between[0]
         self.gradient_far_bytes = within[1] + between[1]
-        # sharded: one message for each unit, two where there are other copies; DDP: two for each bucket
+        # sharded: one message for each unit, two where there are other copies; DDP: two for each bucket, since an
+        # all-reduce is a reduce-scatter and an all-gather
         buckets = np.ceil(gradients / np.maximum(bucket, 1.0))
         num_messages = np.where(is_sharded, self.num_units * (1 + (copies > 1)), 2 * buckets)
         self.num_gradient_messages = num_messages * (not is_alone)
@@ -223,7 +224,7 @@ COEFFICIENTS = (
     "loading",  # seconds that one loader takes for a sample
     "working",  # share of loading that takes a processor, as odds
     "collating",  # seconds that one loader takes for a batch, whatever its size
-    "handing",  # seconds of a processor for each batch that a worker hands over, on either side
+    "handing",  # seconds for which handing over a batch takes a worker's processor, and holds up the training thread
     "loaders",  # loaders that make progress side by side
     "hindering",  # share by which each further loader slows down the others
     "unevenness",  # share by which loading times of batches differ
@@ -400,8 +401,8 @@ def prior_of(facts: JobFacts, first: PointMeasurement, columns: PointColumns) ->
     waited = seen.get("data", 0.0)
     # seconds that one loader needs for a step's samples, if steps wait for loading: that wait without workers; with
     # workers, each of them loads all the time; 0 where steps do not wait and so tell nothing of it
-    is_short = float(columns.num_workers[0]) == 0 or waited > 0.05 * first.seconds
-    loading = (waited if columns.num_workers[0] == 0 else workers * first.seconds) if is_short else 0.0
+    waits_for_loading = float(columns.num_workers[0]) == 0 or waited > 0.05 * first.seconds
+    loading = (waited if columns.num_workers[0] == 0 else workers * first.seconds) if waits_for_loading else 0.0
     is_gpu = facts.device != "cpu"
     pinned = bool(columns.is_pinned[0])
     copied = max(seen.get("transfer", 0.0), little)
@@ -418,7 +419,7 @@ def prior_of(facts: JobFacts, first: PointMeasurement, columns: PointColumns) ->
         "far": (2e-10 if is_gpu else 4e-9, 1.5),
         "message": (6e-5 if is_gpu else 2e-4, 0.7),
         "beside": (3.0, 0.8),
-        "loading": (max(loading, 0.1 * workers * passes) / rank_samples, 0.3 if is_short else 1.5),
+        "loading": (max(loading, 0.1 * workers * passes) / rank_samples, 0.3 if waits_for_loading else 1.5),
         "working": (1.0 if first.loading_share is None else _odds(_within(first.loading_share, 0.02)), 0.7),
         "collating": (5e-5, 1.0),
         "handing": (2e-4, 1.0),
@@ -447,7 +448,7 @@ def _odds(share: float) -> float:
 
 
 def _seen_phases(measured: PointMeasurement) -> dict[str, float]:
-    """Measured seconds by the phases of this model; empty where no step was timed by phase."""
+    """Measured seconds by the phases of ``phases_of``; empty where no step was timed by phase."""
     phases = measured.phases
     if not phases:
         return {}
@@ -509,7 +510,7 @@ class _FitTargets:
         self.phases = {name: np.array([each.get(name, 0.0) for each in phases]) for name in names}
 
     def residuals(self, log_coefficients: Floats) -> Floats:
-        """The deviations of the model from measured steps and phases, in standard deviations of each."""
+        """The deviations of the performance model from measured steps and phases, in standard deviations of each."""
         said = phases_of(log_coefficients, self.columns, self.rank_samples)
         steps = sum(said.values(), np.zeros(len(self.seconds)))
         found = [np.log(steps / self.seconds) / _OF_A_STEP]

@@ -71,31 +71,31 @@ class Switching:
 def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_steps: int, usual: float) -> Floats:
     """The seconds that a budget must have saved for each of some probes.
 
-    That is least pace * (time that the probe takes) - (time that its steps take under the user's own config).
+    That is least pace * (time that the probe takes) - (time that its steps take at the baseline).
 
     ``seconds`` are the step times of the probes, and ``switching`` is how long training stands still for each. A probe
     is ``probe_steps`` steps and one more, and long enough for as many reports: short steps are reported by the second.
-    ``usual`` stands for the step time of the user's own config where that is not known.
+    ``usual`` stands for the step time of the baseline where that is not known.
     """
-    own = usual if budget.own_seconds is None else budget.own_seconds
+    baseline = usual if budget.baseline_seconds is None else budget.baseline_seconds
     num_reports = min(probe_steps, PROBE_STEPS) + 1
     num_steps = np.maximum(probe_steps + 1, num_reports * budget.report_seconds / seconds)
-    return budget.least_pace * (num_steps * seconds + switching) - num_steps * own
+    return budget.least_pace * (num_steps * seconds + switching) - num_steps * baseline
 
 
 # --- which point is to be tried next, and which is the best so far ---------------------------------------------------
-# A step time at a point is the model's prediction times the model's error; the logarithm of the error is taken for a
-# Gaussian process, in which points that are alike have errors that are alike. Of the points that fit into memory the
-# one is tried whose expected improvement is largest, less the cost of the change to it; where that is less than one
+# A step time at a point is the performance model's prediction times its *error*. The logarithm of the error is taken
+# for a Gaussian process, in which points that are alike have errors that are alike. Of the points that fit into memory
+# the one is tried whose expected improvement is largest, less the cost of the change to it; where that is less than one
 # percent, the search is over.
 
 _LEAST_IMPROVEMENT = 0.01
 """Expected gain, as a share of a step, below which a search is over."""
 _AMPLITUDES = (0.02, 0.03, 0.045, 0.065, 0.09)
-"""Standard deviations that the logarithm of the model's error may have; the most likely one is used."""
+"""Standard deviations that the logarithm of the error may have; the most likely one is used."""
 _USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
-"""The usual standard deviation of the logarithm of the model's error, and the standard deviation of that standard
-deviation's own logarithm."""
+"""The usual standard deviation of the logarithm of the error, and the standard deviation of that standard deviation's
+own logarithm."""
 _DISTANCE = 0.6
 """The length scale of the Gaussian process: points that lie much farther apart have unrelated errors."""
 _ALMOST = 0.5
@@ -105,9 +105,9 @@ _NOT_WORTH_GOING_BACK = 0.007
 _MOST_TIMES = 4.0
 """No probe is made whose steps may take more than so many times as long as those at the best point."""
 _WAITED = 0.1
-"""Share of a step that is waited for samples, from which on a worker more or less is tried without an expected gain."""
+"""Share of a step that is waited for samples, from which on the next numbers of workers are tried in any case."""
 _TIMES_OF_A_NEIGHBOUR = 1.5
-"""A worker more or less is not tried where steps may take more than so many times as long as at the best point."""
+"""These are not tried where steps may take more than so many times as long as at the best point."""
 _MAY_HAVE_CHANGED = 0.5
 """Standard deviation added to the logarithms of the performance model's coefficients where a search begins again."""
 _NOISE = 0.025
@@ -139,7 +139,8 @@ class PointProposal:
     most_seconds: float
     """A high estimate of the step time, by which it is asked what a probe costs."""
     cost: float = 0.0
-    """Seconds that the budget must have saved before the point can be tried."""
+    """Seconds that the budget must have saved before the point can be tried; where it has not saved as much, before the
+    cheapest one can be that gains almost as much."""
     is_affordable: bool = True
     """Whether the budget has saved as much."""
 
@@ -161,9 +162,6 @@ class Search:
         self._last: Point | None = None
         self._expected: _Expected | None = None
         self._best: PointMeasurement | None = None
-        self._take(facts, before)
-
-    def _take(self, facts: JobFacts, before: Search | None) -> None:
         self._facts = facts
         self._space = space_of(facts, self._tuning)
         self._columns = columns_of(self._space.points, facts)
@@ -227,15 +225,15 @@ class Search:
 
     def take_facts(self, facts: JobFacts) -> bool:
         """Take newer facts of the same job; gives whether other points may be tried because of them."""
-        is_bound = facts.bound != self._facts.bound
-        is_other = _known(facts) != _known(self._facts)
+        is_other_bound = facts.bound != self._facts.bound  # the micro-batch for which memory did not suffice
+        is_other_memory = _memory_known(facts) != _memory_known(self._facts)
         self._facts = facts
         limit = self._tuning.memory_bytes
         self._memory = JobMemory(facts, self._tuning.headroom, self._memory, limit_bytes=limit)
-        if is_other:
+        if is_other_memory:
             self._columns = columns_of(self._space.points, facts)
             self._expected = self._best = None
-        return is_other or is_bound
+        return is_other_memory or is_other_bound
 
     def refuse(self, point: Point, why: str) -> None:
         """Leave out ``point``, which was not put in force.
@@ -250,15 +248,12 @@ class Search:
             if key in why and before is not None and value != getattr(before, name):
                 self._refused.update((each, None) for each in self._space.points if getattr(each, name) == value)
 
-    def begun_again(self) -> Search:
-        """A new search of the same job after its pace has changed, with what this one has learnt."""
-        found = Search(self._facts, self._tuning, before=self, is_again=True)
-        found.refuse_as(self)
-        return found
+    def begun_again(self, facts: JobFacts | None = None) -> Search:
+        """A new search with what this one has learnt, after the pace of the job has changed, or its global batch size.
 
-    def for_global_batch(self, facts: JobFacts) -> Search:
-        """A new search of the same job with the global batch size of ``facts``, with what this one has learnt."""
-        found = Search(facts, self._tuning, before=self, is_again=True)
+        ``facts`` are those with the other global batch size.
+        """
+        found = Search(facts or self._facts, self._tuning, before=self, is_again=True)
         found.refuse_as(self)
         return found
 
@@ -405,9 +400,9 @@ class Search:
         return gains
 
     def _neighbours(self, best: PointMeasurement, most: Floats) -> Floats:
-        """Tiny gains for a worker less and for a worker more, where the best point waits for samples; else 0.
+        """Tiny gains for the next numbers of workers, where the best point waits for samples; else 0.
 
-        The right number of workers is what a model knows least of.
+        The right number of workers is what the performance model knows least of.
         """
         gains = np.zeros(len(self._space.points))
         if best.waited_share < _WAITED or self._least_gain > _LEAST_IMPROVEMENT:  # not what a search begins again for
@@ -472,20 +467,20 @@ class _Expected:
     drawn: Floats
     """(draws, points): step times by several draws of the performance model's coefficients."""
     own_deviations: Floats
-    """Standard deviation at each point under any one draw, from the model's error there."""
+    """Standard deviation at each point under any one draw, from the error there."""
 
     log_seconds: Floats
     """The mean over the draws."""
     deviations: Floats
-    """Standard deviation at each point, of the draws and of the model's error together."""
+    """Standard deviation at each point, of the draws and of the error together."""
 
 
-def _known(facts: JobFacts) -> tuple[object, ...]:
-    """The facts that say which points may be tried, without those that measured steps tell by themselves."""
+def _memory_known(facts: JobFacts) -> tuple[object, ...]:
+    """The facts of memory that say which points may be tried, but for those that measured peaks correct."""
     memory = facts.memory
     if memory is None:
-        return (facts.num_blocks,)
-    return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
+        return ()
+    return bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
 
 
 def _noise(measured: PointMeasurement) -> float:
@@ -496,10 +491,11 @@ def _noise(measured: PointMeasurement) -> float:
 
 
 def _model_errors(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """The model's error at all points by a Gaussian process, and its standard deviation: (draws, points) and (points).
+    """The performance model's error at all points by a Gaussian process, (draws, points), and its standard deviation.
 
-    ``wrong`` are its errors at the measured points, (draws, measured), and ``places`` the indices of these points. An
-    error is the logarithm of a step time less what the model says. The standard deviation is the same for any draw.
+    ``wrong`` are the errors at the measured points, (draws, measured), and ``places`` the indices of these points. An
+    error is here the logarithm of a step time less what the performance model says. The standard deviation, (points),
+    is the same for any draw.
     """
     known = features[places]
     alike = _alike(known, known)
@@ -512,7 +508,7 @@ def _model_errors(features: Floats, places: NDArray[np.intp], wrong: Floats, noi
 
 
 def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -> float:
-    """The logarithm of an amplitude's likelihood, by the model's errors and by what is usual."""
+    """The logarithm of an amplitude's likelihood, by the errors and by what is usual."""
     among = amplitude**2 * alike + np.diag(noise**2)
     _, volume = np.linalg.slogdet(among)
     fits = float(wrong @ np.linalg.solve(among, wrong))
@@ -520,7 +516,7 @@ def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -
 
 
 def _alike(these: Floats, those: Floats) -> Floats:
-    """(these, those): the correlation of the model's errors at points of such features."""
+    """(these, those): the correlation of errors at points of such features."""
     squares = (these**2).sum(axis=1)[:, None] + (those**2).sum(axis=1)[None, :] - 2 * these @ those.T
     return np.asarray(np.exp(-np.maximum(squares, 0.0) / (2 * _DISTANCE**2)))
 

@@ -35,10 +35,12 @@ __all__ = [
 # --- what a tuner chooses from: the knobs of one job, what each may be, and the points that these make ---------------
 # A point says what every knob is. A knob that the job cannot change, or that a person has left no choice in, has one
 # choice, so that all points agree on it. Knobs that make no difference beside others have one choice there: workers'
-# batches ahead without workers, units of a model that is not sharded.
+# batches ahead without workers, units of a model that is not sharded. A rank's *share* (``facts.share``) is the samples
+# of a step on the rank that has most.
 
 Value: TypeAlias = int | float | str | bool | None
-"""The value of a knob; None leaves the knob to torch or to the library."""
+"""The value of a knob. None: the config leaves the key out, and torch or the library chooses; TORCH (config/keys.py):
+the config says that torch chooses."""
 Choices: TypeAlias = Mapping[str, Sequence[Value]]
 """The values that each knob may have, by field of a point."""
 MOST_POINTS = 20_000
@@ -106,7 +108,8 @@ class Space:
     present: Point
     points: tuple[Point, ...]
     choices: Mapping[str, tuple[Value, ...]]
-    """The values that each field of a point has in any of the points, numbers in ascending order."""
+    """The values that each field of a point may have, numbers in ascending order; points of a strategy without shard
+    degree have None for that."""
 
     @property
     def is_open(self) -> bool:
@@ -150,16 +153,16 @@ def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | No
     """The values that one knob may have, the present one among them.
 
     That is the present value alone where the job cannot change the knob; else what the job lists, or the usual values
-    where it lists none; in both cases within ``bounds``.
+    where it lists none; and what ``_within`` makes of either by ``bounds``.
     """
     key = KEYS[name]
     if key not in facts.choices:
         return (present,)
     possible = tuple(facts.choices[key] or _usual(name, present, facts))
-    if present in (None, TORCH) and not facts.choices[key]:  # the default by its number would be the present once more
+    if present in (None, TORCH) and not facts.choices[key]:  # the number that is the default would change nothing
         possible = tuple(each for each in possible if each != _BY_ITSELF.get(name, present))
     if bounds is not None:
-        possible = _within(bounds, possible)
+        possible = _within(bounds, possible, is_listed=bool(facts.choices[key]))
     found = list(dict.fromkeys(_in_order((*possible, present))))
     return tuple(found)
 
@@ -169,7 +172,7 @@ def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
     choices = KNOBS[name].choices
     match name:
         case "batch_size":
-            # a rank's samples of a step, cut into 1, 2, 3, 4, 6, ... micro-batches
+            # a rank's share, cut into 1, 2, 3, 4, 6, ... micro-batches
             return sorted({-(-facts.share // parts) for parts in _round_numbers(facts.share)})
         case "num_workers":
             return (0, *_round_numbers(max(2 * facts.num_processors, 8)))
@@ -187,19 +190,23 @@ def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
 
 
 def _round_numbers(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... up to ``most``, and that."""
+    """1, 2, 3, 4, 6, 8, 12, ... as far as these are below ``most``, and ``most`` itself."""
     powers = itertools.takewhile(lambda each: each <= most, (2**exponent for exponent in itertools.count()))
     found = {each for power in powers for each in (power, 3 * power // 2) if each <= most}
     return sorted({*found, most})
 
 
-def _within(bounds: KnobBounds, possible: Sequence[Value]) -> tuple[Value, ...]:
-    """The values of a knob that a person's bounds allow: two numbers are a range, anything else is a list of values."""
+def _within(bounds: KnobBounds, possible: Sequence[Value], *, is_listed: bool) -> tuple[Value, ...]:
+    """The values of a knob that a person's bounds allow: two numbers are a range, anything else is a list of values.
+
+    A list takes the place of ``possible``: ranks refuse what they cannot do, and say why. Of ``possible``, a range
+    leaves what lies inside; its ends are choices as well, unless ``possible`` is what the job itself lists.
+    """
     if not _is_range(bounds):
-        return tuple(each for each in bounds if not isinstance(each, tuple))
+        return tuple(each for each in bounds if not isinstance(each, tuple))  # UserValue allows tuples, no knob does
     low, high = (each for each in bounds if _is_number(each))
     inside = [each for each in possible if _is_number(each) and low <= each <= high]
-    return (low, *inside, high)
+    return tuple(inside) if is_listed else (low, *inside, high)
 
 
 def _is_range(bounds: KnobBounds) -> bool:
@@ -243,7 +250,7 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
             regime["prefetch_factor"] = (present.prefetch_factor,)
         if not _sharding(strategy).has_degree:
             regime["shard_degree"] = (present.shard_degree if strategy == present.strategy else None,)
-        elif not _sharding(present.strategy).has_degree:
+        elif not _sharding(present.strategy).has_degree:  # that is where None is from; this strategy has a degree
             regime["shard_degree"] = [each for each in choices["shard_degree"] if each is not None]
         yield regime
 
@@ -266,7 +273,7 @@ def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
 
 _UNSAID = "no_shard"
 """The strategy of a point that says none."""
-_WITH_A_TERM = frozenset(
+_KNOBS_OF_A_SHAPE = frozenset(
     {
         "batch_size",
         "num_workers",
@@ -280,9 +287,8 @@ _WITH_A_TERM = frozenset(
         "bucket_cap_mb",
     }
 )
-"""Knobs that have a field of their own in a ``Shape``, or that make one."""
-# The places in a point of the knobs without a term.
-_OTHERS = tuple(at for at, name in enumerate(KEYS) if name not in _WITH_A_TERM)
+"""Knobs that a field of ``Shape`` stands for."""
+_OTHERS = tuple(at for at, name in enumerate(KEYS) if name not in _KNOBS_OF_A_SHAPE)  # places of the others in a point
 
 
 class Shape(NamedTuple):

@@ -66,6 +66,7 @@ def test_whoever_was_slow_long_ago_is_not_named() -> None:
         ({"num_replicas": 2}, "2 replicas of the model have samples of their own instead of 4"),
         ({"num_replicas": 2, "share": 128}, "2 replicas of the model have samples of their own instead of 4"),
         ({"share": 32}, "a rank has 32 samples of a step instead of 64"),
+        ({"num_blocks": 6}, "the model has 6 blocks instead of 12"),
         ({"choices": {}}, "the keys that the job can change"),
         ({"fixed": {"dataloader.num_workers": "why"}}, "the keys that the job can change"),
         ({"time": 2000.0, "config_version": 7, "values": {"dataloader.batch_size": 4}, "bound": 16}, ""),

@@ -346,6 +346,24 @@ def test_silence_is_told_once_and_nothing_is_decided() -> None:
     assert job.controller.tick(job.now + 700) == []
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_job_that_is_heard_while_the_tuner_decides_nothing_is_not_taken_for_silent_afterwards(
+    is_paused: bool,
+) -> None:
+    job = _settled()
+    if is_paused:
+        job.take(job.controller.pause(job.now, "a person wants to look at it"))
+    else:
+        values = {**job.configs[job.version], "tuning.headroom": 0.1}
+        config = ElasticConfig.from_values(values, version=max(job.configs) + 1)
+        assert job.controller.take_config(job.now, config, "person") == []
+    job.now += 600
+    assert job.run(2) == []
+    if is_paused:
+        job.take(job.controller.resume(job.now))
+    assert job.controller.tick(job.now + 5) == []
+
+
 def test_a_value_that_is_refused_is_not_tried_again() -> None:
     job = TunedJob()
     job.refusing = lambda point: "dataloader.num_workers is 8; rank 3 has no room" if point.num_workers == 8 else ""
@@ -399,6 +417,28 @@ def test_another_world_begins_another_search_and_keeps_what_was_learnt() -> None
     probes = [each for each in job.run(ENOUGH) if each.kind == "probe" and not each.outcome]
     assert len(probes) <= 2, "nothing better is there, and that is known"
     assert job.controller.standing.stand == "settled"
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_another_world_while_the_tuner_decides_nothing_gives_the_next_search_a_budget_of_its_own(
+    is_paused: bool,
+) -> None:
+    """By what steps took in the world before, none of these slower steps could ever pay for a probe."""
+    job = _settled(seconds=lambda point: _loading(point, 64 * 0.0005))
+    before = job.point
+    job.seconds = lambda point: _loading(point, 64 * 0.08)
+    world = {"world_size": 2, "num_replicas": 2, "global_batch": 128}
+    if is_paused:
+        job.take(job.controller.pause(job.now, "a person wants to look at it"))
+        assert job.tell_facts(**world) == []
+        told = job.take(job.controller.resume(job.now))
+    else:
+        assert job.edit({"tuning.headroom": 0.1}) == []
+        told = job.tell_facts(**world)
+    assert [each.kind for each in told] == [*["resume"] * is_paused, "reopen"]
+    assert "2 ranks train instead of 4" in told[-1].reason
+    job.run(ENOUGH)
+    assert job.point != before and job.rate() > 1.2 * job.rate(before)
 
 
 def test_a_slower_job_is_tuned_anew_and_whoever_is_slow_is_named_first() -> None:

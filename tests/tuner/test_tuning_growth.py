@@ -335,6 +335,21 @@ def test_undo_while_a_size_is_tried_takes_that_back_as_well() -> None:
     assert all(now.get(key) == value for key, value in kept.instead.items())
 
 
+def test_undo_while_a_size_is_tried_knows_the_values_that_it_sets_back() -> None:
+    """Where ranks refuse it, the next config has these again."""
+
+    def seconds(point: Point, share: int) -> dict[str, float]:
+        return {**_seconds(point, share), "data": 0.0 if point.num_workers else 0.5}
+
+    job = _in_a_try(facts=_facts(choices={"dataloader.num_workers": (), "global_batch_size": ()}), sized=seconds)
+    in_force = {**job.start, **job.configs[job.version]}
+    assert in_force["dataloader.num_workers"] and in_force["global_batch_size"] > FIRST
+    job.take(job.controller.undo(job.now))
+    undo = job.last("undo")
+    assert undo.changes == {"global_batch_size": FIRST, "dataloader.num_workers": 0}
+    assert undo.instead == {key: in_force[key] for key in undo.changes}
+
+
 def test_a_restarted_master_takes_back_a_size_that_was_being_tried() -> None:
     job = _in_a_try()
     again = _again(job)
@@ -344,6 +359,15 @@ def test_a_restarted_master_takes_back_a_size_that_was_being_tried() -> None:
     assert again.size == FIRST and "reopen" not in again.kinds()
     again.run(ENOUGH)
     assert again.size > FIRST and again.controller.standing.stand == "settled"
+
+
+def test_a_restarted_master_takes_back_a_size_and_leaves_what_a_person_has_set_since() -> None:
+    job = _in_a_try()
+    assert job.point.batch_size != 5
+    job.configs[job.version + 1] = {**job.configs[job.version], "dataloader.batch_size": 5}
+    again = _again(job)
+    assert again.last("undo").changes == {"global_batch_size": FIRST}
+    assert again.size == FIRST and again.point.batch_size == 5
 
 
 def test_a_restarted_master_goes_on_from_a_size_that_was_kept_and_knows_those_that_were_not() -> None:
@@ -477,7 +501,12 @@ def test_memory_knows_of_other_sizes_what_it_has_learnt_of_one() -> None:
     memory.see(point, 20_000)
     before = memory.expected_bytes(point)
     assert before == pytest.approx(20_000, rel=0.01)
-    assert JobMemory(facts_at(facts, 512), before=memory).expected_bytes(point) == before
+    other = facts_at(facts, 512)
+    at_other = JobMemory(other, before=memory)
+    assert at_other.expected_bytes(point) == before
+    at_other.see(point, 19_000)
+    again = JobMemory(dataclasses.replace(other, time=2000.0), before=at_other)
+    assert again.expected_bytes(point) == before, "newer facts of that size change nothing"
 
 
 def test_in_advise_mode_it_is_said_once_and_nothing_is_written() -> None:

@@ -153,6 +153,19 @@ def test_a_peak_above_what_was_expected_raises_what_is_expected() -> None:
     assert memory.expected_bytes(_point(facts, batch_size=64)) == expected, "that peak was of the steps before"
 
 
+def test_a_peak_that_rises_at_a_point_counts_there_and_with_newer_facts() -> None:
+    """As where sequences become longer, or the first report had no peak."""
+    facts = _facts(_memory(capacity_bytes=14_000))
+    for first in (_bytes(facts, batch_size=32), None):
+        memory, point = JobMemory(facts), _point(facts, batch_size=32)
+        memory.see(point, first)
+        assert not memory.why_not(point)
+        memory.see(point, int(1.8 * _bytes(facts, batch_size=32)))
+        for each in (memory, JobMemory(facts, before=memory)):
+            assert each.expected_bytes(point) == pytest.approx(1.8 * _bytes(facts, batch_size=32), abs=2)
+            assert each.why_not(point)
+
+
 def test_what_the_optimizer_takes_for_a_moment_is_counted_until_it_is_seen_not_to() -> None:
     memory = _memory(capacity_bytes=10**6, optimizer_bytes=0, parameter_bytes=10_000, gradient_bytes=0)
     facts = _facts(memory, world_size=1)

@@ -20,13 +20,13 @@ from tests.support.job_facts import ALL_CHOICES, made_facts
 from tests.support.tuned_jobs import LOADER, loader_seconds
 
 
-def _saved(seconds: float, *, own_seconds: float = 1.0, report_seconds: float = 0.0) -> Budget:
-    """What probes may cost, where a step by the user's own config takes so long."""
+def _saved(seconds: float, *, baseline_seconds: float = 1.0, report_seconds: float = 0.0) -> Budget:
+    """What probes may cost, where a step at the baseline takes so long."""
     budget = Budget(share=0.0)
-    budget.take_own(own_seconds)
-    budget.see(_seen(num_steps=1, step_seconds=own_seconds - seconds))
+    budget.take_baseline(baseline_seconds)
+    budget.see(_seen(num_steps=1, step_seconds=baseline_seconds - seconds))
     if report_seconds:
-        budget.see(_seen(num_steps=round(report_seconds / own_seconds), step_seconds=own_seconds))
+        budget.see(_seen(num_steps=round(report_seconds / baseline_seconds), step_seconds=baseline_seconds))
     return budget
 
 
@@ -125,11 +125,11 @@ def test_what_cannot_be_paid_for_is_not_proposed_but_saved_for() -> None:
 def test_a_probe_of_short_steps_lasts_until_as_many_are_told_of_as_are_measured() -> None:
     """A step of a tenth of a second, where one of the user's takes half of that: as many as there are in a report."""
     seconds, none = np.array([0.1]), np.zeros(1)
-    told_of_each = cost_of_probes(_saved(0.0, own_seconds=0.05), seconds, none, 3, 1.0)
+    told_of_each = cost_of_probes(_saved(0.0, baseline_seconds=0.05), seconds, none, 3, 1.0)
     assert told_of_each == pytest.approx([4 * (0.1 - 0.05)])
-    by_the_second = cost_of_probes(_saved(0.0, own_seconds=0.05, report_seconds=1.0), seconds, none, 3, 1.0)
+    by_the_second = cost_of_probes(_saved(0.0, baseline_seconds=0.05, report_seconds=1.0), seconds, none, 3, 1.0)
     assert by_the_second == pytest.approx([4 * 10 * (0.1 - 0.05)])
-    with_change = cost_of_probes(_saved(0.0, own_seconds=0.05), seconds, none + 0.7, 3, 1.0)
+    with_change = cost_of_probes(_saved(0.0, baseline_seconds=0.05), seconds, none + 0.7, 3, 1.0)
     assert with_change == pytest.approx(told_of_each + 0.7)
 
 

@@ -53,6 +53,17 @@ def test_a_person_says_what_a_knob_may_be(bounds: tuple[int, ...], allowed: tupl
     assert space.choices["num_workers"] == allowed
 
 
+@pytest.mark.parametrize(
+    ("bounds", "allowed"), [((2, 3), (None, 2)), ((3, 8), (None, 4)), ((3, 4, 6), (None, 3, 4, 6))]
+)
+def test_the_ends_of_a_range_are_no_choices_where_the_job_lists_them(
+    bounds: tuple[int, ...], allowed: tuple[int | None, ...]
+) -> None:
+    """Shard degrees divide the ranks; of a list, a rank says what is wrong with it."""
+    facts = made_facts(choices={**ALL_CHOICES, "parallelism.shard_degree": (2, 4)}, world_size=8)
+    assert _space(facts, **{"parallelism.shard_degree": bounds}).choices["shard_degree"] == allowed
+
+
 def test_a_knob_that_a_person_names_and_the_job_cannot_change_stays() -> None:
     space = space_of(made_facts(choices={}), TuningSection(knobs={"dataloader.num_workers": (1, 8)}))
     assert not space.is_open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -13,11 +14,11 @@ from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.tuner.costs import Budget
 from elastic_ext.tuner.course import Course
 from elastic_ext.tuner.decisions import Book, Decision
-from elastic_ext.tuner.measurements import StepReport
+from elastic_ext.tuner.measurements import PointMeasurement, StepReport
 from elastic_ext.tuner.search import Search
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
-from tests.support.tuned_jobs import TunedJob, loader_seconds
+from tests.support.tuned_jobs import LOADER, TunedJob, loader_seconds
 
 ENOUGH = 150
 
@@ -224,7 +225,7 @@ def test_undo_of_the_very_first_try_takes_it_back_and_pauses() -> None:
 
 @pytest.mark.parametrize("stays_slow", [False, True])
 def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_slow: bool) -> None:
-    """What may be spent goes by what the user's own config takes, which is measured again."""
+    """What may be spent goes by the baseline, which is measured again."""
     facts, budget, book = made_facts(choices={}), Budget(), Book()
     course = Course(facts, TuningSection(), book, Search(facts, TuningSection()), budget)
 
@@ -239,10 +240,56 @@ def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_
 
     see(0.3, until="settle")
     see(0.3, until="")
-    assert budget.own_seconds == pytest.approx(0.3)
+    assert budget.baseline_seconds == pytest.approx(0.3)
     see(1.2, until="reopen")
     see(1.2 if stays_slow else 0.3, until="settle")
-    assert budget.own_seconds == pytest.approx(1.2 if stays_slow else 0.3)
+    assert budget.baseline_seconds == pytest.approx(1.2 if stays_slow else 0.3)
+
+
+def _until_a_probe(course: Course) -> Decision:
+    """The course's first probe, of which no config is written yet."""
+    for step in range(20):
+        for each in course.see(0.0, _report(course.in_force, step), writes=True):
+            if each.kind == "probe":
+                return each
+    raise AssertionError("nothing is tried")
+
+
+def _report(point: Point, step: int, **changes: Any) -> StepReport:
+    phases = loader_seconds(point)
+    seconds = sum(phases.values())
+    seen = StepReport(
+        time=0.0, version=0, step=step, num_steps=1, num_ranks=4, world_size=4, step_seconds=seconds, phases=phases
+    )
+    return dataclasses.replace(seen, **changes)
+
+
+def _course() -> Course:
+    facts = made_facts(choices=LOADER)
+    return Course(facts, TuningSection(), Book(), Search(facts, TuningSection()), Budget())
+
+
+def test_what_the_job_changes_before_a_probe_is_written_speaks_against_the_point_in_force_alone() -> None:
+    course = _course()
+    probe, here = _until_a_probe(course), course.in_force
+    asked = here._replace(**{key.rpartition(".")[2]: value for key, value in probe.changes.items()})
+    (closed,) = course.see(0.0, _report(here, 20, revision=1), writes=True)
+    assert (closed.number, closed.outcome) == (probe.number, "refused"), "it was made from what is in force no longer"
+    for point, is_left_out in ((here, True), (asked, False)):
+        again = course.search.begun_again()
+        again.tell(PointMeasurement(point=point, seconds=0.1, spread=0.0, num_steps=3, num_reports=3))
+        assert (again.best is None) is is_left_out
+
+
+def test_steps_before_a_probe_is_written_do_not_count_as_steps_under_an_older_version() -> None:
+    course = _course()
+    probe, here = _until_a_probe(course), course.in_force
+    before = [each for step in range(20, 80) for each in course.see(0.0, _report(here, step), writes=True)]
+    course.written(probe.number, 1)
+    after = [course.see(0.0, _report(here, step), writes=True) for step in range(80, 130)]
+    assert before == [] and after[:-1] == [[]] * 49
+    (told,) = after[-1]
+    assert "steps are taken under version 0, and version 1 was written 50 reports ago" in told.reason
 
 
 def test_undo_while_a_version_is_waited_for_is_made_from_that_version() -> None:
