@@ -264,16 +264,19 @@ _ADDING: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
-    """The mean of windows' typical steps, each weighted by its number of measured steps."""
-    seen = [each for each in windows if each.num_detailed > 0]
-    total = sum(each.num_detailed for each in seen)
-    names = dict.fromkeys(name for each in seen for name in each.typical)
-    return {name: sum(each.typical.get(name, 0.0) * each.num_detailed for each in seen) / total for name in names}
+    """The mean of windows' typical steps, each weighted by its number of measured steps.
+
+    On an accelerator steps are known late: a window may have measured steps and no typical one, or the reverse.
+    """
+    seen = [(each.typical, max(each.num_detailed, 1)) for each in windows if each.typical]
+    total = sum(number for _, number in seen)
+    names = dict.fromkeys(name for typical, _ in seen for name in typical)
+    return {name: sum(typical.get(name, 0.0) * number for typical, number in seen) / total for name in names}
 
 
 def _mean_quartile(quartiles: Sequence[tuple[int, float | None]]) -> float | None:
     """The mean of windows' lower quartiles, each weighted by its number of measured steps; None where none has one."""
-    seen = [(number, seconds) for number, seconds in quartiles if seconds is not None]
+    seen = [(max(number, 1), seconds) for number, seconds in quartiles if seconds is not None]
     total = sum(number for number, _ in seen)
     return sum(number * seconds for number, seconds in seen) / total if total > 0 else None
 

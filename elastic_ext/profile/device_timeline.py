@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .phases import LOST, NUM_PHASES, Phase, Spent, Timeline
 
@@ -38,6 +38,18 @@ class Event(Protocol):
         """Milliseconds on the device from this event to ``end_event``."""
 
 
+class _EndedStep(NamedTuple):
+    """A step, or several unmeasured ones, that the host has ended and that the device may not have come past."""
+
+    marks: _Marks
+    is_measured: bool
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has come past the end of this step."""
+        return not self.marks or self.marks[-1][1].query()
+
+
 class DeviceTimeline(Timeline):
     """The training thread's time by phase, on one device's clock; where events fail, by the host's, with a warning."""
 
@@ -54,7 +66,7 @@ class DeviceTimeline(Timeline):
         self._free: list[Event] = []
         self._marks: _Marks = []  # since the last step
         self._begun: int | None = None  # how many of ``_marks`` came before the step under way
-        self._steps: deque[_Marks] = deque()  # the marks of steps that have ended and whose events are not read yet
+        self._steps: deque[_EndedStep] = deque()  # whose events are not read yet
         self._last: Event | None = None  # the event before the first mark in ``_steps`` and ``_marks``
         self._is_lost = False
         """Whether the device's clock cannot be read any more."""
@@ -99,17 +111,20 @@ class DeviceTimeline(Timeline):
         host = super().take_spent()
         return host if self._is_lost else [*self._device, *host[NUM_PHASES:]]
 
-    def end_step(self) -> list[tuple[Spent, Spent]]:
+    def end_step(self, *, is_measured: bool) -> list[tuple[Spent, Spent]]:
         if self._is_lost:
-            return super().end_step()
+            return super().end_step(is_measured=is_measured)
         before = self.take_spent()
-        self._steps.append(self._marks)
+        self._steps.append(_EndedStep(self._marks, is_measured))
         self._marks, self._begun = [], None
         found = []
         try:
-            while self._steps and (not self._steps[0] or self._steps[0][-1][1].query()):
-                self._read(self._steps.popleft())
-                found.append((before, after := [*self._device, *before[NUM_PHASES:]]))
+            while self._steps and self._steps[0].is_past:
+                step = self._steps.popleft()
+                self._read(step.marks)
+                after = [*self._device, *before[NUM_PHASES:]]
+                if step.is_measured:
+                    found.append((before, after))
                 before = after
             if len(self._steps) > _MOST_BEHIND:
                 raise RuntimeError(f"the device is {len(self._steps)} steps behind the host")
@@ -122,13 +137,13 @@ class DeviceTimeline(Timeline):
         super().finish()
         if self._is_lost:
             return
-        self._steps.append(self._marks)
+        self._steps.append(_EndedStep(self._marks, is_measured=False))
         self._marks = []
         try:
-            for marks in self._steps:
-                if marks:
-                    marks[-1][1].synchronize()
-                self._read(marks)
+            for step in self._steps:
+                if step.marks:
+                    step.marks[-1][1].synchronize()
+                self._read(step.marks)
         except RuntimeError as error:
             self._lose_device(error)
         self._steps.clear()

@@ -212,8 +212,8 @@ def _can_be_one(first: StepWindow, second: StepWindow) -> bool:
 
 
 def _one(first: StepWindow, second: StepWindow) -> StepWindow:
-    """Two neighbouring windows as one; typical times are those of the window with more measured steps."""
-    typical = first if first.num_detailed > second.num_detailed else second
+    """Two neighbouring windows as one; typical times are those of the one with more measured steps, if it has any."""
+    typical = max(second, first, key=lambda each: (bool(each.typical), each.num_detailed))
     return replace(
         second,
         begin=first.begin,

@@ -191,10 +191,10 @@ class Timeline:
         self._before = found = self._spent.copy()
         return found
 
-    def end_step(self) -> list[tuple[Spent, Spent]]:
-        """End a step; gives the time spent at the beginning and at the end of each step whose times are known now."""
-        before = self._before
-        return [(before, self.take_spent())]
+    def end_step(self, *, is_measured: bool) -> list[tuple[Spent, Spent]]:
+        """End a step; gives the time spent at the beginning and at the end of each measured step that is known now."""
+        before, after = self._before, self.take_spent()
+        return [(before, after)] if is_measured else []
 
     def finish(self) -> None:
         """Wait until all time that was spent is known."""

@@ -73,7 +73,7 @@ class Recorder(Heartbeat):
         self._surveyor = surveyor
         self._num_boundaries = 0
         self._has_begun = False
-        self._is_detailed = self._is_changed = self._is_over = False
+        self._is_measured = self._is_changed = self._is_over = False
         self._stepped_at = 0  # when the last step ended
         self._num_unmeasured_left = 0  # coming steps that are not measured phase by phase
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
@@ -93,7 +93,7 @@ class Recorder(Heartbeat):
             self._begin()
         elif self._is_changed and micro_step == 0:  # after a change, steps belong to another window
             self._close()
-        self._is_detailed = True
+        self._is_measured = True
         self._probe.enter_micro_step()
         if self._surveyor is not None and self._probe.has_seen and self._num_boundaries >= _SURVEY_AFTER:
             self._surveyor.enter(micro_step)
@@ -222,8 +222,8 @@ class Recorder(Heartbeat):
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
-        is_seen = self._is_detailed and self._probe.has_seen  # else hooks do not see this model called
-        if self._windows.end_step(is_detailed=is_seen) or self._is_changed:
+        is_seen = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
+        if self._windows.end_step(is_measured=is_seen) or self._is_changed:
             self._close()
         self._num_unmeasured_left = self._pace.end_step(seconds)
         if self._num_unmeasured_left:
@@ -254,7 +254,7 @@ class Recorder(Heartbeat):
         """Measure steps again, from the next one that begins."""
         if self._num_unmeasured_left or self._num_unmeasured:
             self._num_unmeasured_left = 0
-            self._is_detailed = False  # the step that may be under way
+            self._is_measured = False  # the step that may be under way
             self._probe.attach()
             self._count_unmeasured()
 

@@ -68,7 +68,8 @@ class WindowAccumulator:
         self._due = self._opened + _LEAST_SECONDS
         self._at_open = [0] * (2 * len(Phase))  # the time spent by phase as the window began
         self._steps: list[tuple[Spent, Spent]] = []  # of some measured steps: the time spent as it began, as it ended
-        self._num_detailed, self._stride = 0, 1  # measured steps; every ``_stride``-th of them is in ``_steps``
+        self._num_measured = 0
+        self._num_known, self._stride = 0, 1  # measured steps whose times came; ``_steps`` has each ``_stride``-th
         self._num_steps = self._num_samples = 0
         self._counts = 0, 0  # tokens, bytes
         self._is_settled = True  # as the window began
@@ -83,24 +84,23 @@ class WindowAccumulator:
         """How many steps have ended in the open window."""
         return self._num_steps
 
-    def end_step(self, *, is_detailed: bool) -> bool:
+    def end_step(self, *, is_measured: bool) -> bool:
         """Count a step that has ended; gives whether it is time to end the window."""
         self._num_steps += 1
-        ends = self.timeline.end_step()
-        if is_detailed:
-            for each in ends:
-                if self._num_detailed % self._stride == 0:
-                    self._steps.append(each)
-                self._num_detailed += 1
-            if len(self._steps) >= _MOST_STEPS:
-                del self._steps[1::2]
-                self._stride *= 2
+        self._num_measured += is_measured
+        for each in self.timeline.end_step(is_measured=is_measured):
+            if self._num_known % self._stride == 0:
+                self._steps.append(each)
+            self._num_known += 1
+        if len(self._steps) >= _MOST_STEPS:
+            del self._steps[1::2]
+            self._stride *= 2
         return self._clock() >= self._due
 
     def end_unmeasured_steps(self, number: int) -> bool:
-        """Count so many steps that were not measured phase by phase; gives whether it is time to end the window."""
+        """Count so many steps that were not measured; gives whether it is time to end the window."""
         self._num_steps += number - 1
-        return self.end_step(is_detailed=False)
+        return self.end_step(is_measured=False)
 
     def count(self, num_tokens: int, num_bytes: int) -> None:
         """Count tokens and bytes that the model was given in steps of this window that were measured."""
@@ -134,7 +134,7 @@ class WindowAccumulator:
             num_samples=progress.num_samples - self._num_samples,
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
-            num_detailed=self._num_detailed,
+            num_detailed=self._num_measured,
             memory_bytes=memory.memory_bytes,
             accelerator_bytes=memory.accelerator_bytes,
             accelerator_peak_bytes=memory.accelerator_peak_bytes,
@@ -144,7 +144,7 @@ class WindowAccumulator:
         self._config = progress.config_version, progress.config_revision
         self._at_open = spent
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
-        self._num_detailed, self._stride = 0, 1
+        self._num_measured, self._num_known, self._stride = 0, 0, 1
         now = self._opened = self._clock()
         self._due = now + window_seconds(now - self._first, now - self._young_since)
         return window

@@ -423,6 +423,15 @@ def test_merged_windows_add_up() -> None:
     assert (both.num_samples, both.num_detailed, both.accelerator_peak_bytes) == (11, 30, 7)
 
 
+def test_a_window_whose_measured_steps_become_known_in_the_next_one_makes_merged_steps_no_shorter() -> None:
+    known = made_window(_step(forward=10), num_steps=30, waiting_seconds=0.004)
+    late = made_window(_step(forward=10), num_steps=20, begin=1001.0, end=1002.0, typical={}, step_seconds=())
+    assert merged([known, late]).typical == pytest.approx({"forward": 0.01})
+    none_measured = dataclasses.replace(known, num_detailed=0, begin=1002.0, end=1003.0)
+    assert merged([late, none_measured]).typical == pytest.approx({"forward": 0.01})
+    assert merged([late, none_measured]).waiting_seconds == pytest.approx(0.004)
+
+
 def test_one_window_merged_is_itself() -> None:
     window = made_window(_step(forward=10, data=1), num_undetailed=3)
     assert merged([window]) == dataclasses.replace(window, typical=merged([window]).typical)

@@ -65,12 +65,12 @@ class Profile:
         self.kept.append(self.windows.close(standing))
         return self.kept[-1]
 
-    def step(self, seconds: dict[Phase, float], *, is_detailed: bool = True) -> bool:
+    def step(self, seconds: dict[Phase, float], *, is_measured: bool = True) -> bool:
         for phase, length in seconds.items():
             self.timeline.enter(phase)
             self.clock.go(length, length / 2)
         self.timeline.enter(Phase.OTHER)
-        return self.windows.end_step(is_detailed=is_detailed)
+        return self.windows.end_step(is_measured=is_measured)
 
 
 STEP = {Phase.DATA: 0.5, Phase.FORWARD: 0.25, Phase.BACKWARD: 0.5, Phase.OPTIMIZER: 0.125}
@@ -169,7 +169,7 @@ def test_a_window_says_what_all_steps_but_a_few_wait_for_others(clock: Clock) ->
     assert window.waiting_seconds == 3.5 and window.typical["communication"] == 5.0
     assert window.computing_seconds == 1.0
     assert StepWindow.from_json(window.to_json()) == window
-    profile.step({Phase.STEP: 2.0}, is_detailed=False)
+    profile.step({Phase.STEP: 2.0}, is_measured=False)
     assert profile.close(TrainingProgress(9, 0, 0, 0)).waiting_seconds is None
 
 
@@ -184,7 +184,7 @@ def test_a_window_says_whether_something_was_still_on_its_way_then(clock: Clock)
 def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Clock) -> None:
     profile = Profile(clock)
     for _ in range(3):
-        profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_detailed=False)
+        profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_measured=False)
     profile.step(STEP)
     window = profile.close(TrainingProgress(4, 0, 0, 0))
     assert window.seconds["step"] == 6.0 and window.seconds["data"] == 3.5
