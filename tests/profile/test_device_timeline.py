@@ -233,6 +233,39 @@ def test_where_the_device_cannot_be_read_the_hosts_clock_is(caplog: pytest.LogCa
     timeline.finish()
 
 
+def test_no_time_is_lost_or_counted_twice_where_the_device_can_no_longer_be_read() -> None:
+    device = Device()
+    began = time.perf_counter()
+    timeline = timeline_on(device)
+    for _ in range(3):
+        time.sleep(0.01)
+        take_step(timeline, device, 2.0, 4.0)
+    device.run()
+    time.sleep(0.01)
+    take_step(timeline, device, 2.0, 4.0)
+    before = timeline.take_spent()[: len(Phase)]
+    assert before[Phase.BACKWARD] == 12e6
+    device.fails = True
+    timeline.enter(Phase.DATA)
+    time.sleep(0.01)
+    timeline.enter(Phase.OTHER)
+    after = timeline.take_spent()[: len(Phase)]
+    took = time.perf_counter() - began
+    assert all(then <= now for then, now in zip(before, after, strict=True)), "a window's times cannot be negative"
+    assert after[Phase.DATA] >= 10e6 and sum(after) <= took * 1e9
+    assert sum(after) >= 50e6, "what was slept, on a device that has told of less"
+
+
+def test_what_goes_by_before_the_first_event_is_counted_by_the_hosts_clock() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    timeline.add_past(Phase.STARTUP, 5_000_000_000)
+    time.sleep(0.02)
+    take_step(timeline, device, 1.0, 1.0)
+    timeline.finish()
+    assert timeline.take_spent()[Phase.STARTUP] >= 5_020_000_000
+
+
 @pytest.mark.gpu
 def test_a_training_on_a_gpu_is_timed_by_it(tmp_path: Path) -> None:
     inputs, targets = make_data(64, torch.float32)
