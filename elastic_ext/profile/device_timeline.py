@@ -13,7 +13,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any, NamedTuple, Protocol
 
-from .phases import LOST, NUM_PHASES, Phase, Spent, Timeline
+from .phases import NUM_PHASES, ROLLED_BACK_WITH_STEP, Phase, Spent, Timeline
 
 __all__ = ["DeviceTimeline", "Event"]
 
@@ -68,6 +68,7 @@ class DeviceTimeline(Timeline):
         "_last",
         "_make",
         "_marks",
+        "_num_ended",
         "_steps",
     )
 
@@ -82,8 +83,9 @@ class DeviceTimeline(Timeline):
         self._host = [0] * NUM_PHASES  # those by the host's clock as it ended the last step whose events are read
         self._has_marks = False  # whether an event was ever recorded
         self._free: list[Event] = []
-        self._marks: _Marks = []  # since the last step
-        self._begun: int | None = None  # how many of ``_marks`` came before the step under way
+        self._marks: _Marks = []  # since ``end_step``
+        self._num_ended = 0  # how many of ``_marks`` are of unmeasured steps that have ended
+        self._begun: int | None = None  # how many of ``_marks`` came before the measured step under way
         self._steps: deque[_EndedStep] = deque()  # whose events are not read yet
         self._last: Event | None = None  # the event before the first mark in ``_steps`` and ``_marks``
         self._is_by_host = False
@@ -115,30 +117,28 @@ class DeviceTimeline(Timeline):
         super().begin_step()
         self._begun = len(self._marks)
 
-    def lose(self) -> None:
-        super().lose()
-        begun, self._begun = self._begun, None
-        self._marks = [
-            (Phase.ROLLED_BACK if phase in LOST or _is_within(number, begun, phase) else phase, event)
-            for number, (phase, event) in enumerate(self._marks)
-        ]
+    def end_unmeasured_step(self) -> None:
+        super().end_unmeasured_step()
+        self._num_ended, self._begun = len(self._marks), None
 
-    def lose_since(self, then: int) -> None:
-        phase, lost = self._phase, self._spent[Phase.ROLLED_BACK]
-        super().lose_since(then)
-        lost = min(self._spent[Phase.ROLLED_BACK] - lost, self._device[phase])
-        self._device[phase] -= lost
-        self._device[Phase.ROLLED_BACK] += lost
+    def roll_back(self) -> None:
+        super().roll_back()
+        begun, self._begun = self._begun, None
+        for number in range(self._num_ended, len(self._marks)):
+            phase, event = self._marks[number]
+            if phase in ROLLED_BACK_WITH_STEP or _is_within(number, begun, phase):
+                self._marks[number] = Phase.ROLLED_BACK, event
 
     def take_spent(self) -> Spent:
         return self._told(super().take_spent())
 
     def end_step(self, *, is_measured: bool) -> list[tuple[Spent, Spent]]:
         begun, before = self._before, self.take_spent()
+        self._others = None
         if self._is_by_host:
             return [(self._told(begun), before)] if is_measured else []
         self._steps.append(_EndedStep(self._marks, is_measured, self._before))
-        self._marks, self._begun = [], None
+        self._marks, self._num_ended, self._begun = [], 0, None
         found = []
         try:
             while self._steps and self._steps[0].is_past:
@@ -198,7 +198,7 @@ class DeviceTimeline(Timeline):
         self._added = [
             told + int(scale * more) - now for told, more, now in zip(self._device, unread, host, strict=True)
         ]
-        self._marks, self._last = [], None
+        self._marks, self._num_ended, self._begun, self._last = [], 0, None, None
         self._steps.clear()
         self._free.clear()
         _logger.warning("the profile goes on by the host's clock, since the device's clock cannot be read: %s", error)

@@ -14,8 +14,8 @@ __all__ = [
     "COMPUTING",
     "IN_STEPS",
     "LEAST_SECONDS",
-    "LOST",
     "NUM_PHASES",
+    "ROLLED_BACK_WITH_STEP",
     "WAITING",
     "ChangingSource",
     "Phase",
@@ -91,8 +91,13 @@ IN_STEPS = (
 # The thread says when a phase begins; the one before ends there. So nothing is counted twice, and nothing is left out.
 
 NUM_PHASES = len(Phase)
-LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
-"""The phases whose time is lost with a step that is rolled back."""
+ROLLED_BACK_WITH_STEP = frozenset(
+    (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP)
+)
+"""The phases whose time since the step before becomes ``Phase.ROLLED_BACK`` where a step is rolled back.
+
+From ``begin_step`` on ``Phase.OTHER`` is one too. The optimizer is none: once it has stepped, no step is rolled back.
+"""
 
 Spent = list[int]
 """Nanoseconds by phase, twice: ``NUM_PHASES`` numbers of wall time, then as many of the training thread's CPU time."""
@@ -106,8 +111,8 @@ class Timeline:
     def __init__(self, phase: Phase) -> None:
         self._phase = int(phase)
         self._spent = [0] * (2 * NUM_PHASES)  # since it began
-        self._before = self._spent.copy()  # as ``take_spent`` or ``end_step`` last gave it
-        self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the step under way began
+        self._before = self._spent.copy()  # as the last step ended, or as ``take_spent`` gave it since
+        self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the measured step under way
         self._since = perf_counter_ns()
         self.take_thread()
 
@@ -152,38 +157,40 @@ class Timeline:
         self._spent[phase] += nanoseconds
 
     def begin_step(self) -> None:
-        """Note that a step begins: if ``lose`` rolls it back, ``Phase.OTHER`` from now on is lost with the step.
+        """Note that a measured step begins: if it is rolled back, ``Phase.OTHER`` from now on is too.
 
         Called just after ``enter``.
         """
         self._others = self._spent[Phase.OTHER], self._spent[NUM_PHASES + Phase.OTHER]
 
-    def lose(self) -> None:
-        """Count the step under way as rolled back: the time in ``LOST`` phases since ``take_spent`` or ``end_step``."""
+    def end_unmeasured_step(self) -> None:
+        """Note that a step has ended of which ``end_step`` is told later, together with others.
+
+        Called just after ``enter``. Training waits for this one too: about a tenth of a microsecond.
+        """
+        self._before, self._others = self._spent.copy(), None
+
+    def roll_back(self) -> None:
+        """Count the step under way as rolled back, with the wait for its batch, as ``ROLLED_BACK_WITH_STEP`` says.
+
+        What ``take_spent`` has given in between stays as it is.
+        """
         self.enter(self._phase)
         for first in (0, NUM_PHASES):
-            for phase in LOST:
-                self._lose(phase, first, self._before[first + phase])
+            for phase in ROLLED_BACK_WITH_STEP:
+                self._roll_back(phase, first, self._before[first + phase])
         if self._others is not None:
             for first, before in zip((0, NUM_PHASES), self._others, strict=True):
-                self._lose(Phase.OTHER, first, max(before, self._before[first + Phase.OTHER]))
+                self._roll_back(Phase.OTHER, first, max(before, self._before[first + Phase.OTHER]))
             self._others = None
 
-    def lose_since(self, then: int) -> None:
-        """Count the present phase's time since ``then``, by ``perf_counter_ns``, as rolled back."""
-        self.enter(self._phase)
-        spent, phase = self._spent, self._phase
-        lost = min(self._since - then, spent[phase])
-        spent[phase] -= lost
-        spent[Phase.ROLLED_BACK] += lost
-
-    def _lose(self, phase: int, first: int, before: int) -> None:
+    def _roll_back(self, phase: int, first: int, before: int) -> None:
         spent, place = self._spent, first + phase
         spent[first + Phase.ROLLED_BACK] += spent[place] - before
         spent[place] = before
 
     def take_spent(self) -> Spent:
-        """The time spent by phase since this timeline began; begins the span that ``lose`` can take back next.
+        """The time spent by phase since this timeline began; from here on ``roll_back`` leaves it as it is.
 
         The list is never changed afterwards.
         """
@@ -194,6 +201,7 @@ class Timeline:
     def end_step(self, *, is_measured: bool) -> list[tuple[Spent, Spent]]:
         """End a step; gives the time spent at the beginning and at the end of each measured step that is known now."""
         before, after = self._before, self.take_spent()
+        self._others = None
         return [(before, after)] if is_measured else []
 
     def finish(self) -> None:

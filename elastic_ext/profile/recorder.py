@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from time import perf_counter_ns
 
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat
 from elastic_ext.ranks.world import World
@@ -103,17 +103,22 @@ class Recorder(Heartbeat):
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._heartbeat.leave(step, num_boundaries, micro_step)
         self._probe.leave_micro_step()
-        if self._num_unmeasured_left:
-            self._leave_unmeasured(num_boundaries, micro_step)
-        else:
-            if self._surveyor is not None:
-                self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
-            if num_boundaries != self._num_boundaries:
-                self._num_boundaries = num_boundaries
-                self._end_step()
-            elif micro_step == 0:
-                self._timeline.lose()
+        has_ended = num_boundaries != self._num_boundaries
+        self._num_boundaries = num_boundaries
+        is_rolled_back = not has_ended and micro_step == 0  # else another micro-step of the step is to come
+        is_measured = not self._num_unmeasured_left
+        if is_measured and self._surveyor is not None:
+            self._surveyor.leave(has_ended=has_ended)
+        if has_ended and is_measured:
+            self._end_step()
+        elif has_ended:
+            self._end_unmeasured_step()
+        elif is_rolled_back:
+            self._timeline.roll_back()
+            self._stepped_at = perf_counter_ns()
         self._timeline.enter(self._between)
+        if has_ended and not is_measured:
+            self._timeline.end_unmeasured_step()
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -215,12 +220,12 @@ class Recorder(Heartbeat):
         """Begin the first step: the window of the startup ends."""
         self._has_begun = True
         self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
-        self._stepped_at = time.perf_counter_ns()
+        self._stepped_at = perf_counter_ns()
         self._close()
         self._probe.attach()
 
     def _end_step(self) -> None:
-        now = time.perf_counter_ns()
+        now = perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
         is_seen = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
         if self._windows.end_step(is_measured=is_seen) or self._is_changed:
@@ -232,23 +237,17 @@ class Recorder(Heartbeat):
             self._num_unmeasured, self._unmeasured_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
 
-    # Training waits for this one at most steps where they are short.
-    def _leave_unmeasured(self, num_boundaries: int, micro_step: int) -> None:
-        """End a micro-step that was not measured."""
-        if num_boundaries != self._num_boundaries:
-            self._num_boundaries = num_boundaries
-            now = time.perf_counter_ns()
-            self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
-            self._stepped_at = now
-            self._num_unmeasured += 1
-            self._num_unmeasured_left -= 1
-            if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
-                self._measure_again()
-            elif self._num_unmeasured == _MOST_UNTOLD:
-                self._count_unmeasured()
-        elif micro_step == 0:
-            self._timeline.lose_since(self._stepped_at)
-            self._stepped_at = time.perf_counter_ns()
+    # Where steps are short, training waits for this one at the end of most of them.
+    def _end_unmeasured_step(self) -> None:
+        now = perf_counter_ns()
+        self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
+        self._stepped_at = now
+        self._num_unmeasured += 1
+        self._num_unmeasured_left -= 1
+        if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
+            self._measure_again()
+        elif self._num_unmeasured == _MOST_UNTOLD:
+            self._count_unmeasured()
 
     def _measure_again(self) -> None:
         """Measure steps again, from the next one that begins."""

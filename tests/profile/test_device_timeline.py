@@ -163,11 +163,31 @@ def test_a_step_that_is_taken_back_is_counted_as_that() -> None:
     timeline.enter(Phase.FORWARD)
     device.work(8.0)
     timeline.enter(Phase.OTHER)
-    timeline.lose()
+    timeline.roll_back()
     take_step(timeline, device, 1.0, 2.0)
     timeline.finish()
     spent = timeline.take_spent()
     assert spent[Phase.ROLLED_BACK] == 8e6 and spent[Phase.FORWARD] == 2e6 and spent[Phase.BACKWARD] == 4e6
+
+
+def test_unmeasured_steps_that_have_ended_are_not_rolled_back_with_the_one_after() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+
+    def go_through_step(milliseconds: float) -> None:
+        timeline.enter(Phase.STEP)
+        device.work(milliseconds)
+        timeline.enter(Phase.OTHER)
+
+    for _ in range(2):
+        go_through_step(4.0)
+        timeline.end_unmeasured_step()
+    go_through_step(16.0)
+    timeline.roll_back()
+    timeline.end_step(is_measured=False)
+    timeline.finish()
+    spent = timeline.take_spent()
+    assert spent[Phase.STEP] == 8e6 and spent[Phase.ROLLED_BACK] == 16e6
 
 
 def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> None:
@@ -180,7 +200,7 @@ def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> N
     device.work(2.0)
     timeline.enter(Phase.FORWARD)
     device.work(4.0)
-    timeline.lose()
+    timeline.roll_back()
     device.run()
     timeline.finish()
     wall = timeline.take_spent()
