@@ -121,6 +121,9 @@ class Surveyor:
 
     def _begin(self) -> None:
         """Begin a step and choose what is measured of it; a step that is taken again is measured again."""
+        if self._trace is not None:  # of a step that was rolled back
+            self._trace.end()
+            self._trace, self._trace_at = None, 0.0
         if self._census is not None or not self._has_census:
             self._has_census = True
             why_not = self._why_no_census()
@@ -129,7 +132,7 @@ class Surveyor:
                 self._num_micro_steps, self._num_rows = 0, self._probe.num_rows
             elif self._world.rank == 0:
                 _logger.info("the model's operations are not counted, so that its MFU is not known: %s", why_not)
-        elif self._trace is None and time.monotonic() >= self._trace_at:
+        elif time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if self._needs_trace() and can_trace():
                 self._trace = Trace(self._world.rank)
