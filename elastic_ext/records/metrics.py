@@ -293,7 +293,7 @@ class MemoryFacts:
     source: Literal["fake", "measured"]
     """Whether sizes were worked out on fake tensors, without memory, or measured in the steps so far."""
     why_measured: str = ""
-    """Why sizes were not worked out on fake tensors: a sentence; empty where they were."""
+    """Why sizes, or some of them, were not worked out on fake tensors: a sentence; empty where all were."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int

@@ -329,7 +329,8 @@ class Analyzer:
         )
         sizes = self._sizes
         scale, why_not = correction(measured, worked_out, sizes.gradient_bytes)
-        why_not = self._why_not or why_not or ("" if worked_out else "".join(problems[:1]) or _WORKING)
+        problem = "".join(problems[:1])
+        why_not = self._why_not or why_not or ("" if worked_out else problem or _WORKING)
         if why_not and not measured:
             return None
         if not why_not and not measured and self._may_be_measured:
@@ -343,7 +344,7 @@ class Analyzer:
         kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
         return MemoryFacts(
             source="measured" if why_not else "fake",
-            why_measured=why_not,
+            why_measured=why_not or problem,
             parameter_bytes=sizes.parameter_bytes,
             gradient_bytes=sizes.gradient_bytes,
             optimizer_bytes=sizes.optimizer_bytes,

@@ -208,7 +208,7 @@ class MemoryAnswer(JsonRecord):
     block_activation_bytes: tuple[int, ...] = ()
     """Bytes that each block keeps of one sample for the backward pass."""
     problem: str | None = None
-    """Why there are no more answers; None where this is not the last."""
+    """Why some of what was asked has no answer; only the last line has one, and only where that is so."""
 
 
 def refuse_in_analysis(environment: Mapping[str, str]) -> None:

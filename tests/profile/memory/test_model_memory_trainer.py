@@ -265,7 +265,7 @@ def test_where_it_cannot_be_worked_out_what_is_measured_is_told(tmp_path: Path) 
         until=is_worked_out,
     )
     assert facts.source == "measured"
-    assert "a step on fake tensors, which have no memory, failed: DynamicOutputShapeException" in facts.why_measured
+    assert "on fake tensors, which have no memory, failed: DynamicOutputShapeException" in facts.why_measured
 
 
 def test_a_block_that_was_replaced_since_is_told_and_training_goes_on(tmp_path: Path) -> None:
