@@ -1,10 +1,8 @@
-"""The phases that a rank's time is divided into, the timeline that measures them, and what a data source offers to be
-timed.
-"""
+"""The phases that a rank's time is divided into, and the timeline that measures them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import IntEnum
 from threading import get_ident
 from time import perf_counter_ns, thread_time_ns
@@ -17,7 +15,6 @@ __all__ = [
     "NUM_PHASES",
     "ROLLED_BACK_WITH_STEP",
     "WAITING",
-    "ChangingSource",
     "Phase",
     "Span",
     "Spent",
@@ -31,6 +28,9 @@ __all__ = [
 
 # --- the phases that a rank's time is divided into -------------------------------------------------------------------
 # Every moment is of one phase, so that what a rank spent in all of them adds up to the time that has passed.
+#
+# In a *measured* step hooks tell where each phase begins. In others nothing is told of what goes on within micro-steps,
+# which is all of ``Phase.STEP``. How many steps are measured is decided in probe.py.
 
 LEAST_SECONDS = 1e-9
 """The shortest time that counts as time; shorter ones are taken for nothing."""
@@ -50,7 +50,7 @@ class Phase(IntEnum):
     """Waiting for gradients on their way between ranks, when nothing is left to compute meanwhile: what is exposed."""
     OPTIMIZER = 5
     STEP = 6
-    """Within steps that were not measured phase by phase."""
+    """Within micro-steps that were not measured."""
     OTHER = 7
     """What the loop does beside passes and optimizers: logging, metrics, learning-rate schedules."""
     AGREEMENT = 8
@@ -58,13 +58,13 @@ class Phase(IntEnum):
     CHANGE = 9
     """Putting a config in force."""
     CHECKPOINT = 10
-    """Waiting for a checkpoint."""
+    """Waiting for a checkpoint that is saved or, once training has begun, loaded."""
     ROLLED_BACK = 11
     """Time of steps that were rolled back."""
     OUTSIDE = 12
     """Time outside of epochs: evaluation, for one."""
     STARTUP = 13
-    """Time from the start of the process to its first step."""
+    """Time from the start of the process to its first step, as far as it is of no other phase."""
 
     @property
     def label(self) -> str:
@@ -236,7 +236,7 @@ def outside(spans: Iterable[Span], others: Iterable[Span]) -> int:
     return length([*spans, *others]) - length(others)
 
 
-# --- what a loader offers to whoever times it: where it marks what it does, and which of its settings change ---------
+# --- a loader that says when it is waited for ------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -245,16 +245,3 @@ class TimedSource(Protocol):
 
     timeline: Timeline | None
     """The timeline in which the loader notes that the loop waits for it."""
-
-
-@runtime_checkable
-class ChangingSource(Protocol):
-    """A loader that takes workers, prefetching and pinning from the config during a loop."""
-
-    @property
-    def fixed_settings(self) -> Mapping[str, str]:
-        """The keys of the section ``dataloader`` that cannot change in that loop, each with the reason."""
-
-    @property
-    def least_workers(self) -> int:
-        """The fewest workers that the loader can have."""

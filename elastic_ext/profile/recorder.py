@@ -30,8 +30,8 @@ _PHASES = {
     Activity.ENDED: Phase.OUTSIDE,
     Activity.BETWEEN: Phase.OTHER,
 }
-_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
-"""Activities after which steps belong to another window."""
+_BEFORE_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
+"""Activities after which steps may be unlike those before, and belong to another window."""
 _MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
 _MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted
 _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
@@ -57,8 +57,6 @@ class Recorder(Heartbeat):
 
         ``loader`` is the dataloader that the trainer was given, and None where it was given none.
         """
-        self.analyzer: Analyzer | None = None
-        """What measures and works out the memory that steps take."""
         self._heartbeat = heartbeat
         self._timeline = timeline = windows.timeline
         self._probe = probe
@@ -68,18 +66,25 @@ class Recorder(Heartbeat):
         self._loader = loader if isinstance(loader, TimedSource) else None
         if self._loader is not None:
             self._loader.timeline = timeline  # it tells when the loop waits for it
-        self._within_epoch = Phase.OTHER if loader is None or self._loader is not None else Phase.DATA
-        self._between: Phase = self._within_epoch  # two steps
+        # A loader that does not tell when the loop waits for it may be waited for all the time between two micro-steps.
+        self._tells_waits = loader is None or self._loader is not None
+        self._phase_in_epoch = Phase.OTHER if self._tells_waits else Phase.DATA  # between two micro-steps
+        self._phase_between: Phase = self._phase_in_epoch  # or outside of epochs, where the loop is there
         self._surveyor = surveyor
         self._num_boundaries = 0
         self._has_begun = False
         self._is_measured = self._is_changed = self._is_over = False
-        self._stepped_at = 0  # when the last step ended
+        self._stepped_at = 0  # when the last step ended, or was rolled back
         self._num_unmeasured_left = 0  # coming steps that are not measured phase by phase
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
         self._unmeasured_since = 0  # when the first of those steps began
         self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long
         self._num_long = 0  # steps in a row that took much longer
+
+    @property
+    def analyzer(self) -> Analyzer | None:
+        """What measures and works out the memory that steps take; None where nothing does."""
+        return None if self._surveyor is None else self._surveyor.analyzer
 
     # ---- what a heartbeat is told ----
 
@@ -105,7 +110,7 @@ class Recorder(Heartbeat):
         self._probe.leave_micro_step()
         has_ended = num_boundaries != self._num_boundaries
         self._num_boundaries = num_boundaries
-        is_rolled_back = not has_ended and micro_step == 0  # else another micro-step of the step is to come
+        is_rolled_back = not has_ended and micro_step == 0  # as none of its micro-steps has ended any more
         is_measured = not self._num_unmeasured_left
         if is_measured and self._surveyor is not None:
             self._surveyor.leave(has_ended=has_ended)
@@ -116,19 +121,19 @@ class Recorder(Heartbeat):
         elif is_rolled_back:
             self._timeline.roll_back()
             self._stepped_at = perf_counter_ns()
-        self._timeline.enter(self._between)
+        self._timeline.enter(self._phase_between)
         if has_ended and not is_measured:
             self._timeline.end_unmeasured_step()
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        if activity in _OTHER_STEPS:
+        if activity in _BEFORE_OTHER_STEPS:
             self._measure_again()
         if activity is Activity.RESUMING and self._has_begun:
             self._close()  # training goes back: what it has come to is told before
         with self._heartbeat.during(activity), self.spending(self._phase_of(activity)):
             yield
-        if activity in _OTHER_STEPS:
+        if activity in _BEFORE_OTHER_STEPS:
             self._is_changed = True
 
     def note(self, activity: Activity) -> None:
@@ -203,13 +208,13 @@ class Recorder(Heartbeat):
 
     def begin_epoch(self) -> None:
         """Count time between steps for the next step again, and not as outside of epochs: an epoch begins."""
-        self._between = self._within_epoch
-        self._timeline.enter(self._between)
+        self._phase_between = self._phase_in_epoch
+        self._timeline.enter(self._phase_between)
 
     def end_epoch(self) -> None:
         """Count the loop's time as outside of epochs from now on."""
-        self._between = Phase.OUTSIDE
-        self._timeline.enter(self._between)
+        self._phase_between = Phase.OUTSIDE
+        self._timeline.enter(self._phase_between)
 
     # ---- what follows ----
 
@@ -227,12 +232,12 @@ class Recorder(Heartbeat):
     def _end_step(self) -> None:
         now = perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
-        is_seen = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
-        if self._windows.end_step(is_measured=is_seen) or self._is_changed:
+        is_measured = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
+        if self._windows.end_step(is_measured=is_measured) or self._is_changed:
             self._close()
         self._num_unmeasured_left = self._pace.end_step(seconds)
         if self._num_unmeasured_left:
-            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else hooks tell evaluation from waiting
+            if self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations from waiting
                 self._probe.detach()
             self._num_unmeasured, self._unmeasured_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
