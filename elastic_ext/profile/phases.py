@@ -15,6 +15,7 @@ __all__ = [
     "NUM_PHASES",
     "ROLLED_BACK_WITH_STEP",
     "WAITING",
+    "WITHIN_MICRO_STEPS",
     "Phase",
     "Span",
     "Spent",
@@ -85,6 +86,11 @@ IN_STEPS = (
     Phase.AGREEMENT,
 )
 """The phases of a usual step: nothing is rolled back, changed or saved."""
+WITHIN_MICRO_STEPS = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
+"""The phases that share ``Phase.STEP``, the time within unmeasured micro-steps, as they share it in measured ones.
+
+``Phase.OTHER`` is within micro-steps too, but mostly between them, where it is counted of unmeasured steps as well.
+"""
 
 
 # --- in which phase the training thread is, and how long it has been in each -----------------------------------------

@@ -282,7 +282,7 @@ def test_steps_that_were_not_looked_at_are_taken_to_be_like_those_that_were() ->
 def test_where_no_step_was_looked_at_only_waiting_for_data_is_known(step: dict[Phase, float], kind: str) -> None:
     found = verdict([made_view(step, num_undetailed=100)])
     assert found.kind == kind
-    assert found.kind == "data" or (found.share is None and "not looked at closely" in found.text)
+    assert found.kind == "data" or (found.share is None and "steps that were not measured" in found.text)
 
 
 def test_a_model_whose_passes_are_not_seen_is_no_loop_that_does_other_things() -> None:
@@ -360,12 +360,22 @@ def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
     )
 
 
+def test_a_share_of_the_step_is_of_steps_alone_whatever_lies_between_them() -> None:
+    step, saving = _step(data=40, forward=60), {Phase.CHECKPOINT: 1.0}  # beside 100 steps of 0.1 s
+    found = verdict([made_view(step, besides=saving, num_samples=0)])
+    assert found.share == pytest.approx(0.4 * 10 / 11), "of training's time"
+    assert found.text.startswith("data-bound: 40% of the step waits for samples")
+    communicating = verdict(_ranks([_step(communication=40, forward=60)] * 2, besides=saving, num_samples=0))
+    assert "at least 40 ms (40% of the step)" in communicating.text
+    assert "a step would take 60 ms instead of 100 ms" in communicating.text
+
+
 def test_the_sentence_about_a_straggler_names_it_and_what_it_is_slow_in() -> None:
     quick, slow = _step(forward=20, communication=21), _step(forward=20, backward=20, communication=1)
     assert verdict(_ranks([quick, slow, quick])).text == (
         "straggler: rank 1 on node1 takes 40 ms for its own part of a step, 20 ms longer than usual; 100% of the "
         "excess is in backward; the others wait for 49% of the step; training could take 1,524 samples/s: look at "
-        "node1, or give the rank a smaller share"
+        "node1, or give the rank fewer samples by share_weights"
     )
 
 

@@ -18,7 +18,7 @@ from elastic_ext.profile import step_costs
 from elastic_ext.profile.phases import Phase, Timeline, length, outside, united
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
-from elastic_ext.profile.step_costs import Trace, can_trace, summed_up
+from elastic_ext.profile.step_costs import Trace, can_trace, trace_of
 from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import StepTrace
 
@@ -74,7 +74,7 @@ def test_on_a_processor_what_its_thread_computes_is_beside_communication_and_not
         Event("aten::addmm", 190, 240),
         Event("FSDP::all_gather (2)", 100, 180),
     ]
-    found = summed_up(events, rank=3, step_seconds=1e-6)
+    found = trace_of(events, rank=3, step_seconds=1e-6)
     assert found.communication_seconds == 200e-9 and found.exposed_seconds == pytest.approx(130e-9)
     assert found.overlapped_seconds == pytest.approx(70e-9) and found.computing_seconds == 70e-9
     assert found.rank == 3 and list(found.top) == ["aten::linear", "aten::addmm"]
@@ -90,7 +90,7 @@ def test_on_an_accelerator_its_own_kernels_count() -> None:
         Event("aten::mm", 0, 90),
         Event("nccl:all_gather", 0, 10),
     ]
-    found = summed_up(events, rank=0, step_seconds=1e-6)
+    found = trace_of(events, rank=0, step_seconds=1e-6)
     assert found.communication_seconds == 100e-9 and found.exposed_seconds == 50e-9
     assert found.computing_seconds == 150e-9
 
