@@ -253,7 +253,7 @@ def test_tokens_and_arithmetic_are_told_as_the_log_tells_them(tmp_path: Path) ->
     assert record.tokens_per_second is not None
     assert record.mfu is not None
     tokens = [each.tokens_per_second.middle for each in record.periods if each.tokens_per_second]
-    assert tokens == pytest.approx([160_000.0, 320_000.0]), "of both ranks, and of the steps that were not looked at"
+    assert tokens == pytest.approx([160_000.0, 320_000.0]), "of both ranks, and of the steps that were not measured"
     shares = [each.mfu.middle for each in record.periods if each.mfu]
     assert shares == pytest.approx([0.1, 0.2]), "10 GFLOP of a rank in a second, checkpoints included, of 100 GFLOP/s"
     assert [each.mfu.high for each in record.ranks if each.mfu] == pytest.approx([0.2, 0.2])

@@ -15,10 +15,10 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import recompute, why_not_recompute
 from elastic_ext.records.text import counted
 
+from .live_bytes import BlockWatch, LiveBytes
 from .model_description import dtype_of, from_description
 from .peaks import Peaks, PeakTally
 from .questions import MemoryAnswer, OptimizerKind, ParameterKind, Question
-from .samples import BlockWatch, LiveBytes
 
 __all__ = ["analyse", "why_not_fake", "without_memory"]
 
@@ -46,7 +46,7 @@ def why_not_fake() -> str | None:
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         return f"torch {torch.__version__} has no FakeTensorMode that elastic_ext can use: {error}"
     one = _ROWS * _COLUMNS * _FLOAT_BYTES
-    wanted = one, 3 * one  # what came of it; with its gradient, and that of what was given
+    wanted = one, 3 * one  # the result; the result, its gradient and that of the input
     if found != wanted:
         return (
             f"the fake tensors of torch {torch.__version__} give {found} bytes as the peaks of the forward and the "

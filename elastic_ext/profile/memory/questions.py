@@ -159,7 +159,7 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question(JsonRecord):
-    """A model, its inputs and its plan, and the sizes of steps whose memory is to be worked out."""
+    """A model, its inputs and optimizers, and the sizes of steps whose memory is to be worked out."""
 
     main: MainModule | None
     """The script that has the factory or the loss, if it is one."""
