@@ -297,7 +297,7 @@ def _straggler_words(cause: Cause, job: RanksCompared) -> str:
     text = (
         f"straggler: {_whom(cause.ranks, job)} {takes} {_time(slow.local_seconds)} for {its} own part of a step, "
         f"{longer}{_time(excess)} longer than usual; {min(beyond / excess, 1.0):.0%} of the excess is in "
-        f"{phase.label}; the others wait for {_of_step(cause, job)}{_could(cause, job)}"
+        f"{phase.label}; the others wait for {_share(cause)}{_could(cause, job)}"
     )
     if not is_far(slow.local_seconds, [each.local_seconds for each in job.ranks]):
         return f"{text}: ranks differ as much among themselves, so look for work that is shared out unevenly"
@@ -318,7 +318,7 @@ def _data(cause: Cause, job: RanksCompared) -> str:
         advice = "add workers"
     rate = job.samples_per_second
     could = "" if rate is None else f"; {who} {_number(rate)} samples/s{_could(cause, job)}"
-    text = f"data-bound: {_of_step(cause, job)} waits for samples {whom if len(job.ranks) > 1 else ''}".rstrip()
+    text = f"data-bound: {_share(cause)} goes to waiting for samples {whom if len(job.ranks) > 1 else ''}".rstrip()
     return f"{text}{could}: {advice}, or make samples cheaper to load"
 
 
@@ -326,7 +326,7 @@ def _communication(cause: Cause, job: RanksCompared) -> str:
     seconds, beside = min(each.waiting_seconds for each in job.ranks), job.overlapped_seconds
     overlapped = "" if beside is None else f", and {_time(beside)} more are overlapped by computing"
     return (
-        f"communication-bound: each rank waits for at least {_time(seconds)} ({_of_step(cause, job)}) for "
+        f"communication-bound: each rank waits for at least {_time(seconds)} a step ({_share(cause)}) for "
         f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: raise "
         "global_batch_size, or under no_shard try another communication.bucket_cap_mb"
     )
@@ -336,7 +336,7 @@ def _contention(cause: Cause, job: RanksCompared) -> str:
     whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
     had = "part" if job.processor_share is None else f"{job.processor_share:.0%}"
     return (
-        f"contention: for {_of_step(cause, job)} the training thread should compute and has no processor{whom}; "
+        f"contention: for {_share(cause)} the training thread should compute and has no processor{whom}; "
         f"the thread has {had} of one{_could(cause, job)}: run fewer threads and processes on these machines, or look "
         "for what sleeps within the passes"
     )
@@ -346,7 +346,8 @@ def _computing(bound: str, advice: str) -> Callable[[Cause, RanksCompared], str]
     def words(cause: Cause, job: RanksCompared) -> str:
         seconds = usual([each.computing_seconds for each in job.ranks])
         least = "" if job.roofline is None else _at_best(job.roofline)
-        return f"{bound}: {_of_step(cause, job)} ({_time(seconds)}) is forward, backward and optimizer{least}: {advice}"
+        took = f"{_share(cause)} ({_time(seconds)} a step)"
+        return f"{bound}: {took} goes to forward, backward and optimizer{least}: {advice}"
 
     return words
 
@@ -356,17 +357,10 @@ def _at_best(best: Roofline) -> str:
     return f": at best {times}, {_time(best.host)} for starting operations"
 
 
-def _words_in_step(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
+def _goes_to(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
     def words(cause: Cause, job: RanksCompared) -> str:
         whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
-        return f"{bound}: {_of_step(cause, job)} {what}{whom}{_could(cause, job)}: {advice}"
-
-    return words
-
-
-def _pause(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
-    def words(cause: Cause, job: RanksCompared) -> str:
-        return f"{bound}: {cause.share:.0%} of training's time {what}{_could(cause, job)}: {advice}"
+        return f"{bound}: {_share(cause)} goes to {what}{whom}{_could(cause, job)}: {advice}"
 
     return words
 
@@ -376,10 +370,7 @@ def _no_training(what: str) -> Callable[[Cause, RanksCompared], str]:
 
 
 def _unknown(cause: Cause, job: RanksCompared) -> str:
-    return (
-        f"unknown: {cause.share:.0%} of training's time went to steps that were not measured, so that their phases are "
-        "not known"
-    )
+    return f"unknown: {_share(cause)} went to steps that were not measured, so that their phases are not known"
 
 
 _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
@@ -390,19 +381,15 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
     "data": _data,
     "communication": _communication,
     "contention": _contention,
-    "transfer": _words_in_step(
-        "transfer-bound", "copies batches to the accelerator", "pin memory and copy while the step before computes"
+    "transfer": _goes_to(
+        "transfer-bound", "copying batches to the accelerator", "pin memory and copy while the step before computes"
     ),
-    "loop": _words_in_step(
-        "loop-bound", "is neither loading nor training, but what the loop does besides", "log and measure less often"
-    ),
-    "checkpoint": _pause("checkpoint-bound", "waits for checkpoints", "save less often, or in the background"),
-    "change": _pause(
-        "change-bound", "goes to configs that come into force", "change several values at once, or less often"
-    ),
-    "rolled-back": _pause(
+    "loop": _goes_to("loop-bound", "what the loop does beside loading and training", "log and measure less often"),
+    "checkpoint": _goes_to("checkpoint-bound", "waiting for checkpoints", "save less often, or in the background"),
+    "change": _goes_to("change-bound", "configs that come into force", "change several values at once, or less often"),
+    "rolled-back": _goes_to(
         "rolled back",
-        "goes to steps that were taken back",
+        "steps that were taken back",
         "see why they fail; for lack of memory, take smaller micro-batches",
     ),
     "compute": _computing("compute-bound", "lower precision or a smaller model would make it faster"),
@@ -424,13 +411,8 @@ def _where(slow: RankBreakdown, job: RanksCompared) -> tuple[Phase, float]:
     return phase, beyond[phase]
 
 
-def _share_of_step(cause: Cause, job: RanksCompared) -> float:
-    """The share of a step that a cause within steps takes; ``cause.share`` is of training's time."""
-    return min(cause.share / job.step_share_of_training, 1.0) if job.step_share_of_training > 0 else 0.0
-
-
-def _of_step(cause: Cause, job: RanksCompared) -> str:
-    return f"{_share_of_step(cause, job):.0%} of the step"
+def _share(cause: Cause) -> str:
+    return f"{cause.share:.0%} of training's time"
 
 
 def _could(cause: Cause, job: RanksCompared) -> str:
@@ -443,7 +425,8 @@ def _could(cause: Cause, job: RanksCompared) -> str:
         return f", training could take {could}" if cause.kind == "data" else f"; training could take {could} samples/s"
     if cause.kind in _PAUSES:
         return ""
-    without = job.step_seconds * (1 - _share_of_step(cause, job))
+    of_step = cause.share / (job.step_share_of_training or 1.0)
+    without = job.step_seconds * max(1 - of_step, 0.0)
     return f"; a step would take {_time(without)} instead of {_time(job.step_seconds)}"
 
 

@@ -350,32 +350,36 @@ def test_a_job_is_not_judged_by_some_of_its_ranks_unless_that_is_wanted() -> Non
 def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
     view = made_view(_step(data=41, forward=59), num_samples=3100, view={"num_workers": 2})  # 100 steps: 10 s
     assert verdict([view]).text == (
-        "data-bound: 41% of the step waits for samples; 2 workers deliver 310 samples/s, training could take 525: add "
-        "workers, or make samples cheaper to load"
+        "data-bound: 41% of training's time goes to waiting for samples; 2 workers deliver 310 samples/s, training "
+        "could take 525: add workers, or make samples cheaper to load"
     )
     two = _ranks([_step(data=41, forward=59)] * 2, num_samples=3100, view={"num_workers": 0})
     assert verdict(two).text == (
-        "data-bound: 41% of the step waits for samples on all ranks; loading within the training process delivers 310 "
-        "samples/s, training could take 525: give the loader workers, or make samples cheaper to load"
+        "data-bound: 41% of training's time goes to waiting for samples on all ranks; loading within the training "
+        "process delivers 310 samples/s, training could take 525: give the loader workers, or make samples cheaper to "
+        "load"
     )
 
 
-def test_a_share_of_the_step_is_of_steps_alone_whatever_lies_between_them() -> None:
-    step, saving = _step(data=40, forward=60), {Phase.CHECKPOINT: 1.0}  # beside 100 steps of 0.1 s
-    found = verdict([made_view(step, besides=saving, num_samples=0)])
-    assert found.share == pytest.approx(0.4 * 10 / 11), "of training's time"
-    assert found.text.startswith("data-bound: 40% of the step waits for samples")
-    communicating = verdict(_ranks([_step(communication=40, forward=60)] * 2, besides=saving, num_samples=0))
-    assert "at least 40 ms (40% of the step)" in communicating.text
-    assert "a step would take 60 ms instead of 100 ms" in communicating.text
+def test_a_share_is_of_trainings_time_and_a_step_is_shortened_by_its_own_part() -> None:
+    step, saving = _step(communication=40, forward=60), {Phase.CHECKPOINT: 1.0}  # beside 100 steps of 0.1 s
+    found = verdict(_ranks([step] * 2, besides=saving, num_samples=0))
+    assert found.share == pytest.approx(0.4 * 10 / 11)
+    assert "each rank waits for at least 40 ms a step (36% of training's time)" in found.text
+    assert "a step would take 60 ms instead of 100 ms" in found.text
+    saves = verdict([made_view(step, besides={Phase.CHECKPOINT: 10.0}, num_samples=0)])
+    assert saves.text == (
+        "checkpoint-bound: 50% of training's time goes to waiting for checkpoints: save less often, or in the "
+        "background"
+    )
 
 
 def test_the_sentence_about_a_straggler_names_it_and_what_it_is_slow_in() -> None:
     quick, slow = _step(forward=20, communication=21), _step(forward=20, backward=20, communication=1)
     assert verdict(_ranks([quick, slow, quick])).text == (
         "straggler: rank 1 on node1 takes 40 ms for its own part of a step, 20 ms longer than usual; 100% of the "
-        "excess is in backward; the others wait for 49% of the step; training could take 1,524 samples/s: look at "
-        "node1, or give the rank fewer samples by share_weights"
+        "excess is in backward; the others wait for 49% of training's time; training could take 1,524 samples/s: look "
+        "at node1, or give the rank fewer samples by share_weights"
     )
 
 
