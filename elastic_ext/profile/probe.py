@@ -326,7 +326,7 @@ _LEAST_SECONDS = 1e-6
 
 
 class ProbePace:
-    """Which steps are measured phase by phase: all where that is cheap, else some in a row, then none for a while."""
+    """Which steps are measured: all where that is cheap, else some in a row, then none for a while."""
 
     def __init__(self) -> None:
         self._left = _NUM_FIRST  # steps to measure before any is left out

@@ -75,7 +75,7 @@ class Recorder(Heartbeat):
         self._has_begun = False
         self._is_measured = self._is_changed = self._is_over = False
         self._stepped_at = 0  # when the last step ended, or was rolled back
-        self._num_unmeasured_left = 0  # coming steps that are not measured phase by phase
+        self._num_unmeasured_left = 0  # coming steps that are not measured
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
         self._unmeasured_since = 0  # when the first of those steps began
         self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long

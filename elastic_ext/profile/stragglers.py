@@ -140,7 +140,7 @@ class Stragglers:
 
 
 def rank_busy_times(views: Sequence[RankView]) -> list[RankBusyTime]:
-    """The time that each rank was busy with by itself, of a step; without ranks that were not measured by phase."""
+    """The time that each rank was busy with by itself, of a step; without ranks whose phases are not known."""
     found = []
     for view in views:
         if why_no_verdict([view], is_partial=True) is None:
