@@ -305,6 +305,8 @@ _OF_PHASE = {phase.label: TimeUse(phase.label) for phase in Phase}
 _STEP = Phase.STEP.label
 _LOST_WITH_STEP = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
 """The entries whose time is lost with a step, where training goes on from one before it."""
+_DIVIDING_STEP = tuple(phase.label for phase in (*WITHIN_MICRO_STEPS, Phase.OTHER))
+"""The phases that the time of unmeasured steps is divided into, as it was in measured ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -441,7 +443,7 @@ def _kept(pieces: Sequence[WindowPiece], history: TrainingHistory) -> list[float
 
 def _division(window: StepWindow) -> dict[str, float]:
     """The shares by which a window's typical step divides ``Phase.STEP``; empty where there is no typical step."""
-    found = {phase.label: window.typical.get(phase.label, 0.0) for phase in WITHIN_MICRO_STEPS}
+    found = {label: window.typical.get(label, 0.0) for label in _DIVIDING_STEP}
     total = sum(found.values())
     return {label: part / total for label, part in found.items() if part > 0} if total > 0 else {}
 

@@ -89,7 +89,8 @@ IN_STEPS = (
 WITHIN_MICRO_STEPS = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
 """The phases that share ``Phase.STEP``, the time within unmeasured micro-steps, as they share it in measured ones.
 
-``Phase.OTHER`` is within micro-steps too, but mostly between them, where it is counted of unmeasured steps as well.
+``Phase.OTHER`` is within micro-steps too, and between them, where it is counted of unmeasured steps as well. It gets no
+share here, lest a loop be blamed for what nobody has seen. In the ledger, where all of this is useful, it gets one.
 """
 
 
