@@ -326,6 +326,8 @@ def _source(memory: MemoryFacts, seconds: float) -> Iterator[str]:
         return
     corrected = "" if memory.scale == 1 else f", corrected by a factor of {memory.scale:.3g} from measured steps"
     yield f"memory: worked out on tensors without memory{corrected} {told}"
+    if memory.why_measured:
+        yield f"  some sizes by lines through others, since {memory.why_measured}"
 
 
 def _model(memory: MemoryFacts) -> Iterator[str]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ext.records.logged import mean_logged
-from elastic_ext.records.metrics import ADDED_UP, NodeCalibration, StepCensus, StepTrace, StepWindow
+from elastic_ext.records.metrics import MERGED_BY, NodeCalibration, StepCensus, StepTrace, StepWindow
 
-from .phases import COMPUTING, IN_STEPS, WAITING, Phase
+from .phases import COMPUTING, IN_STEPS, WAITING, WITHIN_MICRO_STEPS, Phase
 
 __all__ = [
     "RankBreakdown",
@@ -31,14 +31,12 @@ _LEAST_STEPS = 3
 _MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
 _IN_BURSTS = (Phase.DATA, Phase.OTHER)
 """The phases that take long in some steps and nothing in most, so that their mean counts and not their median."""
-_WITHIN_STEP = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
-"""The phases that share the time of steps which were not measured phase by phase."""
 _PHASES = {phase.label: phase for phase in Phase}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankView:
-    """What is known of one rank's training: its profile window, and what its device, loader and plan are like."""
+    """What is known of one rank's training: its profile window, and facts of its device, loader and micro-steps."""
 
     host: str
     window: StepWindow
@@ -90,9 +88,9 @@ class RankBreakdown:
     is_on_accelerator: bool
     roofline: Roofline | None
     waiting_seconds: float
-    """Seconds of a step that this rank waits for other ranks, by the lower quartile: most wait as long or longer."""
+    """Seconds that this rank waits for other ranks in three steps of four at least: the lower quartile."""
     steady_seconds: float
-    """Seconds of a step that this rank is busy with by itself, by the lower quartile of computing."""
+    """Seconds of a step that this rank is busy with by itself, with computing by its lower quartile over steps."""
     overlapped_seconds: float | None = None
     """Seconds of a step in which communication and computing overlap; None where no step was traced."""
 
@@ -148,7 +146,8 @@ class RankBreakdown:
 def merged(windows: Sequence[StepWindow]) -> StepWindow:
     """One window made of several of one rank; ValueError where they are not of one rank under one config.
 
-    Each quantile is the largest of the windows': an upper bound of that of all steps.
+    The typical step and lower quartiles are means of the windows', weighted by measured steps. Each quantile of step
+    lengths is the largest of the windows': an upper bound of that of all steps.
     """
     if not windows:
         raise ValueError("no windows were given to be merged; give at least one")
@@ -167,7 +166,7 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         waiting_seconds=_mean_quartile([(each.num_detailed, each.waiting_seconds) for each in ordered]),
         computing_seconds=_mean_quartile([(each.num_detailed, each.computing_seconds) for each in ordered]),
         logged=mean_logged((each.logged, max(each.num_steps, 1)) for each in ordered),
-        **{name: _ADDING[how]([getattr(each, name) for each in ordered]) for name, how in ADDED_UP.items()},
+        **{name: _MERGING[how]([getattr(each, name) for each in ordered]) for name, how in MERGED_BY.items()},
     )
 
 
@@ -254,26 +253,29 @@ def _added(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(table.get(name, 0.0) for table in tables) for name in names}
 
 
-_ADDING: Mapping[str, Callable[[list[Any]], Any]] = {
+_MERGING: Mapping[str, Callable[[list[Any]], Any]] = {
     "sum": sum,
     "by phase": _added,
     "most": lambda values: max((each for each in values if each is not None), default=None),
     "any": any,
 }
-"""How to merge a field of several windows, by the words of ADDED_UP."""
+"""What makes one value of a field's values in several windows, by the word that MERGED_BY has for the field."""
 
 
 def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
-    """The mean of windows' typical steps, each weighted by its number of measured steps."""
-    seen = [each for each in windows if each.num_detailed > 0]
-    total = sum(each.num_detailed for each in seen)
-    names = dict.fromkeys(name for each in seen for name in each.typical)
-    return {name: sum(each.typical.get(name, 0.0) * each.num_detailed for each in seen) / total for name in names}
+    """The mean of windows' typical steps, each weighted by its number of measured steps.
+
+    On an accelerator steps are known late: a window may have measured steps and no typical one, or the reverse.
+    """
+    seen = [(each.typical, max(each.num_detailed, 1)) for each in windows if each.typical]
+    total = sum(number for _, number in seen)
+    names = dict.fromkeys(name for typical, _ in seen for name in typical)
+    return {name: sum(typical.get(name, 0.0) * number for typical, number in seen) / total for name in names}
 
 
 def _mean_quartile(quartiles: Sequence[tuple[int, float | None]]) -> float | None:
     """The mean of windows' lower quartiles, each weighted by its number of measured steps; None where none has one."""
-    seen = [(number, seconds) for number, seconds in quartiles if seconds is not None]
+    seen = [(max(number, 1), seconds) for number, seconds in quartiles if seconds is not None]
     total = sum(number for number, _ in seen)
     return sum(number * seconds for number, seconds in seen) / total if total > 0 else None
 
@@ -288,7 +290,7 @@ def _by_phase(table: Mapping[str, float]) -> dict[Phase, float]:
 
 
 def _split(seconds: Mapping[Phase, float]) -> dict[Phase, float]:
-    """Seconds by phase, with steps that were not measured by phase shared out as those that were.
+    """Seconds by phase, with those of unmeasured steps shared out as those of measured ones.
 
     Where no pass was seen, what lies around the passes is not told apart from them: it is in ``Phase.STEP`` too.
     """
@@ -296,11 +298,11 @@ def _split(seconds: Mapping[Phase, float]) -> dict[Phase, float]:
     if not _has_passes(seconds):
         found[Phase.STEP] = sum(found.pop(phase, 0.0) for phase in (Phase.STEP, Phase.TRANSFER, Phase.OTHER))
         return found
-    looked_at = {phase: found[phase] for phase in _WITHIN_STEP if found.get(phase)}
-    total = sum(looked_at.values())
-    unseen = found.pop(Phase.STEP, 0.0)
-    for phase, spent in looked_at.items():
-        found[phase] += unseen * (spent / total)
+    measured = {phase: found[phase] for phase in WITHIN_MICRO_STEPS if found.get(phase)}
+    total = sum(measured.values())
+    unmeasured = found.pop(Phase.STEP, 0.0)
+    for phase, spent in measured.items():
+        found[phase] += unmeasured * (spent / total)
     return found
 
 
@@ -345,7 +347,8 @@ def _waiting_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[
 def _steady_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
     """Seconds that a rank is busy with by itself, by the lower quartile of steps; phases in bursts count as means.
 
-    The computing in ``whole`` is scaled by the lower quartile of computing over its usual time.
+    The window's ``computing_seconds`` are the quartile of transfer, passes and optimizer together; these phases of
+    ``whole`` are scaled by that quartile over what ``step`` has of them.
     """
     usual, in_all = (sum(each.get(phase, 0.0) for phase in (Phase.TRANSFER, *COMPUTING)) for each in (step, whole))
     local = sum(seconds for phase, seconds in whole.items() if phase not in WAITING)
@@ -361,7 +364,7 @@ def _is_possible(trace: StepTrace) -> bool:
 
 def _seconds_of(traced: float, step: Mapping[Phase, float], trace: StepTrace) -> float:
     """Seconds of a step that take the same share of it as ``traced`` took of the traced step."""
-    return min(traced / trace.step_seconds, 1.0) * sum(step.get(phase, 0.0) for phase in _WITHIN_STEP)
+    return min(traced / trace.step_seconds, 1.0) * sum(step.get(phase, 0.0) for phase in WITHIN_MICRO_STEPS)
 
 
 def _processor_share(view: RankView, seconds: Mapping[Phase, float]) -> float | None:

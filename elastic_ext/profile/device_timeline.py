@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from operator import add
+from typing import Any, NamedTuple, Protocol
 
-from .phases import LOST, NUM_PHASES, Phase, Spent, Timeline
+from .phases import NUM_PHASES, ROLLED_BACK_WITH_STEP, Phase, Spent, Timeline
 
 __all__ = ["DeviceTimeline", "Event"]
 
@@ -38,10 +39,38 @@ class Event(Protocol):
         """Milliseconds on the device from this event to ``end_event``."""
 
 
+class _EndedStep(NamedTuple):
+    """A step, or several unmeasured ones, that the host has ended and that the device may not have come past."""
+
+    marks: _Marks
+    is_measured: bool
+    host: Spent
+    """The time spent by the host's clock as the step ended on the host."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has come past the end of this step."""
+        return not self.marks or self.marks[-1][1].query()
+
+
 class DeviceTimeline(Timeline):
     """The training thread's time by phase, on one device's clock; where events fail, by the host's, with a warning."""
 
-    __slots__ = ("_begun", "_device", "_free", "_is_captured", "_is_lost", "_last", "_make", "_marks", "_steps")
+    __slots__ = (
+        "_added",
+        "_begun",
+        "_device",
+        "_free",
+        "_has_marks",
+        "_host",
+        "_is_by_host",
+        "_is_captured",
+        "_last",
+        "_make",
+        "_marks",
+        "_num_ended",
+        "_steps",
+    )
 
     def __init__(self, phase: Phase, make: Callable[[], Event], is_captured: Callable[[], bool]) -> None:
         """``make`` gives a new event. ``is_captured`` says whether a CUDA graph is captured on the stream now.
@@ -50,100 +79,126 @@ class DeviceTimeline(Timeline):
         """
         super().__init__(phase)
         self._make, self._is_captured = make, is_captured
-        self._device = [0] * NUM_PHASES  # nanoseconds by phase, as far as they are read
+        self._device = [0] * NUM_PHASES  # nanoseconds by phase, as far as events are read
+        self._host = [0] * NUM_PHASES  # those by the host's clock as it ended the last step whose events are read
+        self._has_marks = False  # whether an event was ever recorded
         self._free: list[Event] = []
-        self._marks: _Marks = []  # since the last step
-        self._begun: int | None = None  # how many of ``_marks`` came before the step under way
-        self._steps: deque[_Marks] = deque()  # the marks of steps that have ended and whose events are not read yet
+        self._marks: _Marks = []  # since ``end_step``
+        self._num_ended = 0  # how many of ``_marks`` are of unmeasured steps that have ended
+        self._begun: int | None = None  # how many of ``_marks`` came before the measured step under way
+        self._steps: deque[_EndedStep] = deque()  # whose events are not read yet
         self._last: Event | None = None  # the event before the first mark in ``_steps`` and ``_marks``
-        self._is_lost = False
-        """Whether the device's clock cannot be read any more."""
+        self._is_by_host = False
+        """Whether times go on by the host's clock, since the device's cannot be read any more."""
+        self._added = [0] * NUM_PHASES  # nanoseconds by phase to add to the host's then
 
     def enter(self, phase: int) -> int:
         before = super().enter(phase) if self.is_here else super().enter_elsewhere(phase)
-        if self._is_lost:
+        if self._is_by_host:
             return before
         try:
             if not self._is_captured():
                 event = self._free.pop() if self._free else self._make()
                 event.record()
+                if not self._has_marks:  # what was before the first event, no event tells
+                    self._has_marks = True
+                    self._device, self._host = self._spent[:NUM_PHASES], self._spent[:NUM_PHASES]
                 self._marks.append((before, event))
         except RuntimeError as error:
-            self._lose_device(error)
+            self._go_on_by_host(error)
         return before
 
     def add_past(self, phase: int, nanoseconds: int) -> None:
         super().add_past(phase, nanoseconds)
         self._device[phase] += nanoseconds
+        self._host[phase] += nanoseconds
 
     def begin_step(self) -> None:
         super().begin_step()
         self._begun = len(self._marks)
 
-    def lose(self) -> None:
-        super().lose()
-        begun, self._begun = self._begun, None
-        self._marks = [
-            (Phase.ROLLED_BACK if phase in LOST or _is_within(number, begun, phase) else phase, event)
-            for number, (phase, event) in enumerate(self._marks)
-        ]
+    def end_unmeasured_step(self) -> None:
+        super().end_unmeasured_step()
+        self._num_ended, self._begun = len(self._marks), None
 
-    def lose_since(self, then: int) -> None:
-        phase, lost = self._phase, self._spent[Phase.ROLLED_BACK]
-        super().lose_since(then)
-        lost = min(self._spent[Phase.ROLLED_BACK] - lost, self._device[phase])
-        self._device[phase] -= lost
-        self._device[Phase.ROLLED_BACK] += lost
+    def roll_back(self) -> None:
+        super().roll_back()
+        begun, self._begun = self._begun, None
+        for number in range(self._num_ended, len(self._marks)):
+            phase, event = self._marks[number]
+            if phase in ROLLED_BACK_WITH_STEP or _is_within(number, begun, phase):
+                self._marks[number] = Phase.ROLLED_BACK, event
 
     def take_spent(self) -> Spent:
-        host = super().take_spent()
-        return host if self._is_lost else [*self._device, *host[NUM_PHASES:]]
+        return self._told(super().take_spent())
 
-    def end_step(self) -> list[tuple[Spent, Spent]]:
-        if self._is_lost:
-            return super().end_step()
-        before = self.take_spent()
-        self._steps.append(self._marks)
-        self._marks, self._begun = [], None
+    def end_step(self, *, is_measured: bool) -> list[tuple[Spent, Spent]]:
+        begun, before = self._before, self.take_spent()
+        self._others = None
+        if self._is_by_host:
+            return [(self._told(begun), before)] if is_measured else []
+        self._steps.append(_EndedStep(self._marks, is_measured, self._before))
+        self._marks, self._num_ended, self._begun = [], 0, None
         found = []
         try:
-            while self._steps and (not self._steps[0] or self._steps[0][-1][1].query()):
-                self._read(self._steps.popleft())
-                found.append((before, after := [*self._device, *before[NUM_PHASES:]]))
+            while self._steps and self._steps[0].is_past:
+                step = self._steps.popleft()
+                self._read(step)
+                after = [*self._device, *before[NUM_PHASES:]]
+                if step.is_measured:
+                    found.append((before, after))
                 before = after
             if len(self._steps) > _MOST_BEHIND:
                 raise RuntimeError(f"the device is {len(self._steps)} steps behind the host")
         except RuntimeError as error:
-            self._lose_device(error)
+            self._go_on_by_host(error)
         return found
 
     def finish(self) -> None:
         """Wait for the device, and count the time of all events that were recorded."""
         super().finish()
-        if self._is_lost:
+        if self._is_by_host:
             return
-        self._steps.append(self._marks)
+        host = super().take_spent()
+        self._steps.append(_EndedStep(self._marks, is_measured=False, host=host))
         self._marks = []
         try:
-            for marks in self._steps:
-                if marks:
-                    marks[-1][1].synchronize()
-                self._read(marks)
+            for step in self._steps:
+                if step.marks:
+                    step.marks[-1][1].synchronize()
+                self._read(step)
         except RuntimeError as error:
-            self._lose_device(error)
+            self._go_on_by_host(error)
         self._steps.clear()
 
-    def _read(self, marks: _Marks) -> None:
-        for phase, event in marks:
+    def _read(self, step: _EndedStep) -> None:
+        for phase, event in step.marks:
             if self._last is not None:
                 self._device[phase] += max(round(self._last.elapsed_time(event) * 1e6), 0)
                 self._free.append(self._last)
             self._last = event
+        self._host = step.host[:NUM_PHASES]
 
-    def _lose_device(self, error: RuntimeError) -> None:
-        """Go on by the host's clock, as if no event of the device had been read."""
-        self._is_lost = True
-        self._marks, self._last = [], None
+    def _told(self, host: Spent) -> Spent:
+        """The time spent by phase, where it is ``host`` by the host's clock."""
+        if not self._is_by_host:
+            return [*self._device, *host[NUM_PHASES:]]
+        return [*map(add, host, self._added), *host[NUM_PHASES:]]
+
+    def _go_on_by_host(self, error: RuntimeError) -> None:
+        """Count by the host's clock from now on.
+
+        The time of events that were not read is that which has passed on the host and that the device has not told of;
+        it is divided among phases as the host has spent it since the last step that was read.
+        """
+        self._is_by_host = True
+        host = self._spent[:NUM_PHASES]
+        unread = [max(now - then, 0) for then, now in zip(self._host, host, strict=True)]
+        scale = max(sum(host) - sum(self._device), 0) / max(sum(unread), 1)
+        self._added = [
+            told + int(scale * more) - now for told, more, now in zip(self._device, unread, host, strict=True)
+        ]
+        self._marks, self._num_ended, self._begun, self._last = [], 0, None, None
         self._steps.clear()
         self._free.clear()
         _logger.warning("the profile goes on by the host's clock, since the device's clock cannot be read: %s", error)

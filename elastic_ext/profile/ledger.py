@@ -8,7 +8,7 @@ from enum import Enum
 
 from elastic_ext.records.metrics import StepWindow
 
-from .phases import IN_STEPS, LEAST_SECONDS, Phase
+from .phases import IN_STEPS, LEAST_SECONDS, WITHIN_MICRO_STEPS, Phase
 
 __all__ = [
     "ENTRIES",
@@ -212,8 +212,8 @@ def _can_be_one(first: StepWindow, second: StepWindow) -> bool:
 
 
 def _one(first: StepWindow, second: StepWindow) -> StepWindow:
-    """Two neighbouring windows as one; typical times are those of the window with more measured steps."""
-    typical = first if first.num_detailed > second.num_detailed else second
+    """Two neighbouring windows as one; typical times are those of the one with more measured steps, if it has any."""
+    typical = max(second, first, key=lambda each: (bool(each.typical), each.num_detailed))
     return replace(
         second,
         begin=first.begin,
@@ -256,7 +256,7 @@ def _goes_on(before: StepWindow, window: StepWindow) -> bool:
 # from the first start on any rank to the last moment on any. *Goodput* is the share of useful entries in it.
 #
 # Exposed communication is useful here: steps of several ranks cannot be without it. It is an entry of its own, so that
-# whoever thinks otherwise can take it off. Steps that were not looked at closely are divided as those before them were.
+# whoever thinks otherwise can take it off. Unmeasured steps are divided as the measured ones before them were.
 
 
 class TimeUse(Enum):
@@ -267,7 +267,7 @@ class TimeUse(Enum):
     OPTIMIZER = "optimizer"
     TRANSFER = "transfer"
     STEP = "step"
-    """Steps of a process in which no step was measured phase by phase."""
+    """Steps of a process in which no step was measured."""
     COMMUNICATION = "communication"
     OTHER = "other"
     DATA = "data"
@@ -305,10 +305,7 @@ _OF_PHASE = {phase.label: TimeUse(phase.label) for phase in Phase}
 _STEP = Phase.STEP.label
 _LOST_WITH_STEP = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
 """The entries whose time is lost with a step, where training goes on from one before it."""
-_LOOKED_AT = tuple(
-    phase.label
-    for phase in (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.OTHER)
-)
+_DIVIDING_STEP = tuple(phase.label for phase in (*WITHIN_MICRO_STEPS, Phase.OTHER))
 """The phases that the time of unmeasured steps is divided into, as it was in measured ones."""
 
 
@@ -317,7 +314,7 @@ class TrainingHistory:
     """What other files than a rank's own say of a training: starts on all ranks, failures, and launchers."""
 
     begun: tuple[tuple[float, int], ...] = ()
-    """The starts of training on any rank: when, and the step from which training went on."""
+    """When training began or went on in a process of any rank, and the step from which it went on."""
     failures: tuple[float, ...] = ()
     """When processes were seen to have failed, or to hang."""
     stopped: tuple[tuple[float, float], ...] = ()
@@ -445,8 +442,8 @@ def _kept(pieces: Sequence[WindowPiece], history: TrainingHistory) -> list[float
 
 
 def _division(window: StepWindow) -> dict[str, float]:
-    """The share of each phase in a typical step of a window; empty where no step was measured phase by phase."""
-    found = {label: window.typical.get(label, 0.0) for label in _LOOKED_AT}
+    """The shares by which a window's typical step divides ``Phase.STEP``; empty where there is no typical step."""
+    found = {label: window.typical.get(label, 0.0) for label in _DIVIDING_STEP}
     total = sum(found.values())
     return {label: part / total for label, part in found.items() if part > 0} if total > 0 else {}
 

@@ -271,7 +271,7 @@ class ProfileOutput:
         return verdict(views, is_partial=len(others) + 1 < world.size)
 
     def _others_here(self) -> Iterator[int]:
-        """The seats of the other ranks on this machine, whose files may be in another agent's folder even so."""
+        """The seats of the other ranks on this machine; of another agent's ranks the files are in another folder."""
         world = self._world
         return (name.seat for name in world.names if name.host == world.name.host and name.rank != world.rank)
 

@@ -1,10 +1,8 @@
-"""The phases that a rank's time is divided into, the timeline that measures them, and what a data source offers to be
-timed.
-"""
+"""The phases that a rank's time is divided into, and the timeline that measures them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import IntEnum
 from threading import get_ident
 from time import perf_counter_ns, thread_time_ns
@@ -14,10 +12,10 @@ __all__ = [
     "COMPUTING",
     "IN_STEPS",
     "LEAST_SECONDS",
-    "LOST",
     "NUM_PHASES",
+    "ROLLED_BACK_WITH_STEP",
     "WAITING",
-    "ChangingSource",
+    "WITHIN_MICRO_STEPS",
     "Phase",
     "Span",
     "Spent",
@@ -31,6 +29,9 @@ __all__ = [
 
 # --- the phases that a rank's time is divided into -------------------------------------------------------------------
 # Every moment is of one phase, so that what a rank spent in all of them adds up to the time that has passed.
+#
+# In a *measured* step hooks tell where each phase begins. In others nothing is told of what goes on within micro-steps,
+# which is all of ``Phase.STEP``. How many steps are measured is decided in probe.py.
 
 LEAST_SECONDS = 1e-9
 """The shortest time that counts as time; shorter ones are taken for nothing."""
@@ -50,7 +51,7 @@ class Phase(IntEnum):
     """Waiting for gradients on their way between ranks, when nothing is left to compute meanwhile: what is exposed."""
     OPTIMIZER = 5
     STEP = 6
-    """Within steps that were not measured phase by phase."""
+    """Within micro-steps that were not measured."""
     OTHER = 7
     """What the loop does beside passes and optimizers: logging, metrics, learning-rate schedules."""
     AGREEMENT = 8
@@ -58,13 +59,13 @@ class Phase(IntEnum):
     CHANGE = 9
     """Putting a config in force."""
     CHECKPOINT = 10
-    """Waiting for a checkpoint."""
+    """Waiting for a checkpoint that is saved or, once training has begun, loaded."""
     ROLLED_BACK = 11
     """Time of steps that were rolled back."""
     OUTSIDE = 12
     """Time outside of epochs: evaluation, for one."""
     STARTUP = 13
-    """Time from the start of the process to its first step."""
+    """Time from the start of the process to its first step, as far as it is of no other phase."""
 
     @property
     def label(self) -> str:
@@ -85,14 +86,25 @@ IN_STEPS = (
     Phase.AGREEMENT,
 )
 """The phases of a usual step: nothing is rolled back, changed or saved."""
+WITHIN_MICRO_STEPS = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
+"""The phases that share ``Phase.STEP``, the time within unmeasured micro-steps, as they share it in measured ones.
+
+``Phase.OTHER`` is within micro-steps too, and between them, where it is counted of unmeasured steps as well. It gets no
+share here, lest a loop be blamed for what nobody has seen. In the ledger, where all of this is useful, it gets one.
+"""
 
 
 # --- in which phase the training thread is, and how long it has been in each -----------------------------------------
 # The thread says when a phase begins; the one before ends there. So nothing is counted twice, and nothing is left out.
 
 NUM_PHASES = len(Phase)
-LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
-"""The phases whose time is lost with a step that is rolled back."""
+ROLLED_BACK_WITH_STEP = frozenset(
+    (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP)
+)
+"""The phases whose time since the step before becomes ``Phase.ROLLED_BACK`` where a step is rolled back.
+
+From ``begin_step`` on ``Phase.OTHER`` is one too. The optimizer is none: once it has stepped, no step is rolled back.
+"""
 
 Spent = list[int]
 """Nanoseconds by phase, twice: ``NUM_PHASES`` numbers of wall time, then as many of the training thread's CPU time."""
@@ -106,8 +118,8 @@ class Timeline:
     def __init__(self, phase: Phase) -> None:
         self._phase = int(phase)
         self._spent = [0] * (2 * NUM_PHASES)  # since it began
-        self._before = self._spent.copy()  # as ``take_spent`` or ``end_step`` last gave it
-        self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the step under way began
+        self._before = self._spent.copy()  # as the last step ended, or as ``take_spent`` gave it since
+        self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the measured step under way
         self._since = perf_counter_ns()
         self.take_thread()
 
@@ -152,38 +164,40 @@ class Timeline:
         self._spent[phase] += nanoseconds
 
     def begin_step(self) -> None:
-        """Note that a step begins: if ``lose`` rolls it back, ``Phase.OTHER`` from now on is lost with the step.
+        """Note that a measured step begins: if it is rolled back, ``Phase.OTHER`` from now on is too.
 
         Called just after ``enter``.
         """
         self._others = self._spent[Phase.OTHER], self._spent[NUM_PHASES + Phase.OTHER]
 
-    def lose(self) -> None:
-        """Count the step under way as rolled back: the time in ``LOST`` phases since ``take_spent`` or ``end_step``."""
+    def end_unmeasured_step(self) -> None:
+        """Note that a step has ended of which ``end_step`` is told later, together with others.
+
+        Called just after ``enter``. Training waits for this one too: about a tenth of a microsecond.
+        """
+        self._before, self._others = self._spent.copy(), None
+
+    def roll_back(self) -> None:
+        """Count the step under way as rolled back, with the wait for its batch, as ``ROLLED_BACK_WITH_STEP`` says.
+
+        What ``take_spent`` has given in between stays as it is.
+        """
         self.enter(self._phase)
         for first in (0, NUM_PHASES):
-            for phase in LOST:
-                self._lose(phase, first, self._before[first + phase])
+            for phase in ROLLED_BACK_WITH_STEP:
+                self._roll_back(phase, first, self._before[first + phase])
         if self._others is not None:
             for first, before in zip((0, NUM_PHASES), self._others, strict=True):
-                self._lose(Phase.OTHER, first, max(before, self._before[first + Phase.OTHER]))
+                self._roll_back(Phase.OTHER, first, max(before, self._before[first + Phase.OTHER]))
             self._others = None
 
-    def lose_since(self, then: int) -> None:
-        """Count the present phase's time since ``then``, by ``perf_counter_ns``, as rolled back."""
-        self.enter(self._phase)
-        spent, phase = self._spent, self._phase
-        lost = min(self._since - then, spent[phase])
-        spent[phase] -= lost
-        spent[Phase.ROLLED_BACK] += lost
-
-    def _lose(self, phase: int, first: int, before: int) -> None:
+    def _roll_back(self, phase: int, first: int, before: int) -> None:
         spent, place = self._spent, first + phase
         spent[first + Phase.ROLLED_BACK] += spent[place] - before
         spent[place] = before
 
     def take_spent(self) -> Spent:
-        """The time spent by phase since this timeline began; begins the span that ``lose`` can take back next.
+        """The time spent by phase since this timeline began; from here on ``roll_back`` leaves it as it is.
 
         The list is never changed afterwards.
         """
@@ -191,10 +205,11 @@ class Timeline:
         self._before = found = self._spent.copy()
         return found
 
-    def end_step(self) -> list[tuple[Spent, Spent]]:
-        """End a step; gives the time spent at the beginning and at the end of each step whose times are known now."""
-        before = self._before
-        return [(before, self.take_spent())]
+    def end_step(self, *, is_measured: bool) -> list[tuple[Spent, Spent]]:
+        """End a step; gives the time spent at the beginning and at the end of each measured step that is known now."""
+        before, after = self._before, self.take_spent()
+        self._others = None
+        return [(before, after)] if is_measured else []
 
     def finish(self) -> None:
         """Wait until all time that was spent is known."""
@@ -228,7 +243,7 @@ def outside(spans: Iterable[Span], others: Iterable[Span]) -> int:
     return length([*spans, *others]) - length(others)
 
 
-# --- what a loader offers to whoever times it: where it marks what it does, and which of its settings change ---------
+# --- a loader that says when it is waited for ------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -237,16 +252,3 @@ class TimedSource(Protocol):
 
     timeline: Timeline | None
     """The timeline in which the loader notes that the loop waits for it."""
-
-
-@runtime_checkable
-class ChangingSource(Protocol):
-    """A loader that takes workers, prefetching and pinning from the config during a loop."""
-
-    @property
-    def fixed_settings(self) -> Mapping[str, str]:
-        """The keys of the section ``dataloader`` that cannot change in that loop, each with the reason."""
-
-    @property
-    def least_workers(self) -> int:
-        """The fewest workers that the loader can have."""

@@ -27,9 +27,9 @@ __all__ = ["PassWatcher", "Probe", "ProbePace"]
 # The loop stays as it is. What is seen on the processor's clock is where the training thread waits and works; on an
 # accelerator that lags behind, device_timeline.py records the same moments there.
 #
-# Hooks are on the model while steps are looked at, and may rest meanwhile. Where a compiler has made a graph of
-# anything, they stay from then on: a compiler that has seen them once sees nothing new. What it makes a graph of has no
-# part of them, and is not cut by them: a pass whose model is called within such a graph is not seen.
+# Hooks are on the model while steps are measured, and off while none are. Where a compiler has made a graph of anything
+# they stay on, and do nothing in unmeasured steps: without them it would make its graphs anew. What it makes a graph of
+# has no part of them, and is not cut by them: a pass whose model is called within such a graph is not seen.
 
 _DEPTH = 3  # of containers in which tensors are looked for
 _MOST_TENSORS = 16  # of an output
@@ -82,7 +82,7 @@ class Probe:
         self._has_rows = False  # whether the rows of this micro-step are counted
         self._thread = 0  # the ident of the training thread
         self._phase_beside_passes = Phase.OTHER.value  # the phase of a micro-step outside of its passes
-        self._phase_between_steps = Phase.OTHER.value  # the phase that goes on after an evaluation between steps
+        self._phase_between_steps = Phase.OTHER.value  # the phase that goes on after a call of the model between steps
         self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
 
     def attach(self) -> None:
@@ -95,14 +95,15 @@ class Probe:
             self._hooks = tuple([self._unless_compiled(act) for act in acts])
         before_forward, after_forward, before_step, after_step = self._hooks
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
-            # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two calls.
+            # Before FSDP's: so the first hook on the output is ours, and at the end of a backward pass what FSDP waits
+            # for comes between ``_end_computing`` and ``_end_backward``.
             self._handles.append(model.register_forward_pre_hook(Hook(before_forward), prepend=True, with_kwargs=True))
             self._handles.append(model.register_forward_hook(Hook(after_forward), prepend=True))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before_step))
             self._handles.append(optimizer.register_step_post_hook(after_step))
 
-    def may_rest(self) -> bool:
+    def may_detach(self) -> bool:
         """Whether hooks can be taken off and put on again without having a compiler make a graph anew."""
         return num_graphs_compiled() == self._num_compiled and not any(map(is_compiled, self._model.modules()))
 
@@ -156,7 +157,7 @@ class Probe:
         return found
 
     def _unless_compiled(self, act: Callable[..., None]) -> Callable[..., None]:
-        """``act`` as a hook: not in micro-steps that are not looked at, and no part of what a compiler makes."""
+        """``act`` as a hook: not in micro-steps that are not measured, and no part of what a compiler makes."""
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             act = dynamo.disable(act)  # called beside a graph, its frames are none of the compiler's
@@ -184,7 +185,7 @@ class Probe:
             self.has_seen = True
             self._count((*arguments, *options.values()) if options else arguments)
         else:
-            self._begin_evaluation()
+            self._begin_between_steps()
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if get_ident() != self._thread:
@@ -199,8 +200,11 @@ class Probe:
         elif self.watcher is not None:
             self.watcher.see_outputs(output)
 
-    def _begin_evaluation(self) -> None:
-        """Count a call of the model between two steps as ``Phase.OTHER``, and not as waiting for data."""
+    def _begin_between_steps(self) -> None:
+        """Begin a call of the model between two steps: an evaluation, which would be counted as waiting for data.
+
+        ``Phase.OTHER`` takes the place of ``Phase.DATA`` alone; in any other phase the call is a part of that phase.
+        """
         self._phase_between_steps = self._enter_phase(Phase.OTHER)
         if self._phase_between_steps != Phase.DATA:
             self._enter_phase(self._phase_between_steps)
@@ -299,19 +303,19 @@ def _parts_of(value: Any) -> Iterable[Any]:
     return ()
 
 
-# --- which steps are looked at one by one, so that looking takes no more than its share of them ----------------------
+# --- which steps are measured, so that measuring takes no more than its share of their time --------------------------
 
 _COST_SECONDS = 250e-6
-"""About what measuring a step adds to it, in steps that compute.
+"""About what measuring adds to a step that computes.
 
-In steps that do nothing else it is a quarter of that: the code that measures stays in the processor's caches.
+To one that computes next to nothing it adds a quarter of that: what measures stays in the processor's caches.
 """
 _SHARE = 0.006
 """The share of the time of short steps that measuring may take; of long steps it may take a fifth of that share."""
 _SHORT_SECONDS, _LONG_SECONDS = 8e-3, 40e-3
-"""Steps up to the first are short, and steps from the second on are long.
+"""Steps of up to the first length are short, and steps from the second on are long.
 
-Of a step in between, measuring may take as many seconds as of a step that is just short.
+Measuring may take as many seconds of a step in between as of one of the first length.
 """
 _NUM_FIRST = 64  # steps that are measured before any is left out
 _TOGETHER_SECONDS = 0.05  # about how long the steps take together that are measured one after another
@@ -322,7 +326,7 @@ _LEAST_SECONDS = 1e-6
 
 
 class ProbePace:
-    """Which steps are measured phase by phase: all where that is cheap, else some in a row, then none for a while."""
+    """Which steps are measured: all where that is cheap, else some in a row, then none for a while."""
 
     def __init__(self) -> None:
         self._left = _NUM_FIRST  # steps to measure before any is left out

@@ -2,6 +2,9 @@
 
 A line that is broken, or of a version that is not known, is passed over. Which of what was read counts is decided in
 pure functions.
+
+A *seat* is the number by which a worker's files are named: its rank, as long as members do not change. What a worker's
+rank is now, its windows tell.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeProfiles:
-    """The profiles that the ranks of a node have written: windows, censuses, traces and the calibration."""
+    """The profiles that the ranks of a node have written, by rank: windows, censuses, traces; and its calibration."""
 
     windows: WindowsByRank = field(default_factory=dict)
     censuses: Mapping[int, StepCensus] = field(default_factory=dict)
@@ -98,13 +101,17 @@ def tails_of(folder: Path, seats: Iterable[int], num_windows: int) -> dict[int, 
 def _tails_by_rank(
     folder: Path, seats: Iterable[int], num_windows: int
 ) -> dict[int, tuple[int, tuple[StepWindow, ...]]]:
-    """By rank, the seat of the worker that has the rank now, and its last windows; what ``tails_of`` says."""
+    """By rank, the seat of the worker that has the rank now, and its last windows, chosen as ``tails_of`` does.
+
+    A file without windows counts for the rank of the same number. Of two files of one rank that with the newer windows
+    counts: the other's worker has gone.
+    """
     found: dict[int, tuple[int, tuple[StepWindow, ...]]] = {}
     for seat in seats:
         windows = tail_of(profile_file(folder, seat), num_windows)
         rank = windows[-1].rank if windows else seat
         told = found.get(rank, (seat, ()))[1]
-        if not told or (windows and windows[-1].end > told[-1].end):  # else of a worker that has gone
+        if not told or (windows and windows[-1].end > told[-1].end):
             found[rank] = seat, _last_of(rank, windows)
     return found
 
@@ -164,8 +171,9 @@ def _window_in(line: bytes) -> StepWindow | None:
 
 
 def present_windows(windows: WindowsByRank, *, seconds: float, since: float = 0.0) -> dict[int, tuple[StepWindow, ...]]:
-    """The latest windows of the present processes, by rank: those that ended within ``seconds``, under one config.
+    """The latest windows of the present processes, by rank, all under one config.
 
+    They are those that ended less than ``seconds`` before the newest window did, or a rank's last one where none has.
     Windows without steps are left out. ``since`` is when the processes were started, where that is known; what their
     files say of it counts besides. The config is the newest that all of them have told of.
     """
@@ -188,7 +196,10 @@ def present_windows(windows: WindowsByRank, *, seconds: float, since: float = 0.
 
 
 def rounds_of(windows: WindowsByRank, num_rounds: int) -> list[dict[int, StepWindow]]:
-    """The last rounds of these ranks, the oldest first: a round has one window, of a few steps, of each rank."""
+    """The last rounds of these ranks, the oldest first: a round has one window, of a few steps, of each rank.
+
+    The windows of each rank are to be of one config, as ``present_windows`` gives them.
+    """
     by_rank = {rank: _grouped(row)[-num_rounds:] for rank, row in windows.items()}
     num_common = min((len(each) for each in by_rank.values()), default=0)
     return [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from time import perf_counter_ns
 
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat
 from elastic_ext.ranks.world import World
@@ -30,8 +30,8 @@ _PHASES = {
     Activity.ENDED: Phase.OUTSIDE,
     Activity.BETWEEN: Phase.OTHER,
 }
-_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
-"""Activities after which steps belong to another window."""
+_BEFORE_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
+"""Activities after which steps may be unlike those before, and belong to another window."""
 _MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
 _MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted
 _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
@@ -57,8 +57,6 @@ class Recorder(Heartbeat):
 
         ``loader`` is the dataloader that the trainer was given, and None where it was given none.
         """
-        self.analyzer: Analyzer | None = None
-        """What measures and works out the memory that steps take."""
         self._heartbeat = heartbeat
         self._timeline = timeline = windows.timeline
         self._probe = probe
@@ -68,18 +66,25 @@ class Recorder(Heartbeat):
         self._loader = loader if isinstance(loader, TimedSource) else None
         if self._loader is not None:
             self._loader.timeline = timeline  # it tells when the loop waits for it
-        self._within_epoch = Phase.OTHER if loader is None or self._loader is not None else Phase.DATA
-        self._between: Phase = self._within_epoch  # two steps
+        # A loader that does not tell when the loop waits for it may be waited for all the time between two micro-steps.
+        self._tells_waits = loader is None or self._loader is not None
+        self._phase_in_epoch = Phase.OTHER if self._tells_waits else Phase.DATA  # between two micro-steps
+        self._phase_between: Phase = self._phase_in_epoch  # or outside of epochs, where the loop is there
         self._surveyor = surveyor
         self._num_boundaries = 0
         self._has_begun = False
-        self._is_detailed = self._is_changed = self._is_over = False
-        self._stepped_at = 0  # when the last step ended
-        self._num_unmeasured_left = 0  # coming steps that are not measured phase by phase
+        self._is_measured = self._is_changed = self._is_over = False
+        self._stepped_at = 0  # when the last step ended, or was rolled back
+        self._num_unmeasured_left = 0  # coming steps that are not measured
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
         self._unmeasured_since = 0  # when the first of those steps began
         self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long
         self._num_long = 0  # steps in a row that took much longer
+
+    @property
+    def analyzer(self) -> Analyzer | None:
+        """What measures and works out the memory that steps take; None where nothing does."""
+        return None if self._surveyor is None else self._surveyor.analyzer
 
     # ---- what a heartbeat is told ----
 
@@ -93,7 +98,7 @@ class Recorder(Heartbeat):
             self._begin()
         elif self._is_changed and micro_step == 0:  # after a change, steps belong to another window
             self._close()
-        self._is_detailed = True
+        self._is_measured = True
         self._probe.enter_micro_step()
         if self._surveyor is not None and self._probe.has_seen and self._num_boundaries >= _SURVEY_AFTER:
             self._surveyor.enter(micro_step)
@@ -103,27 +108,32 @@ class Recorder(Heartbeat):
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._heartbeat.leave(step, num_boundaries, micro_step)
         self._probe.leave_micro_step()
-        if self._num_unmeasured_left:
-            self._leave_unmeasured(num_boundaries, micro_step)
-        else:
-            if self._surveyor is not None:
-                self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
-            if num_boundaries != self._num_boundaries:
-                self._num_boundaries = num_boundaries
-                self._end_step()
-            elif micro_step == 0:
-                self._timeline.lose()
-        self._timeline.enter(self._between)
+        has_ended = num_boundaries != self._num_boundaries
+        self._num_boundaries = num_boundaries
+        is_rolled_back = not has_ended and micro_step == 0  # as none of its micro-steps has ended any more
+        is_measured = not self._num_unmeasured_left
+        if is_measured and self._surveyor is not None:
+            self._surveyor.leave(has_ended=has_ended)
+        if has_ended and is_measured:
+            self._end_step()
+        elif has_ended:
+            self._end_unmeasured_step()
+        elif is_rolled_back:
+            self._timeline.roll_back()
+            self._stepped_at = perf_counter_ns()
+        self._timeline.enter(self._phase_between)
+        if has_ended and not is_measured:
+            self._timeline.end_unmeasured_step()
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        if activity in _OTHER_STEPS:
+        if activity in _BEFORE_OTHER_STEPS:
             self._measure_again()
         if activity is Activity.RESUMING and self._has_begun:
             self._close()  # training goes back: what it has come to is told before
         with self._heartbeat.during(activity), self.spending(self._phase_of(activity)):
             yield
-        if activity in _OTHER_STEPS:
+        if activity in _BEFORE_OTHER_STEPS:
             self._is_changed = True
 
     def note(self, activity: Activity) -> None:
@@ -198,13 +208,13 @@ class Recorder(Heartbeat):
 
     def begin_epoch(self) -> None:
         """Count time between steps for the next step again, and not as outside of epochs: an epoch begins."""
-        self._between = self._within_epoch
-        self._timeline.enter(self._between)
+        self._phase_between = self._phase_in_epoch
+        self._timeline.enter(self._phase_between)
 
     def end_epoch(self) -> None:
         """Count the loop's time as outside of epochs from now on."""
-        self._between = Phase.OUTSIDE
-        self._timeline.enter(self._between)
+        self._phase_between = Phase.OUTSIDE
+        self._timeline.enter(self._phase_between)
 
     # ---- what follows ----
 
@@ -215,46 +225,40 @@ class Recorder(Heartbeat):
         """Begin the first step: the window of the startup ends."""
         self._has_begun = True
         self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
-        self._stepped_at = time.perf_counter_ns()
+        self._stepped_at = perf_counter_ns()
         self._close()
         self._probe.attach()
 
     def _end_step(self) -> None:
-        now = time.perf_counter_ns()
+        now = perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
-        is_seen = self._is_detailed and self._probe.has_seen  # else hooks do not see this model called
-        if self._windows.end_step(is_detailed=is_seen) or self._is_changed:
+        is_measured = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
+        if self._windows.end_step(is_measured=is_measured) or self._is_changed:
             self._close()
         self._num_unmeasured_left = self._pace.end_step(seconds)
         if self._num_unmeasured_left:
-            if self._within_epoch is Phase.OTHER and self._probe.may_rest():  # else hooks tell evaluation from waiting
+            if self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations from waiting
                 self._probe.detach()
             self._num_unmeasured, self._unmeasured_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
 
-    # Training waits for this one at most steps where they are short.
-    def _leave_unmeasured(self, num_boundaries: int, micro_step: int) -> None:
-        """End a micro-step that was not measured."""
-        if num_boundaries != self._num_boundaries:
-            self._num_boundaries = num_boundaries
-            now = time.perf_counter_ns()
-            self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
-            self._stepped_at = now
-            self._num_unmeasured += 1
-            self._num_unmeasured_left -= 1
-            if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
-                self._measure_again()
-            elif self._num_unmeasured == _MOST_UNTOLD:
-                self._count_unmeasured()
-        elif micro_step == 0:
-            self._timeline.lose_since(self._stepped_at)
-            self._stepped_at = time.perf_counter_ns()
+    # Where steps are short, training waits for this one at the end of most of them.
+    def _end_unmeasured_step(self) -> None:
+        now = perf_counter_ns()
+        self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
+        self._stepped_at = now
+        self._num_unmeasured += 1
+        self._num_unmeasured_left -= 1
+        if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
+            self._measure_again()
+        elif self._num_unmeasured == _MOST_UNTOLD:
+            self._count_unmeasured()
 
     def _measure_again(self) -> None:
         """Measure steps again, from the next one that begins."""
         if self._num_unmeasured_left or self._num_unmeasured:
             self._num_unmeasured_left = 0
-            self._is_detailed = False  # the step that may be under way
+            self._is_measured = False  # the step that may be under way
             self._probe.attach()
             self._count_unmeasured()
 

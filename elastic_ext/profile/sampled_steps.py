@@ -63,7 +63,8 @@ class Surveyor:
         self._listeners = listeners
         self._why_no_census = why_no_census
         self._needs_trace = needs_trace
-        self._analyzer = analyzer
+        self.analyzer = analyzer
+        """What measures and works out the memory of steps; None where nothing does."""
         self._census: Census | None = None
         self._trace: Trace | None = None
         self._trace_at = 0.0  # when the next trace is due, by ``time.monotonic``
@@ -78,8 +79,8 @@ class Surveyor:
             self._num_micro_steps += 1
             self._census.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
-        elif self._analyzer is not None and self._trace is None:
-            self._analyzer.enter(micro_step)
+        elif self.analyzer is not None and self._trace is None:
+            self.analyzer.enter(micro_step)
 
     def reach_boundary(self) -> None:
         """End what is measured of a step: its passes are over, and its optimizers have stepped."""
@@ -107,8 +108,8 @@ class Surveyor:
     def close(self) -> None:
         """Stop measuring: training ends, perhaps within a step."""
         self._pause()
-        if self._analyzer is not None:
-            self._analyzer.close()
+        if self.analyzer is not None:
+            self.analyzer.close()
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end()
@@ -121,6 +122,9 @@ class Surveyor:
 
     def _begin(self) -> None:
         """Begin a step and choose what is measured of it; a step that is taken again is measured again."""
+        if self._trace is not None:  # of a step that was rolled back
+            self._trace.end()
+            self._trace, self._trace_at = None, 0.0
         if self._census is not None or not self._has_census:
             self._has_census = True
             why_not = self._why_no_census()
@@ -129,15 +133,15 @@ class Surveyor:
                 self._num_micro_steps, self._num_rows = 0, self._probe.num_rows
             elif self._world.rank == 0:
                 _logger.info("the model's operations are not counted, so that its MFU is not known: %s", why_not)
-        elif self._trace is None and time.monotonic() >= self._trace_at:
+        elif time.monotonic() >= self._trace_at:
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if self._needs_trace() and can_trace():
                 self._trace = Trace(self._world.rank)
                 self._trace.begin()
 
     def _pause(self) -> None:
-        if self._analyzer is not None:
-            self._analyzer.leave()
+        if self.analyzer is not None:
+            self.analyzer.leave()
         if self._is_counting and self._census is not None:
             self._is_counting = False
             self._census.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ __all__ = [
     "events_of",
     "is_profiling",
     "quiet_profile",
-    "summed_up",
+    "trace_of",
     "why_no_census",
 ]
 
@@ -125,7 +125,7 @@ def _num_bytes(values: Iterable[Any], depth: int) -> int:
     return total
 
 
-# --- what a device of this machine does at best, in less than a tenth of a second ------------------------------------
+# --- what a device of this machine does at best, which takes less than a tenth of a second to measure ----------------
 
 _SIDE, _SIDE_ON_GPU = 512, 4096
 _NUM_FLOATS, _NUM_FLOATS_ON_GPU = 1 << 22, 1 << 26
@@ -188,7 +188,7 @@ def _name(device: torch.device) -> str:
 
 _MOST_EVENTS = 200_000
 _NUM_TOP = 12
-_HERE = "elastic_ext: a step that is traced"  # an event on the thread that trains
+_TRAINING_THREAD = "elastic_ext: a step that is traced"  # the name of an event that tells which thread trains
 _COMMUNICATION_PREFIXES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")
 _COMPUTES = ("aten::", "fsdp::")
 _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts, and as it stops
@@ -209,18 +209,18 @@ class Trace:
     def begin(self) -> None:
         self._profile = quiet_profile()
         self._profile.start()
-        with record_function(_HERE):
+        with record_function(_TRAINING_THREAD):
             self._began = time.perf_counter()
 
     def end(self) -> StepTrace | None:
-        """The traced step in sums; None where it had too many events, or this torch gives none."""
+        """The trace of the step; None where it had too many events, or this torch gives none."""
         took = time.perf_counter() - self._began
         found, self._profile = self._profile, None
         found.stop()
         events = events_of(found)
         if events is None or len(events) > _MOST_EVENTS:
             return None
-        return summed_up(events, rank=self._rank, step_seconds=took)
+        return trace_of(events, rank=self._rank, step_seconds=took)
 
 
 def can_trace() -> bool:
@@ -229,10 +229,10 @@ def can_trace() -> bool:
         return False
     try:
         tried = quiet_profile()
-        with tried, record_function(_HERE):
+        with tried, record_function(_TRAINING_THREAD):
             torch.ones(2).add_(1)
         found = {each.name(): each for each in events_of(tried) or ()}
-        added, here = found["aten::add_"], found[_HERE]
+        added, here = found["aten::add_"], found[_TRAINING_THREAD]
         if here.start_ns() <= added.start_ns() and added.start_thread_id() == here.start_thread_id():
             return True
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
@@ -240,9 +240,13 @@ def can_trace() -> bool:
     return False
 
 
-def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTrace:
-    """A step's events summed up: an accelerator's, where it has both kinds, else the training thread's."""
-    threads = {event.start_thread_id() for event in events if event.name() == _HERE}
+def trace_of(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTrace:
+    """A step's trace, from the profiler's events.
+
+    Where an accelerator has both communicated and computed, its events count; else those of the processor, with all
+    that its threads communicate and what the training thread computes.
+    """
+    threads = {event.start_thread_id() for event in events if event.name() == _TRAINING_THREAD}
     computing: dict[bool, list[Span]] = {False: [], True: []}
     talking: dict[bool, list[Span]] = {False: [], True: []}
     top: Counter[str] = Counter()

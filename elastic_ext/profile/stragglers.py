@@ -89,8 +89,8 @@ class Straggler:
 class _Past:
     """What one rank on one host took in the rounds before."""
 
-    calm: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    """Seconds of rounds in which the rank was not slow, or of all rounds where it was so from the beginning."""
+    reference: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    """Seconds of the rounds in which the rank was not slow, and of its first rounds, slow or not."""
     num_slow: int = 0
 
 
@@ -124,9 +124,9 @@ class Stragglers:
         past = self._pasts[key]
         is_slow = own.seconds > _SLOW * middle and is_far(own.seconds, [each.seconds for each in all_times])
         past.num_slow = past.num_slow + 1 if is_slow else 0
-        before = statistics.median(past.calm) if len(past.calm) >= _LEAST_KEPT else None
+        before = statistics.median(past.reference) if len(past.reference) >= _LEAST_KEPT else None
         if not is_slow or before is None:
-            past.calm.append(own.seconds)
+            past.reference.append(own.seconds)
         if past.num_slow < _ROUNDS_IN_A_ROW:
             return None
         return Straggler(
@@ -140,7 +140,7 @@ class Stragglers:
 
 
 def rank_busy_times(views: Sequence[RankView]) -> list[RankBusyTime]:
-    """The time that each rank was busy with by itself, of a step; without ranks that were not measured by phase."""
+    """The time that each rank was busy with by itself, of a step; without ranks whose phases are not known."""
     found = []
     for view in views:
         if why_no_verdict([view], is_partial=True) is None:

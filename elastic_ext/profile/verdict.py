@@ -38,8 +38,8 @@ __all__ = [
 # --- what may hold training up, and how much of its time each cause takes --------------------------------------------
 # Which of the causes the verdict names is decided below, in ``_ranked``.
 #
-# A share is what would be saved if its cause were gone, in parts of the time that training takes: steps, and what
-# stands between them, without startup and evaluation. So shares of unlike causes compare. They need not add up to 1.
+# A share is what would be saved if its cause were gone, in parts of *training's time*: steps, and what stands between
+# them, without startup and what lies outside of epochs. So shares of unlike causes compare. They need not add up to 1.
 
 Kind = Literal[
     "unknown",  # too little is known, or it does not fit together; the text says why
@@ -48,7 +48,7 @@ Kind = Literal[
     "straggler",  # some ranks take longer for their own part of a step, and the others wait
     "data",  # steps wait for samples
     "transfer",  # batches are copied to the accelerator
-    "communication",  # all ranks wait for gradients or words on their way, with nothing left to compute
+    "communication",  # all ranks wait for gradients on their way or to agree, with nothing left to compute
     "contention",  # the training thread has no processor while it should compute
     "loop",  # what the loop does besides training
     "checkpoint",  # training waits for checkpoints
@@ -98,6 +98,7 @@ class Cause:
 
     kind: Kind
     share: float
+    """The share of training's time that it takes; of all time for startup and outside."""
     ranks: tuple[int, ...] = ()
     """The ranks that this cause concerns; empty where it concerns all."""
 
@@ -296,14 +297,14 @@ def _straggler_words(cause: Cause, job: RanksCompared) -> str:
     text = (
         f"straggler: {_whom(cause.ranks, job)} {takes} {_time(slow.local_seconds)} for {its} own part of a step, "
         f"{longer}{_time(excess)} longer than usual; {min(beyond / excess, 1.0):.0%} of the excess is in "
-        f"{phase.label}; the others wait for {cause.share:.0%} of the step{_could(cause, job)}"
+        f"{phase.label}; the others wait for {_share(cause)}{_could(cause, job)}"
     )
     if not is_far(slow.local_seconds, [each.local_seconds for each in job.ranks]):
         return f"{text}: ranks differ as much among themselves, so look for work that is shared out unevenly"
     if slow.processor_share is not None and slow.processor_share < 0.8:
         own = f"it has {slow.processor_share:.0%} of a processor while it should compute"
         return f"{text}: {own}; look for what else runs on {slow.host}"
-    return f"{text}: look at {slow.host}, or give the rank a smaller share"
+    return f"{text}: look at {slow.host}, or give the rank fewer samples by share_weights"
 
 
 def _data(cause: Cause, job: RanksCompared) -> str:
@@ -317,7 +318,7 @@ def _data(cause: Cause, job: RanksCompared) -> str:
         advice = "add workers"
     rate = job.samples_per_second
     could = "" if rate is None else f"; {who} {_number(rate)} samples/s{_could(cause, job)}"
-    text = f"data-bound: {cause.share:.0%} of the step waits for samples {whom if len(job.ranks) > 1 else ''}".rstrip()
+    text = f"data-bound: {_share(cause)} goes to waiting for samples {whom if len(job.ranks) > 1 else ''}".rstrip()
     return f"{text}{could}: {advice}, or make samples cheaper to load"
 
 
@@ -325,7 +326,7 @@ def _communication(cause: Cause, job: RanksCompared) -> str:
     seconds, beside = min(each.waiting_seconds for each in job.ranks), job.overlapped_seconds
     overlapped = "" if beside is None else f", and {_time(beside)} more are overlapped by computing"
     return (
-        f"communication-bound: each rank waits for at least {_time(seconds)} ({cause.share:.0%} of the step) for "
+        f"communication-bound: each rank waits for at least {_time(seconds)} a step ({_share(cause)}) for "
         f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: raise "
         "global_batch_size, or under no_shard try another communication.bucket_cap_mb"
     )
@@ -335,7 +336,7 @@ def _contention(cause: Cause, job: RanksCompared) -> str:
     whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
     had = "part" if job.processor_share is None else f"{job.processor_share:.0%}"
     return (
-        f"contention: for {cause.share:.0%} of the step the training thread should compute and has no processor{whom}; "
+        f"contention: for {_share(cause)} the training thread should compute and has no processor{whom}; "
         f"the thread has {had} of one{_could(cause, job)}: run fewer threads and processes on these machines, or look "
         "for what sleeps within the passes"
     )
@@ -345,10 +346,8 @@ def _computing(bound: str, advice: str) -> Callable[[Cause, RanksCompared], str]
     def words(cause: Cause, job: RanksCompared) -> str:
         seconds = usual([each.computing_seconds for each in job.ranks])
         least = "" if job.roofline is None else _at_best(job.roofline)
-        return (
-            f"{bound}: {cause.share:.0%} of the step ({_time(seconds)}) is forward, backward and optimizer{least}: "
-            f"{advice}"
-        )
+        took = f"{_share(cause)} ({_time(seconds)} a step)"
+        return f"{bound}: {took} goes to forward, backward and optimizer{least}: {advice}"
 
     return words
 
@@ -358,17 +357,10 @@ def _at_best(best: Roofline) -> str:
     return f": at best {times}, {_time(best.host)} for starting operations"
 
 
-def _words_in_step(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
+def _goes_to(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
     def words(cause: Cause, job: RanksCompared) -> str:
         whom = f" on {_whom(cause.ranks, job)}" if cause.ranks else ""
-        return f"{bound}: {cause.share:.0%} of the step {what}{whom}{_could(cause, job)}: {advice}"
-
-    return words
-
-
-def _pause(bound: str, what: str, advice: str) -> Callable[[Cause, RanksCompared], str]:
-    def words(cause: Cause, job: RanksCompared) -> str:
-        return f"{bound}: {cause.share:.0%} of training's time {what}{_could(cause, job)}: {advice}"
+        return f"{bound}: {_share(cause)} goes to {what}{whom}{_could(cause, job)}: {advice}"
 
     return words
 
@@ -378,10 +370,7 @@ def _no_training(what: str) -> Callable[[Cause, RanksCompared], str]:
 
 
 def _unknown(cause: Cause, job: RanksCompared) -> str:
-    return (
-        f"unknown: {cause.share:.0%} of training's time went to steps that were not looked at closely, so that their "
-        "phases are not known"
-    )
+    return f"unknown: {_share(cause)} went to steps that were not measured, so that their phases are not known"
 
 
 _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
@@ -392,19 +381,15 @@ _SENTENCES: dict[Kind, Callable[[Cause, RanksCompared], str]] = {
     "data": _data,
     "communication": _communication,
     "contention": _contention,
-    "transfer": _words_in_step(
-        "transfer-bound", "copies batches to the accelerator", "pin memory and copy while the step before computes"
+    "transfer": _goes_to(
+        "transfer-bound", "copying batches to the accelerator", "pin memory and copy while the step before computes"
     ),
-    "loop": _words_in_step(
-        "loop-bound", "is neither loading nor training, but what the loop does besides", "log and measure less often"
-    ),
-    "checkpoint": _pause("checkpoint-bound", "waits for checkpoints", "save less often, or in the background"),
-    "change": _pause(
-        "change-bound", "goes to configs that come into force", "change several values at once, or less often"
-    ),
-    "rolled-back": _pause(
+    "loop": _goes_to("loop-bound", "what the loop does beside loading and training", "log and measure less often"),
+    "checkpoint": _goes_to("checkpoint-bound", "waiting for checkpoints", "save less often, or in the background"),
+    "change": _goes_to("change-bound", "configs that come into force", "change several values at once, or less often"),
+    "rolled-back": _goes_to(
         "rolled back",
-        "goes to steps that were taken back",
+        "steps that were taken back",
         "see why they fail; for lack of memory, take smaller micro-batches",
     ),
     "compute": _computing("compute-bound", "lower precision or a smaller model would make it faster"),
@@ -426,6 +411,10 @@ def _where(slow: RankBreakdown, job: RanksCompared) -> tuple[Phase, float]:
     return phase, beyond[phase]
 
 
+def _share(cause: Cause) -> str:
+    return f"{cause.share:.0%} of training's time"
+
+
 def _could(cause: Cause, job: RanksCompared) -> str:
     """How fast training could be without this cause, in words."""
     left = 1 - cause.share
@@ -434,7 +423,11 @@ def _could(cause: Cause, job: RanksCompared) -> str:
     if job.samples_per_second is not None:
         could = f"{_number(job.samples_per_second / left)}"
         return f", training could take {could}" if cause.kind == "data" else f"; training could take {could} samples/s"
-    return f"; a step would take {_time(job.step_seconds * left)} instead of {_time(job.step_seconds)}"
+    if cause.kind in _PAUSES:
+        return ""
+    of_step = cause.share / (job.step_share_of_training or 1.0)
+    without = job.step_seconds * max(1 - of_step, 0.0)
+    return f"; a step would take {_time(without)} instead of {_time(job.step_seconds)}"
 
 
 def _whom(ranks: Sequence[int], job: RanksCompared) -> str:

@@ -38,6 +38,7 @@ class TrainingProgress(NamedTuple):
     """Samples that all ranks have taken since the process began."""
     config_version: int
     config_revision: int
+    """How often the job itself has changed that version of the config, as config/elastic_config.py says."""
     is_settled: bool = True
     """Whether everything that should run is running, such as a loader's workers."""
     logged: Mapping[str, float] = {}
@@ -58,7 +59,10 @@ class WindowAccumulator:
         memory: Callable[[], MemoryInUse],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``begin`` is the wall-clock time, in seconds since 1970, at which ``timeline`` began."""
+        """``begin`` is the wall-clock time, in seconds since 1970, at which ``timeline`` began.
+
+        ``restart`` is how often the launcher has restarted the job's processes.
+        """
         self.timeline = timeline
         self._rank, self._world_size, self._restart = rank, world_size, restart
         self._begin = begin
@@ -68,7 +72,8 @@ class WindowAccumulator:
         self._due = self._opened + _LEAST_SECONDS
         self._at_open = [0] * (2 * len(Phase))  # the time spent by phase as the window began
         self._steps: list[tuple[Spent, Spent]] = []  # of some measured steps: the time spent as it began, as it ended
-        self._num_detailed, self._stride = 0, 1  # measured steps; every ``_stride``-th of them is in ``_steps``
+        self._num_measured = 0  # steps
+        self._num_known, self._stride = 0, 1  # measured steps whose times are known; ``_steps`` has each ``_stride``-th
         self._num_steps = self._num_samples = 0
         self._counts = 0, 0  # tokens, bytes
         self._is_settled = True  # as the window began
@@ -83,34 +88,33 @@ class WindowAccumulator:
         """How many steps have ended in the open window."""
         return self._num_steps
 
-    def end_step(self, *, is_detailed: bool) -> bool:
+    def end_step(self, *, is_measured: bool) -> bool:
         """Count a step that has ended; gives whether it is time to end the window."""
         self._num_steps += 1
-        ends = self.timeline.end_step()
-        if is_detailed:
-            for each in ends:
-                if self._num_detailed % self._stride == 0:
-                    self._steps.append(each)
-                self._num_detailed += 1
-            if len(self._steps) >= _MOST_STEPS:
-                del self._steps[1::2]
-                self._stride *= 2
+        self._num_measured += is_measured
+        for each in self.timeline.end_step(is_measured=is_measured):
+            if self._num_known % self._stride == 0:
+                self._steps.append(each)
+            self._num_known += 1
+        if len(self._steps) >= _MOST_STEPS:
+            del self._steps[1::2]
+            self._stride *= 2
         return self._clock() >= self._due
 
     def end_unmeasured_steps(self, number: int) -> bool:
-        """Count so many steps that were not measured phase by phase; gives whether it is time to end the window."""
+        """Count so many steps that were not measured; gives whether it is time to end the window."""
         self._num_steps += number - 1
-        return self.end_step(is_detailed=False)
+        return self.end_step(is_measured=False)
 
     def count(self, num_tokens: int, num_bytes: int) -> None:
-        """Count tokens and bytes that the model was given in steps of this window that were measured."""
+        """Count tokens and bytes that the model was given in measured steps of this window."""
         self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
 
     def close(self, progress: TrainingProgress) -> StepWindow:
         """End the window that is open, and begin the next."""
         spent = self.timeline.take_spent()
         memory = self._memory()
-        typical, step_seconds, waiting, computing = _of_steps(self._steps)
+        steps = _summed_up(self._steps)
         in_all = _between(self._at_open, spent)
         seconds = _named(in_all[: len(Phase)])
         end = self._begin + sum(seconds.values())
@@ -126,15 +130,15 @@ class WindowAccumulator:
             config_revision=self._config[1],
             seconds=seconds,
             processor_seconds=_named(in_all[len(Phase) :]),
-            typical=typical,
-            step_seconds=step_seconds,
-            waiting_seconds=waiting,
-            computing_seconds=computing,
+            typical=steps.typical,
+            step_seconds=steps.lengths,
+            waiting_seconds=steps.waiting_seconds,
+            computing_seconds=steps.computing_seconds,
             is_settling=not (self._is_settled and progress.is_settled),
             num_samples=progress.num_samples - self._num_samples,
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
-            num_detailed=self._num_detailed,
+            num_detailed=self._num_measured,
             memory_bytes=memory.memory_bytes,
             accelerator_bytes=memory.accelerator_bytes,
             accelerator_peak_bytes=memory.accelerator_peak_bytes,
@@ -144,7 +148,7 @@ class WindowAccumulator:
         self._config = progress.config_version, progress.config_revision
         self._at_open = spent
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
-        self._num_detailed, self._stride = 0, 1
+        self._num_measured, self._num_known, self._stride = 0, 0, 1
         now = self._opened = self._clock()
         self._due = now + window_seconds(now - self._first, now - self._young_since)
         return window
@@ -171,28 +175,33 @@ def _between(before: Spent, after: Spent) -> Spent:
     return [now - then for then, now in zip(before, after, strict=True)]
 
 
-class _Typical(NamedTuple):
-    """Medians and quantiles of the steps of a window that were measured one by one."""
+class _MeasuredSteps(NamedTuple):
+    """What the measured steps of a window took, in medians and quantiles of seconds."""
 
-    phases: dict[str, float]
-    """The median seconds of each phase in a step."""
+    typical: dict[str, float]
+    """The median of each phase in a step."""
     lengths: tuple[float, ...] = ()
-    waiting: float | None = None
-    computing: float | None = None
+    """Step lengths at ``_QUANTILES``."""
+    waiting_seconds: float | None = None
+    """The lower quartile of waiting for other ranks in a step."""
+    computing_seconds: float | None = None
+    """The lower quartile of transfer, passes and optimizer together in a step."""
 
 
-def _of_steps(ends: list[tuple[Spent, Spent]]) -> _Typical:
+def _summed_up(ends: list[tuple[Spent, Spent]]) -> _MeasuredSteps:
+    """The steps at whose begin and end so much time had been spent, in medians and quantiles."""
     if not ends:
-        return _Typical({})
+        return _MeasuredSteps({})
     steps = [_between(before, after)[: len(Phase)] for before, after in ends]
     middle, last = len(steps) // 2, len(steps) - 1
     typical = [sorted(each)[middle] for each in zip(*steps, strict=True)]
     lengths = sorted(sum(step[phase] for phase in IN_STEPS) for step in steps)
     quantiles = tuple(round(lengths[int(part * last)] * 1e-9, 9) for part in _QUANTILES)
-    return _Typical(_named(typical), quantiles, _low(steps, WAITING), _low(steps, (Phase.TRANSFER, *COMPUTING)))
+    computing = _lower_quartile(steps, (Phase.TRANSFER, *COMPUTING))
+    return _MeasuredSteps(_named(typical), quantiles, _lower_quartile(steps, WAITING), computing)
 
 
-def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
+def _lower_quartile(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
     """The lower quartile of the seconds that ``phases`` take together in a step."""
     found = sorted(sum(step[phase] for phase in phases) for step in steps)
     return round(found[len(found) // 4] * 1e-9, 9)

@@ -11,9 +11,9 @@ from .json import JsonRecord
 from .measures import Measures
 
 __all__ = [
-    "ADDED_UP",
     "CAN_GO_ON",
     "FILE",
+    "MERGED_BY",
     "SIZES",
     "TOLD_TO_END",
     "JobEvent",
@@ -62,9 +62,9 @@ class RankMetrics(JsonRecord):
             raise ValueError("measures.logged holds a value that is no floating point number")
 
 
-def _added_up(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
-    """A field of a StepWindow, with the way in which it is added up over windows in its metadata."""
-    return field(metadata={"added_up": how}, **given)
+def _merged_by(how: Literal["sum", "by phase", "most", "any"], **given: Any) -> Any:
+    """A field of a StepWindow, with the way in which its values in several windows make one in its metadata."""
+    return field(metadata={"merged_by": how}, **given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,41 +79,41 @@ class StepWindow(JsonRecord):
     world_size: int
     restart: int
     """How often the launcher had restarted the job's processes."""
-    step: int = _added_up("most")
+    step: int = _merged_by("most")
     """Steps that had committed since training began, at the window's end."""
-    num_steps: int = _added_up("sum")
+    num_steps: int = _merged_by("sum")
     """Steps that ended in the window."""
     config_version: int
     config_revision: int
-    seconds: Mapping[str, float] = _added_up("by phase")
+    seconds: Mapping[str, float] = _merged_by("by phase")
     """Seconds by phase, as profile/phases.py names them; they add up to the length of the window."""
-    processor_seconds: Mapping[str, float] = _added_up("by phase", default_factory=dict)
+    processor_seconds: Mapping[str, float] = _merged_by("by phase", default_factory=dict)
     """Processor time of the training thread in seconds, by phase."""
     typical: Mapping[str, float] = field(default_factory=dict)
-    """The median seconds that a step spent, by phase; empty where steps were not looked at one by one."""
+    """The median seconds of a measured step, by phase; empty where no step was measured, or known yet."""
     step_seconds: tuple[float, ...] = ()
-    """How long steps took, as quantiles: a tenth took no longer than the first, then half, nine tenths, and all."""
+    """How long measured steps took, as quantiles: a tenth no longer than the first, then half, nine tenths, and all."""
     waiting_seconds: float | None = None
     """How long a step waits for other ranks, as the lower quartile: a link is slow in every step, a rank that has no
-    processor in some. None where steps were not looked at one by one."""
+    processor in some. None where ``typical`` is empty."""
     computing_seconds: float | None = None
-    """How long transfers, passes and the optimizer take in a step, as the lower quartile; None where steps were not
-    looked at one by one."""
-    is_settling: bool = _added_up("any", default=False)
+    """How long transfers, passes and the optimizer take in a step, as the lower quartile; None where ``typical`` is
+    empty."""
+    is_settling: bool = _merged_by("any", default=False)
     """Whether something was still starting in the window, such as data workers, after which steps will be quicker."""
-    num_samples: int = _added_up("sum", default=0)
+    num_samples: int = _merged_by("sum", default=0)
     """Samples that all ranks together took in the window."""
-    num_tokens: int = _added_up("sum", default=0)
-    """Tokens that this rank's model was given, in steps that were looked at one by one."""
-    num_bytes: int = _added_up("sum", default=0)
-    """Bytes that this rank's model was given, in steps that were looked at one by one."""
-    num_detailed: int = _added_up("sum", default=0)
-    """How many steps were looked at one by one."""
+    num_tokens: int = _merged_by("sum", default=0)
+    """Tokens that this rank's model was given in measured steps."""
+    num_bytes: int = _merged_by("sum", default=0)
+    """Bytes that this rank's model was given in measured steps."""
+    num_detailed: int = _merged_by("sum", default=0)
+    """How many steps were measured: whose phases are told one by one (profile/phases.py)."""
     memory_bytes: int | None = None
     """The machine's memory that this process holds at the window's end."""
     accelerator_bytes: int | None = None
     """The accelerator's memory that this process holds at the window's end."""
-    accelerator_peak_bytes: int | None = _added_up("most", default=None)
+    accelerator_peak_bytes: int | None = _merged_by("most", default=None)
     """The most accelerator memory that this process held since torch's peak counters began anew."""
     logged: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the script gave to ``trainer.log()``, by name: each its mean over the steps of the window."""
@@ -134,10 +134,13 @@ class StepWindow(JsonRecord):
             raise ValueError("logged holds a value that is no floating point number")
 
 
-ADDED_UP: Mapping[str, str] = {
-    each.name: each.metadata["added_up"] for each in fields(StepWindow) if "added_up" in each.metadata
+MERGED_BY: Mapping[str, str] = {
+    each.name: each.metadata["merged_by"] for each in fields(StepWindow) if "merged_by" in each.metadata
 }
-"""How fields of a StepWindow are added up over windows, by the field's name; of most others the last value counts."""
+"""How a field's values in several windows make one where windows are merged, by the field's name.
+
+Other fields merge in ways of their own (profile/breakdown.py), or the last value counts.
+"""
 SIZES = tuple(each.name for each in fields(StepWindow) if each.type == "int | None")
 """The fields of a StepWindow that hold bytes of memory."""
 
@@ -293,7 +296,7 @@ class MemoryFacts:
     source: Literal["fake", "measured"]
     """Whether sizes were worked out on fake tensors, without memory, or measured in the steps so far."""
     why_measured: str = ""
-    """Why sizes were not worked out on fake tensors: a sentence; empty where they were."""
+    """Why sizes, or some of them, were not worked out on fake tensors: a sentence; empty where all were."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int

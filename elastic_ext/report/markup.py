@@ -147,7 +147,7 @@ LABELS: Mapping[TimeUse, str] = {
     TimeUse.BACKWARD: "backward",
     TimeUse.OPTIMIZER: "optimizer",
     TimeUse.TRANSFER: "to the accelerator",
-    TimeUse.STEP: "steps, not looked at",
+    TimeUse.STEP: "steps, not measured",
     TimeUse.COMMUNICATION: "exposed communication",
     TimeUse.OTHER: "the loop's own work",
     TimeUse.DATA: "waiting for data",

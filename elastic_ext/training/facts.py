@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from elastic_ext.config.keys import TUNABLE
 from elastic_ext.doctor.hardware import group_limits
 from elastic_ext.errors import ConfigError
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.profile.phases import ChangingSource
 from elastic_ext.ranks.world import World
 from elastic_ext.records.metrics import JobFacts, ModelProfile
 from elastic_ext.strategies import STRATEGIES, StrategyName
@@ -52,6 +51,19 @@ _NORMALISED = "the model normalises over micro-batches (BatchNorm), so that anot
 _ALONE = "one rank trains this model: there is nobody to share it with"
 _NO_PLAN = "the ranks do not share this model's gradients"
 _NO_BLOCKS = "the model has no repeated blocks that were found or named"
+
+
+@runtime_checkable
+class _ChangingSource(Protocol):
+    """A loader that takes workers, prefetching and pinning from the config during a loop."""
+
+    @property
+    def fixed_settings(self) -> Mapping[str, str]:
+        """The keys of the section ``dataloader`` that cannot change in that loop, each with the reason."""
+
+    @property
+    def least_workers(self) -> int:
+        """The fewest workers that the loader can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +200,8 @@ class FactsOfJob:
             free[_SIZE] = ()
         else:
             fixed[_SIZE] = why_not
-        is_told = isinstance(loader, ChangingSource) and self._batches.loader_applier is not None
-        why_fixed = loader.fixed_settings if isinstance(loader, ChangingSource) else {}
+        is_told = isinstance(loader, _ChangingSource) and self._batches.loader_applier is not None
+        why_fixed = loader.fixed_settings if isinstance(loader, _ChangingSource) else {}
         for name in LOADER_SETTINGS:
             key = f"dataloader.{name}"
             if not is_told:
@@ -198,7 +210,7 @@ class FactsOfJob:
                 fixed[key] = why_fixed[name]
             else:
                 free[key] = ()
-        least = loader.least_workers if isinstance(loader, ChangingSource) else 0
+        least = loader.least_workers if isinstance(loader, _ChangingSource) else 0
         if least > 0 and "dataloader.num_workers" in free:
             most = min(max(2 * num_processors, _FEW_WORKERS), _MOST_WORKERS)
             free["dataloader.num_workers"] = range(least, most + 1)

@@ -103,7 +103,6 @@ def record(
         loader=loader,
         surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
     )
-    recorder.analyzer = analyzer
     follower.take_heartbeat(recorder)
     return recorder
 

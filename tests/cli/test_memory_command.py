@@ -297,6 +297,14 @@ def test_what_was_measured_says_why_it_was_not_worked_out(run: Shell) -> None:
     assert found["source"] == "measured" and found["block_activation_bytes"] == []
 
 
+def test_why_some_sizes_were_not_worked_out_is_said_below_how_the_others_were(run: Shell) -> None:
+    run.write(facts_of(replace(MEMORY, why_measured="a step of 1 sample failed")))
+    assert run() == 0
+    lines = run.out.splitlines()
+    assert lines[0].startswith("memory: worked out on tensors without memory")
+    assert lines[1] == "  some sizes by lines through others, since a step of 1 sample failed"
+
+
 @pytest.mark.parametrize(
     ("device", "words"), [("cpu", "tuning.memory_bytes in the config"), ("cuda", "once some have")]
 )

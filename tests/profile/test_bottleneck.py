@@ -282,7 +282,7 @@ def test_steps_that_were_not_looked_at_are_taken_to_be_like_those_that_were() ->
 def test_where_no_step_was_looked_at_only_waiting_for_data_is_known(step: dict[Phase, float], kind: str) -> None:
     found = verdict([made_view(step, num_undetailed=100)])
     assert found.kind == kind
-    assert found.kind == "data" or (found.share is None and "not looked at closely" in found.text)
+    assert found.kind == "data" or (found.share is None and "steps that were not measured" in found.text)
 
 
 def test_a_model_whose_passes_are_not_seen_is_no_loop_that_does_other_things() -> None:
@@ -350,13 +350,27 @@ def test_a_job_is_not_judged_by_some_of_its_ranks_unless_that_is_wanted() -> Non
 def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
     view = made_view(_step(data=41, forward=59), num_samples=3100, view={"num_workers": 2})  # 100 steps: 10 s
     assert verdict([view]).text == (
-        "data-bound: 41% of the step waits for samples; 2 workers deliver 310 samples/s, training could take 525: add "
-        "workers, or make samples cheaper to load"
+        "data-bound: 41% of training's time goes to waiting for samples; 2 workers deliver 310 samples/s, training "
+        "could take 525: add workers, or make samples cheaper to load"
     )
     two = _ranks([_step(data=41, forward=59)] * 2, num_samples=3100, view={"num_workers": 0})
     assert verdict(two).text == (
-        "data-bound: 41% of the step waits for samples on all ranks; loading within the training process delivers 310 "
-        "samples/s, training could take 525: give the loader workers, or make samples cheaper to load"
+        "data-bound: 41% of training's time goes to waiting for samples on all ranks; loading within the training "
+        "process delivers 310 samples/s, training could take 525: give the loader workers, or make samples cheaper to "
+        "load"
+    )
+
+
+def test_a_share_is_of_trainings_time_and_a_step_is_shortened_by_its_own_part() -> None:
+    step, saving = _step(communication=40, forward=60), {Phase.CHECKPOINT: 1.0}  # beside 100 steps of 0.1 s
+    found = verdict(_ranks([step] * 2, besides=saving, num_samples=0))
+    assert found.share == pytest.approx(0.4 * 10 / 11)
+    assert "each rank waits for at least 40 ms a step (36% of training's time)" in found.text
+    assert "a step would take 60 ms instead of 100 ms" in found.text
+    saves = verdict([made_view(step, besides={Phase.CHECKPOINT: 10.0}, num_samples=0)])
+    assert saves.text == (
+        "checkpoint-bound: 50% of training's time goes to waiting for checkpoints: save less often, or in the "
+        "background"
     )
 
 
@@ -364,8 +378,8 @@ def test_the_sentence_about_a_straggler_names_it_and_what_it_is_slow_in() -> Non
     quick, slow = _step(forward=20, communication=21), _step(forward=20, backward=20, communication=1)
     assert verdict(_ranks([quick, slow, quick])).text == (
         "straggler: rank 1 on node1 takes 40 ms for its own part of a step, 20 ms longer than usual; 100% of the "
-        "excess is in backward; the others wait for 49% of the step; training could take 1,524 samples/s: look at "
-        "node1, or give the rank a smaller share"
+        "excess is in backward; the others wait for 49% of training's time; training could take 1,524 samples/s: look "
+        "at node1, or give the rank fewer samples by share_weights"
     )
 
 
@@ -421,6 +435,15 @@ def test_merged_windows_add_up() -> None:
     assert both.processor_seconds == pytest.approx({"forward": 0.4})
     assert both.step_seconds == pytest.approx((0.024,) * 4)
     assert (both.num_samples, both.num_detailed, both.accelerator_peak_bytes) == (11, 30, 7)
+
+
+def test_a_window_whose_measured_steps_become_known_in_the_next_one_makes_merged_steps_no_shorter() -> None:
+    known = made_window(_step(forward=10), num_steps=30, waiting_seconds=0.004)
+    late = made_window(_step(forward=10), num_steps=20, begin=1001.0, end=1002.0, typical={}, step_seconds=())
+    assert merged([known, late]).typical == pytest.approx({"forward": 0.01})
+    none_measured = dataclasses.replace(known, num_detailed=0, begin=1002.0, end=1003.0)
+    assert merged([late, none_measured]).typical == pytest.approx({"forward": 0.01})
+    assert merged([late, none_measured]).waiting_seconds == pytest.approx(0.004)
 
 
 def test_one_window_merged_is_itself() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from elastic_ext.profile.device_timeline import DeviceTimeline
 from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.windows import MemoryInUse, TrainingProgress, WindowAccumulator
 from elastic_ext.records.metrics import StepWindow
 from tests.support.training import make_data, trainer_of
 
@@ -68,17 +69,25 @@ class Mark:
 
 
 def timeline_on(device: Device) -> DeviceTimeline:
-    return DeviceTimeline(Phase.DATA, device.event, lambda: False)
+    return DeviceTimeline(Phase.STARTUP, device.event, lambda: False)
 
 
-def take_step(timeline: DeviceTimeline, device: Device, forward: float, backward: float, data: float = 0.0) -> int:
+def take_step(
+    timeline: DeviceTimeline,
+    device: Device,
+    forward: float,
+    backward: float,
+    data: float = 0.0,
+    *,
+    is_measured: bool = True,
+) -> int:
     """How many steps are known once it has ended."""
     for phase, spent in ((Phase.DATA, data), (Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
         timeline.enter(phase)
         if spent:
             device.work(spent)
     timeline.enter(Phase.OTHER)
-    return len(timeline.end_step())
+    return len(timeline.end_step(is_measured=is_measured))
 
 
 def test_steps_are_known_once_the_device_has_come_past_them() -> None:
@@ -90,12 +99,40 @@ def test_steps_are_known_once_the_device_has_come_past_them() -> None:
     timeline.enter(Phase.FORWARD)
     device.work(7.0)
     timeline.enter(Phase.OTHER)
-    found = timeline.end_step()
+    found = timeline.end_step(is_measured=True)
     assert [after[Phase.FORWARD] - before[Phase.FORWARD] for before, after in found] == [3e6, 4e6]
     assert [after[Phase.BACKWARD] - before[Phase.BACKWARD] for before, after in found] == [5e6, 6e6]
     assert found[0][1] == found[1][0]
     timeline.finish()
-    assert timeline.take_spent()[Phase.FORWARD] == 14e6 and sum(timeline.take_spent()[: len(Phase)]) == 25e6
+    spent = timeline.take_spent()[: len(Phase)]
+    assert spent[Phase.FORWARD] == 14e6 and sum(spent) - spent[Phase.STARTUP] == 25e6
+
+
+def test_steps_that_become_known_late_are_those_that_were_measured() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    windows = WindowAccumulator(
+        timeline, rank=0, world_size=1, restart=0, begin=100.0, memory=lambda: MemoryInUse(memory_bytes=1000)
+    )
+
+    def take(forward: float, *, is_measured: bool) -> None:
+        timeline.enter(Phase.FORWARD)
+        device.work(forward)
+        timeline.enter(Phase.OTHER)
+        windows.end_step(is_measured=is_measured)
+
+    for _ in range(3):
+        take(4.0, is_measured=True)
+    device.run()
+    take(400.0, is_measured=False)  # a hundred steps, counted at once
+    take(4.0, is_measured=True)
+    window = windows.close(TrainingProgress(104, 0, 1, 0))
+    assert window.num_detailed == 4, "as many as tokens are counted of"
+    assert window.typical["forward"] == 0.004 and window.step_seconds == (0.004,) * 4
+    device.run()
+    take(4.0, is_measured=False)
+    window = windows.close(TrainingProgress(105, 0, 1, 0))
+    assert (window.num_detailed, window.step_seconds) == (0, (0.004,) * 4), "and none that was not measured"
 
 
 def test_waiting_counts_as_far_as_the_device_waits() -> None:
@@ -126,16 +163,36 @@ def test_a_step_that_is_taken_back_is_counted_as_that() -> None:
     timeline.enter(Phase.FORWARD)
     device.work(8.0)
     timeline.enter(Phase.OTHER)
-    timeline.lose()
+    timeline.roll_back()
     take_step(timeline, device, 1.0, 2.0)
     timeline.finish()
     spent = timeline.take_spent()
     assert spent[Phase.ROLLED_BACK] == 8e6 and spent[Phase.FORWARD] == 2e6 and spent[Phase.BACKWARD] == 4e6
 
 
+def test_unmeasured_steps_that_have_ended_are_not_rolled_back_with_the_one_after() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+
+    def go_through_step(milliseconds: float) -> None:
+        timeline.enter(Phase.STEP)
+        device.work(milliseconds)
+        timeline.enter(Phase.OTHER)
+
+    for _ in range(2):
+        go_through_step(4.0)
+        timeline.end_unmeasured_step()
+    go_through_step(16.0)
+    timeline.roll_back()
+    timeline.end_step(is_measured=False)
+    timeline.finish()
+    spent = timeline.take_spent()
+    assert spent[Phase.STEP] == 8e6 and spent[Phase.ROLLED_BACK] == 16e6
+
+
 def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> None:
     device = Device()
-    timeline = DeviceTimeline(Phase.OTHER, device.event, lambda: False)
+    timeline = timeline_on(device)
     timeline.enter(Phase.OTHER)
     device.work(1.0)
     timeline.enter(Phase.OTHER)
@@ -143,7 +200,7 @@ def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> N
     device.work(2.0)
     timeline.enter(Phase.FORWARD)
     device.work(4.0)
-    timeline.lose()
+    timeline.roll_back()
     device.run()
     timeline.finish()
     wall = timeline.take_spent()
@@ -172,7 +229,7 @@ def test_marks_of_another_thread_take_no_processor_time_of_its() -> None:
 
 def test_a_stream_that_is_captured_takes_no_marks() -> None:
     device, captured = Device(), [True]
-    timeline = DeviceTimeline(Phase.DATA, device.event, lambda: captured[0])
+    timeline = DeviceTimeline(Phase.STARTUP, device.event, lambda: captured[0])
     take_step(timeline, device, 1.0, 1.0)
     assert device.num_events == 0
     captured[0] = False
@@ -194,6 +251,39 @@ def test_where_the_device_cannot_be_read_the_hosts_clock_is(caplog: pytest.LogCa
     assert take_step(timeline, device, 1.0, 1.0) == 1
     assert sum(timeline.take_spent()[: len(Phase)]) > before
     timeline.finish()
+
+
+def test_no_time_is_lost_or_counted_twice_where_the_device_can_no_longer_be_read() -> None:
+    device = Device()
+    began = time.perf_counter()
+    timeline = timeline_on(device)
+    for _ in range(3):
+        time.sleep(0.01)
+        take_step(timeline, device, 2.0, 4.0)
+    device.run()
+    time.sleep(0.01)
+    take_step(timeline, device, 2.0, 4.0)
+    before = timeline.take_spent()[: len(Phase)]
+    assert before[Phase.BACKWARD] == 12e6
+    device.fails = True
+    timeline.enter(Phase.DATA)
+    time.sleep(0.01)
+    timeline.enter(Phase.OTHER)
+    after = timeline.take_spent()[: len(Phase)]
+    took = time.perf_counter() - began
+    assert all(then <= now for then, now in zip(before, after, strict=True)), "a window's times cannot be negative"
+    assert after[Phase.DATA] >= 10e6 and sum(after) <= took * 1e9
+    assert sum(after) >= 50e6, "what was slept, on a device that has told of less"
+
+
+def test_what_goes_by_before_the_first_event_is_counted_by_the_hosts_clock() -> None:
+    device = Device()
+    timeline = timeline_on(device)
+    timeline.add_past(Phase.STARTUP, 5_000_000_000)
+    time.sleep(0.02)
+    take_step(timeline, device, 1.0, 1.0)
+    timeline.finish()
+    assert timeline.take_spent()[Phase.STARTUP] >= 5_020_000_000
 
 
 @pytest.mark.gpu

@@ -288,8 +288,9 @@ def test_a_line_is_logged_after_so_much_training_and_at_the_end(
     output.close()
     assert [line.split(",")[0] for line in told(caplog)][2:] == ["profile: step 700"]
     assert told(caplog)[0].endswith(
-        "data 40%, forward 20%, backward 30%, optimizer 10%; data-bound: 40% of the step waits for samples; 2 workers "
-        "deliver 3,200 samples/s, training could take 5,333: add workers, or make samples cheaper to load"
+        "data 40%, forward 20%, backward 30%, optimizer 10%; data-bound: 40% of training's time goes to waiting for "
+        "samples; 2 workers deliver 3,200 samples/s, training could take 5,333: add workers, or make samples cheaper "
+        "to load"
     )
 
 

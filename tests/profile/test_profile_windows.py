@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from elastic_ext.profile import phases as timeline_room
+from elastic_ext.profile import recorder as recorder_room
 from elastic_ext.profile.phases import IN_STEPS, Phase, Timeline
-from elastic_ext.profile.probe import ProbePace, steps_between
+from elastic_ext.profile.probe import Probe, ProbePace, steps_between
+from elastic_ext.profile.recorder import Recorder
 from elastic_ext.profile.windows import MemoryInUse, TrainingProgress, WindowAccumulator, window_seconds
+from elastic_ext.ranks.heartbeat import Heartbeat
 from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 
@@ -37,6 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(timeline_room, "perf_counter_ns", lambda: found.nanoseconds)
     monkeypatch.setattr(timeline_room, "thread_time_ns", lambda: found.cpu)
+    monkeypatch.setattr(recorder_room, "perf_counter_ns", lambda: found.nanoseconds)
     return found
 
 
@@ -65,12 +70,42 @@ class Profile:
         self.kept.append(self.windows.close(standing))
         return self.kept[-1]
 
-    def step(self, seconds: dict[Phase, float], *, is_detailed: bool = True) -> bool:
+    def step(self, seconds: dict[Phase, float], *, is_measured: bool = True) -> bool:
         for phase, length in seconds.items():
             self.timeline.enter(phase)
             self.clock.go(length, length / 2)
         self.timeline.enter(Phase.OTHER)
-        return self.windows.end_step(is_detailed=is_detailed)
+        return self.windows.end_step(is_measured=is_measured)
+
+
+@dataclass
+class Loop:
+    """A loop that a recorder is told of: steps of one micro-step, each after a wait for its batch."""
+
+    profile: Profile
+    num_ended: int = 0
+
+    def __post_init__(self) -> None:
+        timeline = self.profile.timeline
+        self.recorder = Recorder(
+            Heartbeat(),
+            Probe(timeline.enter, nn.Identity(), [], is_on_accelerator=False),
+            self.profile.windows,
+            progress=lambda: TrainingProgress(self.num_ended, 0, 1, 0),
+            on_window=self.profile.kept.append,
+            loader=None,
+        )
+
+    def step(self, data: float, seconds: float, *, fails: bool = False) -> None:
+        self.profile.timeline.enter(Phase.DATA)
+        self.profile.clock.go(data)
+        self.recorder.enter(0)
+        self.profile.clock.go(seconds)
+        self.num_ended += not fails
+        self.recorder.leave(self.num_ended, self.num_ended, 0)
+
+    def total(self, phase: Phase) -> float:
+        return sum(each.seconds.get(phase.label, 0.0) for each in self.profile.kept)
 
 
 STEP = {Phase.DATA: 0.5, Phase.FORWARD: 0.25, Phase.BACKWARD: 0.5, Phase.OPTIMIZER: 0.125}
@@ -97,12 +132,12 @@ def test_what_comes_to_nothing_is_counted_as_that_and_no_moment_is_lost(clock: C
     clock.go(2.0)
     timeline.enter(Phase.FORWARD)
     clock.go(4.0)
-    timeline.lose()
+    timeline.roll_back()
     wall = timeline.take_spent()[: len(Phase)]
     assert wall[Phase.ROLLED_BACK] == 5e9 and wall[Phase.CHECKPOINT] == 2e9 and sum(wall) == 7e9
     clock.go(1.0)
     assert timeline.take_spent()[Phase.FORWARD] == 1e9
-    timeline.lose()
+    timeline.roll_back()
     assert timeline.take_spent()[Phase.FORWARD] == 1e9, "what was told before is not taken back"
 
 
@@ -114,12 +149,28 @@ def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it(clock:
     clock.go(2.0)
     timeline.enter(Phase.FORWARD)
     clock.go(4.0)
-    timeline.lose()
+    timeline.roll_back()
     wall = timeline.take_spent()[: len(Phase)]
     assert wall[Phase.OTHER] == 1e9 and wall[Phase.ROLLED_BACK] == 6e9
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("eltb"))))
+@pytest.mark.parametrize("num_steps", [10, 70, 80])
+def test_a_step_that_is_rolled_back_is_counted_alike_whether_steps_are_measured_or_not(
+    clock: Clock, num_steps: int
+) -> None:
+    loop = Loop(Profile(clock))
+    for _ in range(num_steps):
+        loop.step(0.5e-3, 1e-3)
+    loop.step(0.25, 0.125, fails=True)
+    loop.step(0.5e-3, 1e-3)
+    loop.recorder.end()
+    assert loop.total(Phase.ROLLED_BACK) == pytest.approx(0.375), "with the wait for its batch"
+    assert loop.total(Phase.DATA) == pytest.approx((num_steps + 1) * 0.5e-3)
+    assert loop.total(Phase.STEP) == pytest.approx((num_steps + 1) * 1e-3), "and none of another step"
+    assert sum(each.num_detailed for each in loop.profile.kept) == 0, "hooks have seen no model"
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("eltbu"))))
 def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, str]]) -> None:
     found = Clock()
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +182,9 @@ def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, 
             if kind == "e":
                 timeline.enter(phase)
             elif kind == "l":
-                timeline.lose()
+                timeline.roll_back()
+            elif kind == "u":
+                timeline.end_unmeasured_step()
             elif kind == "b":
                 timeline.begin_step()
             else:
@@ -169,7 +222,7 @@ def test_a_window_says_what_all_steps_but_a_few_wait_for_others(clock: Clock) ->
     assert window.waiting_seconds == 3.5 and window.typical["communication"] == 5.0
     assert window.computing_seconds == 1.0
     assert StepWindow.from_json(window.to_json()) == window
-    profile.step({Phase.STEP: 2.0}, is_detailed=False)
+    profile.step({Phase.STEP: 2.0}, is_measured=False)
     assert profile.close(TrainingProgress(9, 0, 0, 0)).waiting_seconds is None
 
 
@@ -184,7 +237,7 @@ def test_a_window_says_whether_something_was_still_on_its_way_then(clock: Clock)
 def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Clock) -> None:
     profile = Profile(clock)
     for _ in range(3):
-        profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_detailed=False)
+        profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_measured=False)
     profile.step(STEP)
     window = profile.close(TrainingProgress(4, 0, 0, 0))
     assert window.seconds["step"] == 6.0 and window.seconds["data"] == 3.5

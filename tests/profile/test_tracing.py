@@ -11,11 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from elastic_ext.profile import step_costs
-from elastic_ext.profile.phases import length, outside, united
-from elastic_ext.profile.step_costs import Trace, can_trace, summed_up
+from elastic_ext.profile.phases import Phase, Timeline, length, outside, united
+from elastic_ext.profile.probe import Probe
+from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
+from elastic_ext.profile.step_costs import Trace, can_trace, trace_of
+from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import StepTrace
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
@@ -70,7 +74,7 @@ def test_on_a_processor_what_its_thread_computes_is_beside_communication_and_not
         Event("aten::addmm", 190, 240),
         Event("FSDP::all_gather (2)", 100, 180),
     ]
-    found = summed_up(events, rank=3, step_seconds=1e-6)
+    found = trace_of(events, rank=3, step_seconds=1e-6)
     assert found.communication_seconds == 200e-9 and found.exposed_seconds == pytest.approx(130e-9)
     assert found.overlapped_seconds == pytest.approx(70e-9) and found.computing_seconds == 70e-9
     assert found.rank == 3 and list(found.top) == ["aten::linear", "aten::addmm"]
@@ -86,7 +90,7 @@ def test_on_an_accelerator_its_own_kernels_count() -> None:
         Event("aten::mm", 0, 90),
         Event("nccl:all_gather", 0, 10),
     ]
-    found = summed_up(events, rank=0, step_seconds=1e-6)
+    found = trace_of(events, rank=0, step_seconds=1e-6)
     assert found.communication_seconds == 100e-9 and found.exposed_seconds == 50e-9
     assert found.computing_seconds == 150e-9
 
@@ -104,6 +108,33 @@ def test_a_real_step_is_seen_and_no_word_is_said(capfd: pytest.CaptureFixture[st
     assert found.communication_seconds == found.exposed_seconds == 0.0
     assert "aten::mm" in found.top
     assert capfd.readouterr().err == ""
+
+
+def test_a_step_that_is_taken_again_is_traced_alone() -> None:
+    timeline = Timeline(Phase.OTHER)
+    found: list[StepTrace] = []
+    surveyor = Surveyor(
+        timeline,
+        Probe(timeline.enter, nn.Identity(), [], is_on_accelerator=False),
+        world=World(rank=0, names=(PeerName(rank=0, host="node", pid=1, seat=0),)),
+        device=torch.device("cpu"),
+        listeners=StepMeasurementListeners(census=print, trace=found.append, calibration=print),
+        why_no_census=lambda: "planted",
+        needs_trace=lambda: True,
+    )
+    surveyor.enter(0)  # the first step would have its operations counted
+    surveyor.reach_boundary()
+    surveyor.leave(has_ended=True)
+    surveyor.enter(0)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    surveyor.leave(has_ended=False)
+    surveyor.enter(0)
+    torch.ones(8).add_(1)
+    surveyor.reach_boundary()
+    surveyor.leave(has_ended=True)
+    surveyor.close()
+    (trace,) = found
+    assert "aten::add_" in trace.top and "aten::mm" not in trace.top
 
 
 def test_where_torch_gives_no_such_events_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

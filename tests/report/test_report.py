@@ -204,8 +204,8 @@ def test_verdicts_have_their_place_in_words_and_over_time(tmp_path: Path) -> Non
     write_job(tmp_path, 2, 600.0)
     record = gathered(tmp_path)
     assert "What holds training up" not in shown(replace(record, remarks=()))
-    source = shown(replaced(record, Remark(START + 60.0, START + 300.0, "data", "41% of the step waits for samples")))
-    assert "data (1 min to 5 min): 41% of the step waits for samples" in check_page(source).words
+    source = shown(replaced(record, Remark(START + 60.0, START + 300.0, "data", "41% waits for samples")))
+    assert "data (1 min to 5 min): 41% waits for samples" in check_page(source).words
 
 
 def test_each_config_has_a_verdict_on_all_ranks(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_each_config_has_a_verdict_on_all_ranks(tmp_path: Path) -> None:
         write_windows(tmp_path, rank, rows)
     remarks = gathered(tmp_path).remarks
     assert [each.kind for each in remarks] == ["data", "busy"]
-    assert "data-bound: 60% of the step waits for samples on all ranks" in remarks[0].text
+    assert "data-bound: 60% of training's time goes to waiting for samples on all ranks" in remarks[0].text
     assert remarks[0].begin == pytest.approx(START + 5.0) and remarks[0].end == pytest.approx(START + 15.0)
     assert "data-bound" in check_page(shown(gathered(tmp_path))).words
 
@@ -253,7 +253,7 @@ def test_tokens_and_arithmetic_are_told_as_the_log_tells_them(tmp_path: Path) ->
     assert record.tokens_per_second is not None
     assert record.mfu is not None
     tokens = [each.tokens_per_second.middle for each in record.periods if each.tokens_per_second]
-    assert tokens == pytest.approx([160_000.0, 320_000.0]), "of both ranks, and of the steps that were not looked at"
+    assert tokens == pytest.approx([160_000.0, 320_000.0]), "of both ranks, and of the steps that were not measured"
     shares = [each.mfu.middle for each in record.periods if each.mfu]
     assert shares == pytest.approx([0.1, 0.2]), "10 GFLOP of a rank in a second, checkpoints included, of 100 GFLOP/s"
     assert [each.mfu.high for each in record.ranks if each.mfu] == pytest.approx([0.2, 0.2])

@@ -25,6 +25,7 @@ __all__ = [
     "kills_itself",
     "layers",
     "no_module",
+    "normalised",
     "other_layers",
     "other_names",
     "picks",
@@ -133,6 +134,11 @@ def convolutions() -> nn.Module:
 def layers() -> nn.Module:
     """As tests.support.training.make_model has them, in float32."""
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def normalised() -> nn.Module:
+    """Whose passes refuse a single sample."""
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
 
 
 def picks() -> nn.Module:

@@ -31,7 +31,7 @@ def made_window(
     num_undetailed: int = 0,
     **changes: Any,
 ) -> StepWindow:
-    """A window of steps that are all alike, of which the last were not looked at; ``besides`` is in all of it."""
+    """A window of steps that are all alike, of which the last were not measured; ``besides`` is in all of it."""
     in_steps = {phase: spent * num_steps for phase, spent in step.items() if spent}
     for phase in (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION):
         hidden = step.get(phase, 0.0) * num_undetailed
@@ -41,7 +41,7 @@ def made_window(
     seconds = {phase.label: spent for phase, spent in {**in_steps, **(besides or {})}.items() if spent > 0}
     had = {} if processor_share is None else {each.label: processor_share for each in COMPUTING}
     length = sum(step.get(phase, 0.0) for phase in IN_STEPS)
-    is_looked_at = num_undetailed < num_steps
+    is_measured = num_undetailed < num_steps
     window = StepWindow(
         begin=1000.0,
         end=1000.0 + sum(seconds.values()),
@@ -54,8 +54,8 @@ def made_window(
         config_revision=0,
         seconds=seconds,
         processor_seconds={label: had[label] * spent for label, spent in seconds.items() if label in had},
-        typical={phase.label: spent for phase, spent in step.items() if spent} if is_looked_at else {},
-        step_seconds=(length,) * 4 if is_looked_at else (),
+        typical={phase.label: spent for phase, spent in step.items() if spent} if is_measured else {},
+        step_seconds=(length,) * 4 if is_measured else (),
         num_samples=num_samples,
         num_detailed=num_steps - num_undetailed,
     )

@@ -13,11 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import recompute, why_not_recompute
+from elastic_ext.records.text import counted
 
+from .live_bytes import BlockWatch, LiveBytes
 from .model_description import dtype_of, from_description
 from .peaks import Peaks, PeakTally
 from .questions import MemoryAnswer, OptimizerKind, ParameterKind, Question
-from .samples import BlockWatch, LiveBytes
 
 __all__ = ["analyse", "why_not_fake", "without_memory"]
 
@@ -45,7 +46,7 @@ def why_not_fake() -> str | None:
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         return f"torch {torch.__version__} has no FakeTensorMode that elastic_ext can use: {error}"
     one = _ROWS * _COLUMNS * _FLOAT_BYTES
-    wanted = one, 3 * one  # what came of it; with its gradient, and that of what was given
+    wanted = one, 3 * one  # the result; the result, its gradient and that of the input
     if found != wanted:
         return (
             f"the fake tensors of torch {torch.__version__} give {found} bytes as the peaks of the forward and the "
@@ -83,7 +84,7 @@ class _Unlike(Exception):
 
 
 def analyse(question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
-    """Work out a question's answers and ``tell`` each; the last one says why there are no more, if there should be."""
+    """Work out a question's answers and ``tell`` each; where some are missing, the last one says why."""
     refusal = why_not_fake()
     if refusal is not None:
         tell(MemoryAnswer(problem=refusal))
@@ -138,31 +139,35 @@ def _make_alike(made: Mapping[str, nn.Parameter], trained: Sequence[ParameterKin
 
 
 def _tell_passes(model: nn.Module, question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
+    """Tell what passes take at each size. Sizes that fail are left out, and the last answer says why the first did."""
     blocks = [model.get_submodule(name) for name in question.blocks]
     has_answered = has_flops = False
+    problem: str | None = None
     for ratio in question.ratios:
         if ratio and why_not_recompute(model, blocks, ratio) is not None:
             continue
-        try:
-            recompute(blocks, ratio)
-            for size in question.micro_batches:
-                is_first = ratio == 0 and not has_flops
+        for size in question.micro_batches:
+            is_first = ratio == 0 and not has_flops
+            try:
+                recompute(blocks, ratio)
                 found = _passes(model, question, size, blocks if is_first else ())
-                passes = found.peaks.passes(micro_batch=size, activation_checkpoint=ratio)
-                if is_first:
-                    kept = tuple(each // size for each in found.kept_by_blocks)
-                    tell(
-                        MemoryAnswer(
-                            passes=passes, flops_per_sample=found.num_flops // size, block_activation_bytes=kept
-                        )
-                    )
-                else:
-                    tell(MemoryAnswer(passes=passes))
-                has_answered, has_flops = True, has_flops or ratio == 0
-        except Exception as error:  # the user's code: told to who has asked
-            if not has_answered:
-                tell(MemoryAnswer(problem=f"a step on fake tensors, which have no memory, failed: {_in_words(error)}"))
+            except Exception as error:  # the user's code: told to who has asked
+                if problem is None:
+                    of_size = f"a step of {counted(size, 'sample')} on fake tensors, which have no memory, failed"
+                    problem = f"{of_size}: {_in_words(error)}"
+                if has_answered:
+                    continue
+                tell(MemoryAnswer(problem=problem))
                 return
+            passes = found.peaks.passes(micro_batch=size, activation_checkpoint=ratio)
+            if is_first:
+                kept = tuple(each // size for each in found.kept_by_blocks)
+                tell(MemoryAnswer(passes=passes, flops_per_sample=found.num_flops // size, block_activation_bytes=kept))
+            else:
+                tell(MemoryAnswer(passes=passes))
+            has_answered, has_flops = True, has_flops or ratio == 0
+    if problem is not None:
+        tell(MemoryAnswer(problem=problem))
 
 
 class _Passes(NamedTuple):

@@ -114,23 +114,23 @@ class AnalysisClient:
             return problem
         return f"the process that predicts memory {_ending(status)}"
 
-    def _asked(self) -> bytes:
+    def _request(self) -> bytes:
         argv = tuple(map(str, sys.argv))
         request = AnalysisRequest(path=tuple(_path()), argv=argv, folder=os.getcwd(), question=self._question)
         return request.to_json().encode() + b"\n"
 
-    def _converse(self, asked: int, source: int, until: float) -> str | None:
-        """Send the question and take answers until their end; gives why the end did not come, or None.
+    def _converse(self, questions: int, answers: int, until: float) -> str | None:
+        """Send the question and take answers, by two file descriptors; gives why their end did not come, or None.
 
         A question may be more than a pipe holds, and the process reads it only after a while: so writing and reading
         are waited for together.
         """
         poll = select.poll()
-        for descriptor in (source, self._closing):
+        for descriptor in (answers, self._closing):
             poll.register(descriptor, select.POLLIN)
-        os.set_blocking(asked, False)
-        poll.register(asked, select.POLLOUT)
-        question = self._asked()
+        os.set_blocking(questions, False)
+        poll.register(questions, select.POLLOUT)
+        question = self._request()
         rest = b""
         while True:
             left = until - time.monotonic()
@@ -139,13 +139,13 @@ class AnalysisClient:
                 return "training has ended"
             if not ready:
                 return f"the memory of steps was not predicted within {self._most_seconds:.0f} seconds"
-            if asked in ready:
-                question = question[_written(asked, question) :]
+            if questions in ready:
+                question = question[_write(questions, question) :]
                 if not question:
-                    poll.unregister(asked)
-            if source not in ready:
+                    poll.unregister(questions)
+            if answers not in ready:
                 continue
-            data = os.read(source, _MOST_LINE_BYTES)
+            data = os.read(answers, _MOST_LINE_BYTES)
             *lines, rest = (rest + data).split(b"\n")
             self._answers.extend(MemoryAnswer.from_json(line.decode()) for line in lines)
             if len(rest) > _MOST_LINE_BYTES:
@@ -159,10 +159,10 @@ def _path() -> list[str]:
     return [each for each in sys.path if isinstance(each, str)]
 
 
-def _written(asked: int, question: bytes) -> int:
-    """How many bytes of the question the pipe took; all where nobody reads any more, which the end of answers tells."""
+def _write(pipe: int, question: bytes) -> int:
+    """Write to a pipe; gives how many bytes it took: all where nobody reads any more, as the end of answers tells."""
     try:
-        return os.write(asked, question)
+        return os.write(pipe, question)
     except BrokenPipeError:
         return len(question)
     except BlockingIOError:

@@ -36,15 +36,15 @@ def main() -> None:
             answers.flush()
 
         try:
-            asked = AnalysisRequest.from_json(text)
-            _go_to(asked)
+            request = AnalysisRequest.from_json(text)
+            _go_to(request)
             from .analysis import analyse  # imports torch, which reads its environment then
 
             _use_one_thread()
             _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
-            if asked.question.main is not None:
-                asked.question.main.take_up()
-            analyse(asked.question, tell)
+            if request.question.main is not None:
+                request.question.main.take_up()
+            analyse(request.question, tell)
         except MemoryError:
             tell(MemoryAnswer(problem=f"predicting the memory of steps needs more than {_MEMORY_BYTES >> 30} GiB"))
         except BaseException as error:  # a script may do anything as it is imported: told to who has asked
@@ -96,12 +96,12 @@ def _data_bytes() -> int:
         return next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")), 0)
 
 
-def _go_to(asked: AnalysisRequest) -> None:
+def _go_to(request: AnalysisRequest) -> None:
     """Go to the folder and module path of the asker, so that modules are found as they are there."""
-    sys.argv[:] = asked.argv
-    sys.path[:] = asked.path
+    sys.argv[:] = request.argv
+    sys.path[:] = request.path
     with contextlib.suppress(OSError):
-        os.chdir(asked.folder)
+        os.chdir(request.folder)
 
 
 def _use_one_thread() -> None:

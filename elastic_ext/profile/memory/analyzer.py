@@ -108,11 +108,11 @@ def _whole(tensors: Iterable[torch.Tensor]) -> int:
 
 
 # --- what a model takes, worked out beside training and measured -----------------------------------------------------
-# With a module factory each size is worked out in another process, and measured steps say by how much that is to be
+# With a model factory each size is worked out in another process, and measured steps say by how much that is to be
 # corrected. Without one, or where it cannot be worked out, what was measured is all that there is, and lines through
 # it.
 
-_RATIOS = (0.0, 1.0, 0.5)
+_RECOMPUTED_SHARES = (0.0, 1.0, 0.5)  # of blocks, that are worked out beside the present one
 _MOST_MEASUREMENTS = 64
 _MOST_DEPTH = 4  # of containers among what the model gives
 _NO_FACTORY = (
@@ -204,7 +204,7 @@ class Analyzer:
         self._shapes: _Shapes | None = None
         self._why_not = _NO_FACTORY if factory is None else ""
         self._outputs: list[weakref.ref[Any]] = []
-        self._asking: AnalysisClient | None = None
+        self._client: AnalysisClient | None = None
         self._readiness = Readiness(self._device)
         self._measurement: MemorySample | None = None
         self._measurement_key: tuple[int, float] = (0, 0.0)  # samples of the micro-step measured, recomputed share
@@ -246,13 +246,13 @@ class Analyzer:
         """Take in the outputs of a forward pass that has ended."""
         if self._measurement is not None:
             self._measurement.end_forward()
-        if self._asking is None and self._factory is not None:
+        if self._client is None and self._factory is not None:
             with suppress(RuntimeError, TypeError):  # a kind of tensor that tells of no memory
                 self._outputs = [weakref.ref(each.untyped_storage()) for each in _tensors_in(outputs, _MOST_DEPTH)]
 
     def see_end_of_pass(self) -> None:
         """Take in that a backward pass has ended."""
-        if self._asking is None and self._factory is not None and self._shapes is not None and not self._why_not:
+        if self._client is None and self._factory is not None and self._shapes is not None and not self._why_not:
             keeps = any(each() is not None for each in self._outputs)
             self._outputs.clear()
             self._ask(self._factory, self._shapes, keeps_outputs=keeps)
@@ -265,13 +265,13 @@ class Analyzer:
         self._is_first = micro_step == 0
         if self._is_first:
             key = training.micro_batch, training.recomputed_share
-            is_wanted = key not in self._tried
+            is_new = key not in self._tried
         else:  # the last micro-step has the optimizer's step, whose memory is measured once
-            is_wanted = self._update_bytes is None and micro_step + 1 == training.num_micro_steps
+            is_new = self._update_bytes is None and micro_step + 1 == training.num_micro_steps
             key = self._measurement_key
-        if not is_wanted or self._num_measurements >= _MOST_MEASUREMENTS:
+        if not is_new or self._num_measurements >= _MOST_MEASUREMENTS:
             return
-        if not (self._is_wanted() and training.is_whole and training.may_sample and self._readiness.can_sample()):
+        if not (self._is_of_use and training.is_whole and training.may_sample and self._readiness.can_sample()):
             return
         self._num_measurements += 1
         self._tried.add(key)
@@ -292,7 +292,7 @@ class Analyzer:
             return
         self._probe.tell_phases(None)
         self._probe.watcher = None
-        shapes, (num_samples, ratio) = self._shapes, self._measurement_key
+        shapes, (num_samples, share) = self._shapes, self._measurement_key
         num_samples = num_samples or self._training.micro_batch  # inputs without a size count as a full micro-batch
         try:
             peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
@@ -304,7 +304,7 @@ class Analyzer:
         if peaks.update_bytes is not None:
             self._update_bytes = max(peaks.update_bytes, self._update_bytes or 0)
         if self._is_first and num_samples > 0 and not sample.had_gradients:
-            self._measured[num_samples, ratio] = peaks
+            self._measured[num_samples, share] = peaks
             if sample.base_bytes is not None:
                 self._besides_bytes = besides_bytes(self._device, sample.base_bytes, self._sizes)
 
@@ -313,23 +313,24 @@ class Analyzer:
         self.leave()
         self._probe.watcher = None
         self._batch, self.wants_batch = None, False
-        if self._asking is not None:
-            self._asking.close()
+        if self._client is not None:
+            self._client.close()
 
     # ---- what is known ----
 
     def facts(self) -> MemoryFacts | None:
         """What is known of the model's memory now, without waiting; None where nothing is."""
-        answers = () if self._asking is None else self._asking.answers
+        answers = () if self._client is None else self._client.answers
         problems = [each.problem for each in answers if each.problem is not None]
         worked_out = tuple(each.passes for each in answers if each.passes is not None)
         measured = tuple(
-            peaks.passes(micro_batch=size, activation_checkpoint=ratio)
-            for (size, ratio), peaks in self._measured.items()
+            peaks.passes(micro_batch=size, activation_checkpoint=share)
+            for (size, share), peaks in self._measured.items()
         )
         sizes = self._sizes
         scale, why_not = correction(measured, worked_out, sizes.gradient_bytes)
-        why_not = self._why_not or why_not or ("" if worked_out else "".join(problems[:1]) or _WORKING)
+        problem = "".join(problems[:1])
+        why_not = self._why_not or why_not or ("" if worked_out else problem or _WORKING)
         if why_not and not measured:
             return None
         if not why_not and not measured and self._may_be_measured:
@@ -343,7 +344,7 @@ class Analyzer:
         kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
         return MemoryFacts(
             source="measured" if why_not else "fake",
-            why_measured=why_not,
+            why_measured=why_not or problem,
             parameter_bytes=sizes.parameter_bytes,
             gradient_bytes=sizes.gradient_bytes,
             optimizer_bytes=sizes.optimizer_bytes,
@@ -360,13 +361,14 @@ class Analyzer:
         )
 
     @property
-    def asking(self) -> AnalysisClient | None:
-        """The process that predicts the memory of steps; None where none was started."""
-        return self._asking
+    def client(self) -> AnalysisClient | None:
+        """The handle of the process that predicts the memory of steps; None where none was started."""
+        return self._client
 
     # ---- what follows ----
 
-    def _is_wanted(self) -> bool:
+    @property
+    def _is_of_use(self) -> bool:
         """Whether measuring memory is of use: there is an accelerator, a model factory or a limit.
 
         Without an accelerator it takes a profile of a step, and there may be no limit to keep to.
@@ -403,7 +405,7 @@ class Analyzer:
         training = self._training
         present, now = training.recomputed_share, max(training.micro_batch, shapes.num_samples)
         largest = max(training.samples_per_step, now)
-        ratios = (present, *_RATIOS) if self._blocks else (0.0,)
+        shares = (present, *_RECOMPUTED_SHARES) if self._blocks else (0.0,)
         try:
             question = Question(
                 main=factory.main,
@@ -418,15 +420,15 @@ class Analyzer:
                 keeps_outputs=keeps_outputs,
                 blocks=names_of(self._model, self._blocks),
                 micro_batches=tuple(sizes_up_to(largest, shapes.num_samples, now)),
-                ratios=tuple(dict.fromkeys(ratios)),
+                ratios=tuple(dict.fromkeys(shares)),
                 optimizers=optimizer_kinds(self._model, self._optimizers, is_on_accelerator=self._device.type != "cpu"),
             )
         except ValueError as error:
             self._refuse(str(error))
             return
         try:
-            self._asking = AnalysisClient(question)
-            self._asking.start()
+            self._client = AnalysisClient(question)
+            self._client.start()
         except (OSError, RuntimeError) as error:  # this process has no files or threads left
             self._refuse(f"the process that predicts memory could not be started: {error}")
 

@@ -1,5 +1,5 @@
-"""What the analysis process is told of a model in training: shapes and types of its inputs, its
-factory and its plan.
+"""What the analysis process is told of a model in training: shapes and types of its inputs and parameters, its factory,
+its optimizers' settings.
 """
 
 from __future__ import annotations
@@ -33,54 +33,56 @@ __all__ = [
 
 
 # --- what a model is given, told in JSON by shapes and types alone, and made again with other sizes ------------------
-# A tensor is told by its shape, its type, and which dimension counts samples. What it holds is not told: where a model
-# decides by that, it cannot be worked out what it takes.
+# A tensor is told by its shape, its type, and which dimension counts rows. What it holds is not told: where a model
+# decides by that, it cannot be worked out what it takes. *Rows* are samples, as a rule; of some models several are one
+# sample, as two views of it.
 
 _MOST_DEPTH = 6
 
 
-def describe(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> dict[str, Any]:
+def describe(value: Any, num_rows: int, dim: int, depth: int = _MOST_DEPTH) -> dict[str, Any]:
     """The description of a model's inputs in JSON, tensors by shape and dtype; ValueError for what JSON cannot hold.
 
-    A tensor whose dimension ``dim`` has size ``micro_batch`` counts its samples there.
+    A tensor whose dimension ``dim`` has size ``num_rows`` counts its rows there.
     """
     if isinstance(value, torch.Tensor):
         shape = _shape(value)
         if shape is None:
             raise ValueError("a tensor that is not dense")
-        has_samples = len(shape) > dim and shape[dim] == micro_batch
-        return {"shape": list(shape), "dtype": dtype_name(value.dtype), "dim": dim if has_samples else None}
+        has_rows = len(shape) > dim and shape[dim] == num_rows
+        return {"shape": list(shape), "dtype": dtype_name(value.dtype), "dim": dim if has_rows else None}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     if depth == 0:
         raise ValueError("containers within containers, more than six deep")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: describe(part, micro_batch, dim, depth - 1) for key, part in value.items()}}
+        return {"dict": {key: describe(part, num_rows, dim, depth - 1) for key, part in value.items()}}
     if type(value) in (tuple, list):
-        return {type(value).__name__: [describe(part, micro_batch, dim, depth - 1) for part in value]}
+        return {type(value).__name__: [describe(part, num_rows, dim, depth - 1) for part in value]}
     raise ValueError(f"a {type(value).__name__}")
 
 
-def from_description(tree: Mapping[str, Any], num_samples: int) -> Any:
-    """Inputs of ``num_samples`` samples, made by a description that ``describe`` gave; tensors are ``torch.empty``."""
+def from_description(tree: Mapping[str, Any], num_rows: int) -> Any:
+    """Inputs of ``num_rows`` rows, made by a description that ``describe`` gave; tensors are ``torch.empty``."""
     if "shape" in tree:
         shape = list(tree["shape"])
         if tree["dim"] is not None:
-            shape[tree["dim"]] = num_samples
+            shape[tree["dim"]] = num_rows
         return torch.empty(shape, dtype=dtype_of(tree["dtype"]))
     if "value" in tree:
         return tree["value"]
     if "dict" in tree:
-        return {key: from_description(part, num_samples) for key, part in tree["dict"].items()}
+        return {key: from_description(part, num_rows) for key, part in tree["dict"].items()}
     if "tuple" in tree:
-        return tuple(from_description(part, num_samples) for part in tree["tuple"])
-    return [from_description(part, num_samples) for part in tree["list"]]
+        return tuple(from_description(part, num_rows) for part in tree["tuple"])
+    return [from_description(part, num_rows) for part in tree["list"]]
 
 
 def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
-    """The dimension of the first tensor that counts samples, and its size; None if no tensor with a shape comes first.
+    """The dimension in which a model's inputs count rows, and how many rows there are, by the inputs' first tensor.
 
-    It is the one that has ``micro_batch``, which is what a step takes at once at most; the first, where none has.
+    It is the first dimension of the size ``micro_batch``, the most samples at once; dimension 0, where none is of that
+    size. None where there is no tensor, or the first one is not dense or has no dimensions.
     """
     first = next(_tensors_in(value, _MOST_DEPTH), None)
     shape = None if first is None else _shape(first)
@@ -92,13 +94,13 @@ def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
     return 0, shape[0]
 
 
-def num_bytes_of(tree: Mapping[str, Any], num_samples: int) -> int:
-    """Bytes of the tensors in a description that ``describe`` gave, for ``num_samples`` samples."""
+def num_bytes_of(tree: Mapping[str, Any], num_rows: int) -> int:
+    """Bytes of the tensors in a description that ``describe`` gave, for ``num_rows`` rows."""
     if "shape" in tree:
-        shape = [num_samples if dim == tree["dim"] else size for dim, size in enumerate(tree["shape"])]
+        shape = [num_rows if dim == tree["dim"] else size for dim, size in enumerate(tree["shape"])]
         return math.prod(shape) * dtype_of(tree["dtype"]).itemsize
     parts = tree.get("tuple") or tree.get("list") or list((tree.get("dict") or {}).values())
-    return sum(num_bytes_of(part, num_samples) for part in parts)
+    return sum(num_bytes_of(part, num_rows) for part in parts)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

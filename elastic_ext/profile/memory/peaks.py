@@ -21,7 +21,7 @@ Stage: TypeAlias = Literal["forward", "loss", "backward", "update", "after"]
 class Peaks:
     """The most bytes that each stage of a micro-step held beside what was there before it.
 
-    Gradients of parameters are not counted, but where a field says so.
+    The model's inputs are counted, wherever they were made. Gradients of parameters are not, but where a field says so.
     """
 
     forward_bytes: int = 0

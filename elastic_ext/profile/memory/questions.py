@@ -159,7 +159,7 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question(JsonRecord):
-    """A model, its inputs and its plan, and the sizes of steps whose memory is to be worked out."""
+    """A model, its inputs and optimizers, and the sizes of steps whose memory is to be worked out."""
 
     main: MainModule | None
     """The script that has the factory or the loss, if it is one."""
@@ -208,7 +208,7 @@ class MemoryAnswer(JsonRecord):
     block_activation_bytes: tuple[int, ...] = ()
     """Bytes that each block keeps of one sample for the backward pass."""
     problem: str | None = None
-    """Why there are no more answers; None where this is not the last."""
+    """Why some of what was asked has no answer; only the last line has one, and only where that is so."""
 
 
 def refuse_in_analysis(environment: Mapping[str, str]) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ext.profile.memory.analysis import analyse, without_memory
+from elastic_ext.profile.memory.live_bytes import BlockWatch, LiveBytes
 from elastic_ext.profile.memory.peaks import PeakTally
 from elastic_ext.profile.memory.questions import MemoryAnswer
-from elastic_ext.profile.memory.samples import BlockWatch, LiveBytes
 from tests.profile.memory.test_model_memory import words
 from tests.profile.memory.test_model_memory_process import question_of
 from tests.support import memory_models

@@ -17,6 +17,7 @@ from torch import nn
 
 from elastic_ext.profile.memory.analysis import why_not_fake, without_memory
 from elastic_ext.profile.memory.extrapolation import correction, lines_through, sizes_up_to
+from elastic_ext.profile.memory.live_bytes import LiveBytes
 from elastic_ext.profile.memory.model_description import (
     batch_dim,
     describe,
@@ -29,7 +30,7 @@ from elastic_ext.profile.memory.model_description import (
 )
 from elastic_ext.profile.memory.peaks import PeakTally, Stage
 from elastic_ext.profile.memory.questions import MainModule, Origin, origin_of
-from elastic_ext.profile.memory.samples import LiveBytes, MemorySample, Readiness, sample_on
+from elastic_ext.profile.memory.samples import MemorySample, Readiness, sample_on
 from elastic_ext.profile.phases import Phase
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from tests.support import memory_models

@@ -111,6 +111,14 @@ def test_blocks_that_are_computed_again_take_less_and_sizes_are_worked_out_one_b
         assert none > 1.3 * half > 1.5 * every
 
 
+def test_a_size_that_fails_is_told_and_the_others_are_worked_out() -> None:
+    question = question_of("normalised", memory_models.normalised(), rows(4), micro_batches=(4, 1, 2))
+    *others, last = answers_to(question)
+    assert [each.passes.micro_batch for each in others if each.passes] == [4, 2]
+    assert last.problem is not None
+    assert last.problem.startswith("a step of 1 sample on fake tensors, which have no memory, failed: ValueError: ")
+
+
 @pytest.mark.slow
 def test_types_and_autocast_are_those_of_training() -> None:
     full = answers_to(question_of("attention", memory_models.attention(), words(8)))
@@ -158,7 +166,7 @@ def test_what_is_printed_is_no_answer() -> None:
         ),
         ("other_names", memory_models.layers, "the model that is trained has no 1.bias"),
         ("no_module", memory_models.layers, "model_factory gives a str; allowed: a torch.nn.Module"),
-        ("picks", memory_models.picks, "a step on fake tensors, .* failed: DynamicOutputShapeException"),
+        ("picks", memory_models.picks, "a step of 4 samples on fake tensors, .* failed: DynamicOutputShapeException"),
         ("exits", memory_models.layers, "importing the code of model_factory in another process failed: SystemExit: 3"),
         ("kills_itself", memory_models.layers, "the process that predicts memory was killed by SIGABRT"),
         (
@@ -177,7 +185,7 @@ def test_why_it_is_not_worked_out_is_told_in_words(factory: str, model: Callable
 @pytest.mark.slow
 def test_a_loss_that_is_none_is_told() -> None:
     problem = problem_of(question_of("layers", memory_models.layers(), rows(4), loss="layers"))
-    assert "a step on fake tensors, which have no memory, failed" in problem
+    assert "a step of 4 samples on fake tensors, which have no memory, failed" in problem
 
 
 def test_it_takes_no_longer_than_it_may_and_no_process_stays() -> None:

@@ -75,8 +75,8 @@ def train(
                     else:
                         with trainer.step():
                             micro_step(*batch)
-            if until is is_worked_out and analyzer.asking is not None:
-                analyzer.asking.wait(WAIT_SECONDS)  # steps meanwhile would only take its time
+            if until is is_worked_out and analyzer.client is not None:
+                analyzer.client.wait(WAIT_SECONDS)  # steps meanwhile would only take its time
             facts = analyzer.facts()
             is_enough = until(facts, analyzer) and trainer.global_step >= least_steps
             if is_enough or time.monotonic() > give_up_at:
@@ -84,7 +84,7 @@ def train(
 
 
 def is_worked_out(facts: MemoryFacts | None, analyzer: Any) -> bool:
-    return facts is not None and (analyzer.asking is None or (analyzer.asking.is_over and bool(analyzer._measured)))
+    return facts is not None and (analyzer.client is None or (analyzer.client.is_over and bool(analyzer._measured)))
 
 
 def at(facts: MemoryFacts, size: int, ratio: float = 0.0) -> PassesMemory:
@@ -265,7 +265,7 @@ def test_where_it_cannot_be_worked_out_what_is_measured_is_told(tmp_path: Path) 
         until=is_worked_out,
     )
     assert facts.source == "measured"
-    assert "a step on fake tensors, which have no memory, failed: DynamicOutputShapeException" in facts.why_measured
+    assert "on fake tensors, which have no memory, failed: DynamicOutputShapeException" in facts.why_measured
 
 
 def test_a_block_that_was_replaced_since_is_told_and_training_goes_on(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_loss_without_a_batch_is_told(tmp_path: Path) -> None:
         model_factory=memory_models.attention,
         loss_fn=memory_models.cross_entropy,
     )
-    assert analyzer.asking is None
+    assert analyzer.client is None
     assert facts.source == "measured" and "no batch was seen to call it with" in facts.why_measured
 
 
@@ -454,7 +454,7 @@ def test_a_script_has_its_own_factory_and_trains_once(tmp_path: Path) -> None:
                 analyzer = trainer._training.analyzer
                 until = time.monotonic() + 100
                 with trainer:
-                    while time.monotonic() < until and not (analyzer.facts() and analyzer.asking.is_over):
+                    while time.monotonic() < until and not (analyzer.facts() and analyzer.client.is_over):
                         with trainer.epoch():
                             for batch in loader:
                                 with trainer.step():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from elastic_ext.profile.memory.live_bytes import LiveBytes
 from elastic_ext.profile.memory.peaks import PeakTally
-from elastic_ext.profile.memory.samples import LiveBytes
 from elastic_ext.training.gradients.noise import _FIRST_PAIRS, GradientPairs
 from elastic_ext.training.gradients.sharing import Sharing
 from elastic_ext.training.steps.state import StepState
