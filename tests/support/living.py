@@ -1,13 +1,16 @@
 """A training whose members come and go while its processes live, with the tests in the part of its agents.
 
-Each worker is a function that a RankPool runs, with a run directory of its own, as on a node of its own. ``Plans``
-writes the membership plans that its agent would write; ``live`` is what a worker runs.
+Each worker is a function that a RankPool runs, with a run directory of its own, as on a node of its own. ``Agents``
+write the membership plans that their agents would write; ``live`` is what a worker runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +26,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.members.store import prefix_of
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.member import MemberRecord, member_file
@@ -31,9 +36,9 @@ from tests.support.resharding import Net, all_of_it
 from tests.support.training import bits_of, trainer_of
 
 __all__ = [
+    "Agents",
     "Job",
     "Lived",
-    "Plans",
     "Row",
     "events_of",
     "in_segments",
@@ -65,8 +70,8 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 class Plain(Net):
     """A net whose buffers are the same on all ranks, whatever each of them sees, and that draws nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks=num_blocks)
         self.batch_norm = nn.Identity()  # type: ignore[assignment]
         for block in self.blocks:
             block.dropout = nn.Identity()
@@ -97,6 +102,20 @@ class Job:
     draws: bool = False
     """Whether the model has dropout."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    num_blocks: Mapping[int, int] = field(default_factory=dict)
+    """By seat, of a worker whose script has another model."""
+    configs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By step, configs that ranks wait for there; each worker's agent has them written."""
+    waits_for: Mapping[int, str] = field(default_factory=dict)
+    """By step, the name of a file in the folder that ranks wait for there."""
+    answer_seconds: float = 20.0
+    """How long joiners are waited for, once they are called."""
+    form_seconds: float = 20.0
+    """How long ranks wait for each other where they form groups."""
+    looks: bool = False
+    """Whether a worker looks at its plan by itself where it has waited for a file."""
+    takes_ahead: bool = False
+    """Whether the loop takes each batch before the step of the one before has ended."""
 
     def run_dir(self, seat: int) -> Path:
         return self.folder / str(seat)
@@ -152,7 +171,7 @@ def plan_after(
 
 def write_plan(job: Job, seat: int, plan: MembershipPlan) -> None:
     """Write a plan into the run directory of a worker, as its agent does."""
-    job.run_dir(seat).mkdir(exist_ok=True)
+    job.run_dir(seat).mkdir(parents=True, exist_ok=True)
     write_whole(job.run_dir(seat) / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)
 
 
@@ -169,53 +188,109 @@ def events_of(job: Job, seat: int, kind: str) -> list[JobEvent]:
     return [event for event in map(JobEvent.from_json, lines) if event.kind == kind]
 
 
-class Plans:
-    """The agents' part: a thread that writes each plan once its joiners are ready and the one before is in force."""
+class Agents:
+    """The agents' part: plans that lie there from the start, and a script that a thread of the tests goes through."""
 
-    def __init__(self, job: Job, plans: Sequence[MembershipPlan]) -> None:
-        """``plans`` are in order, the first one that by which the job begins."""
-        self._job, self._plans = job, plans
+    def __init__(
+        self, job: Job, plans: Sequence[MembershipPlan], script: Callable[[Agents], None] | None = None
+    ) -> None:
+        """``plans`` are in order, the first one that by which the job begins; by default each follows the one before.
+
+        The script ends where the workers have, at the next thing that it waits for.
+        """
+        self.job, self.plans = job, plans
+        self._script = script or Agents.follow
         self._is_over = threading.Event()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="agents of a test")
 
-    def __enter__(self) -> Plans:
-        for seat in self._job.first:
-            write_plan(self._job, seat, self._plans[0])
-        for plan in self._plans[1:]:
+    def __enter__(self) -> Agents:
+        for seat in self.job.first:
+            write_plan(self.job, seat, self.plans[0])
+        for plan in self.plans[1:]:
             for member in plan.members:
-                if self._job.joins.get(member.seat) == plan.version:
-                    write_plan(self._job, member.seat, plan)
+                if self.job.joins.get(member.seat) == plan.version:
+                    write_plan(self.job, member.seat, plan)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        for before, plan in zip(self._plans, self._plans[1:], strict=False):
-            old = [member.seat for member in before.members]
-            new = [member.seat for member in plan.members if member.seat not in old]
-            if not self._wait(lambda: all(self._is_at(seat, before.version) for seat in old)):  # noqa: B023
-                return
-            if not self._wait(lambda: all(self._is_ready(seat, plan.version) for seat in new)):  # noqa: B023
-                return
-            for seat in old:
-                write_plan(self._job, seat, plan)
+        try:
+            self._script(self)
+        except _Over:
+            pass
+        except BaseException as error:  # for the test, whose thread this is not
+            self._error = error
 
-    def _is_at(self, seat: int, version: int) -> bool:
-        record = record_of(self._job, seat)
-        return record is not None and record.version >= version
+    # ---- what scripts are made of ----
 
-    def _is_ready(self, seat: int, version: int) -> bool:
-        record = record_of(self._job, seat)
-        return record is not None and record.ready == version
+    def follow(self) -> None:
+        """Write each plan once its joiners are ready, and the one before is in force."""
+        for before, plan in itertools.pairwise(self.plans):
+            for member in before.members:
+                self.wait_for(member.seat, lambda record: record.version >= before.version)  # noqa: B023
+            self.tell(before, plan)
 
-    def _wait(self, is_so: Callable[[], bool]) -> bool:
+    def tell(self, before: MembershipPlan, plan: MembershipPlan) -> None:
+        """Write a plan for the workers of the one before, once they wait for it, and those that join are ready."""
+        old = [member.seat for member in before.members]
+        for seat in old if plan.version in self.job.holds.values() else ():
+            self.wait_until((self.job.folder / _held(plan.version, seat)).exists)
+        for seat in [member.seat for member in plan.members if member.seat not in old]:
+            self.wait_for(seat, lambda record: record.ready == plan.version)
+        self.write(old, plan)
+
+    def write(self, seats: Sequence[int], plan: MembershipPlan) -> None:
+        """Write a plan for these workers."""
+        for seat in seats:
+            write_plan(self.job, seat, plan)
+
+    def wait_for(self, seat: int, is_so: Callable[[MemberRecord], bool]) -> MemberRecord:
+        """Wait until a worker's record is as is asked; gives it."""
+        while True:
+            record = record_of(self.job, seat)
+            if record is not None and is_so(record):
+                return record
+            self._pause()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so."""
         while not is_so():
-            if self._is_over.wait(0.005):
-                return False
-        return True
+            self._pause()
+
+    def kill(self, seat: int) -> None:
+        """End a worker at once."""
+        record = record_of(self.job, seat)
+        assert record is not None
+        os.kill(record.pid, signal.SIGKILL)
+
+    def touch(self, name: str) -> None:
+        """Make a file in the job's folder, for which workers wait."""
+        (self.job.folder / name).touch()
+
+    def board_of(self, plan: MembershipPlan) -> Board:
+        """The board on which a plan's workers tell each other things."""
+        store = dist.TCPStore("127.0.0.1", self.job.port, is_master=False)  # type: ignore[attr-defined]
+        return Board(store, prefix_of(plan.generation, plan.version))
+
+    def _pause(self) -> None:
+        if self._is_over.wait(0.005):
+            raise _Over
+
+
+def _held(version: int, seat: int) -> str:
+    """The name of the file by which a worker says that it waits for a plan."""
+    return f"{seat} waits for plan {version}"
+
+
+class _Over(Exception):
+    """The workers have ended."""
 
 
 @contextlib.contextmanager
@@ -258,7 +333,7 @@ class Training:
         self.rows: list[Row] = []
         self.changes: list[tuple[int, int, int, int]] = []
         torch.manual_seed(0)
-        self.model = Net(num_blocks=2) if job.draws else Plain()
+        self.model = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
         self.loader = ElasticDataLoader(
             Numbered(job.num_samples), batch_size=2 if job.accumulates else 4, shuffle=True, seed=5
         )
@@ -275,7 +350,8 @@ class Training:
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
         self.ids = [id(part) for part in self.model.parameters()]
-        self.iterators: set[tuple[int, int]] = set()
+        self.trainer._training.members.answer_seconds = job.answer_seconds
+        self.trainer._training.members.form_seconds = job.form_seconds
 
     def _note(self, change: Any) -> None:
         self.changes.append((change.version, change.step, change.rank, change.world_size))
@@ -293,7 +369,7 @@ class Training:
     def _train(self) -> None:
         for epoch in range(self.trainer.start_epoch, self.job.num_epochs):
             with self.trainer.epoch(epoch):
-                for data, numbers in self.loader:
+                for data, numbers in _ahead(self.loader) if self.job.takes_ahead else self.loader:
                     self.take(data, numbers)
                     if self.trainer.global_step >= self.job.last_step and self.trainer.sync_gradients:
                         return
@@ -313,8 +389,20 @@ class Training:
             self._hold(self.trainer.global_step)
 
     def _hold(self, step: int) -> None:
+        config = self.job.configs.get(step)
+        if config is not None:
+            write_whole(self.job.run_dir(self.seat) / "config.json", json.dumps(config).encode(), durable=False)
+            assert self.trainer._training.follower._watcher.wait_for_version(config["version"], SECONDS)
+        name = self.job.waits_for.get(step)
+        deadline = time.monotonic() + SECONDS
+        while name is not None and not (self.job.folder / name).exists():
+            assert time.monotonic() < deadline, f"seat {self.seat} waits for {name}"
+            time.sleep(0.005)
+        if name is not None and self.job.looks:
+            self.trainer._training.members._watcher.refresh()
         version = self.job.holds.get(step)
         if version is not None:
+            (self.job.folder / _held(version, self.seat)).touch()
             watcher = self.trainer._training.members._watcher
             assert watcher.wait_for_version(version, SECONDS), f"seat {self.seat} waits for plan {version}"
 
@@ -336,6 +424,16 @@ class Training:
         return Lived(
             pid=os.getpid(), rows=self.rows, changes=self.changes, state=state, ids_stay=stay, exit_status=status
         )
+
+
+def _ahead(loader: Any) -> Iterator[Any]:
+    """The batches of a loader, of which each is taken while the one before is in hand."""
+    batches = iter(loader)
+    held = next(batches)
+    for batch in batches:
+        yield held
+        held = batch
+    yield held
 
 
 def samples_by_step(lived: Sequence[Lived | None]) -> dict[int, list[int]]:
