@@ -7,6 +7,7 @@ write the membership plans that their agents would write; ``live`` is what a wor
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -16,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
@@ -32,6 +34,7 @@ from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
+from elastic_ext.training.steps.state import StepPhase
 from tests.support.resharding import Net, all_of_it
 from tests.support.training import bits_of, trainer_of
 
@@ -114,8 +117,13 @@ class Job:
     """How long ranks wait for each other where they form groups."""
     looks: bool = False
     """Whether a worker looks at its plan by itself where it has waited for a file."""
-    takes_ahead: bool = False
-    """Whether the loop takes each batch before the step of the one before has ended."""
+    way: Literal["with", "run", "batches", "ahead"] = "with"
+    """How the loop takes steps."""
+    num_workers: int = 0
+    keeps_mean: bool = False
+    """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
+    last_version: int = 0
+    """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
     def run_dir(self, seat: int) -> Path:
         return self.folder / str(seat)
@@ -137,6 +145,10 @@ class Lived:
     ids_stay: bool
     """Whether the parameters, and the iterator over the loader, are the objects that they were."""
     exit_status: int | None = None
+    held: list[dict[str, int]] = field(default_factory=list)
+    """Descriptors, sockets and threads of the process after each change."""
+    num_undone: int = 0
+    """Batches of steps that were taken back as they were entered."""
 
 
 def plan_of(seats: Sequence[int]) -> MembershipPlan:
@@ -331,11 +343,18 @@ class Training:
     def __init__(self, seat: int, job: Job) -> None:
         self.seat, self.job = seat, job
         self.rows: list[Row] = []
+        self.num_undone = 0
         self.changes: list[tuple[int, int, int, int]] = []
+        self.held: list[dict[str, int]] = []
+        self.last_step = job.last_step
         torch.manual_seed(0)
         self.model = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
         self.loader = ElasticDataLoader(
-            Numbered(job.num_samples), batch_size=2 if job.accumulates else 4, shuffle=True, seed=5
+            Numbered(job.num_samples),
+            batch_size=2 if job.accumulates else 4,
+            shuffle=True,
+            seed=5,
+            num_workers=job.num_workers,
         )
         options = dict(job.options)
         if job.saves:
@@ -346,6 +365,10 @@ class Training:
         )
         self.trainer.on_members(self._note)
         self.trainer.parallelize(self.model, ParallelPlan(strategy=job.strategy, shard_degree=job.shard_degree))
+        self.mean: dict[str, torch.Tensor] = {}
+        if job.keeps_mean:
+            self.mean = {name: part.detach().clone() for name, part in self.model.named_parameters()}
+            self.trainer.register_state("mean", self.mean)
         trained = [part for part in self.model.parameters() if part.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
@@ -355,6 +378,9 @@ class Training:
 
     def _note(self, change: Any) -> None:
         self.changes.append((change.version, change.step, change.rank, change.world_size))
+        self.held.append(held())
+        if change.version == self.job.last_version:
+            self.last_step = change.step + 3
 
     def run(self) -> Lived:
         status = None
@@ -367,26 +393,57 @@ class Training:
         return self._lived([], status)
 
     def _train(self) -> None:
+        if self.job.way == "batches":
+            for data, numbers in self.trainer.batches(max_steps=self.last_step):
+                self.take(data, numbers)
+            return
+        if self.job.way == "ahead":
+            self._take_ahead()
+            return
         for epoch in range(self.trainer.start_epoch, self.job.num_epochs):
             with self.trainer.epoch(epoch):
-                for data, numbers in _ahead(self.loader) if self.job.takes_ahead else self.loader:
+                for data, numbers in self.loader:
                     self.take(data, numbers)
-                    if self.trainer.global_step >= self.job.last_step and self.trainer.sync_gradients:
+                    if self.trainer.global_step >= self.last_step and self.trainer.sync_gradients:
                         return
 
     def take(self, data: torch.Tensor, numbers: torch.Tensor) -> None:
         step = self.trainer.global_step
-        with self.trainer.step():
-            self.rows.append((step, dist.get_world_size(), tuple(numbers.tolist())))
-            loss = functional.mse_loss(self.model(data), data)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        if self.job.way == "run":
+            self.trainer.run(self._pass, step, data, numbers)
+        else:
+            with self.trainer.step():
+                self._pass(step, data, numbers)
         if self.trainer.sync_gradients and self.trainer.global_step > step:
             self.schedule.step()
+            for name, part in self.model.named_parameters() if self.job.keeps_mean else ():
+                self.mean[name].lerp_(part.detach(), 0.1)
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
                 self.trainer.save_checkpoint()
             self._hold(self.trainer.global_step)
+
+    def _take_ahead(self) -> None:
+        """Take each batch within the step of the one before."""
+        batches = iter(self.loader)
+        batch = next(batches)
+        while self.trainer.global_step < self.last_step:
+            step = self.trainer.global_step
+            with self.trainer.step():
+                coming = next(batches)
+                self._pass(step, *batch)
+                batch = coming
+            if self.trainer.global_step > step:
+                self._hold(self.trainer.global_step)
+
+    def _pass(self, step: int, data: torch.Tensor, numbers: torch.Tensor) -> None:
+        if self.trainer._training.state.phase is StepPhase.UNDONE:
+            self.num_undone += 1
+        else:
+            self.rows.append((step, dist.get_world_size(), tuple(numbers.tolist())))
+        loss = functional.mse_loss(self.model(data), data)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _hold(self, step: int) -> None:
         config = self.job.configs.get(step)
@@ -417,23 +474,34 @@ class Training:
             "rates": rates,
             "schedule": self.schedule.state_dict(),
             "position": self.loader.state_dict(),
+            "mean": {
+                name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in self.mean.items()
+            },
         }
 
     def _lived(self, state: list[Any], status: int | None) -> Lived:
         stay = self.ids == [id(part) for part in self.model.parameters()]
         return Lived(
-            pid=os.getpid(), rows=self.rows, changes=self.changes, state=state, ids_stay=stay, exit_status=status
+            pid=os.getpid(),
+            rows=self.rows,
+            changes=self.changes,
+            state=state,
+            ids_stay=stay,
+            exit_status=status,
+            held=self.held,
+            num_undone=self.num_undone,
         )
 
 
-def _ahead(loader: Any) -> Iterator[Any]:
-    """The batches of a loader, of which each is taken while the one before is in hand."""
-    batches = iter(loader)
-    held = next(batches)
-    for batch in batches:
-        yield held
-        held = batch
-    yield held
+def held() -> dict[str, int]:
+    """How much of what process groups take this process has: descriptors, sockets among them, and threads."""
+    gc.collect()
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    sockets = sum(link.startswith("socket:") for link in links)
+    return {"descriptors": len(links), "sockets": sockets, "threads": len(os.listdir("/proc/self/task"))}
 
 
 def samples_by_step(lived: Sequence[Lived | None]) -> dict[int, list[int]]:

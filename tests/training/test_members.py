@@ -3,6 +3,7 @@ the same worlds at the same steps give, bit for bit, and the samples of each ste
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -276,6 +277,70 @@ def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp
     assert (tmp_path / "2").exists()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"way": "run", "accumulates": True},
+        {"way": "batches", "num_samples": 48},
+        {"num_workers": 1},
+        {"keeps_mean": True, "strategy": "full_shard"},
+    ],
+    ids=["run", "batches", "workers", "mean"],
+)
+def test_so_it_is_however_the_loop_takes_batches_and_whatever_it_keeps(
+    ranks: RankPool, tmp_path: Path, port: int, options: dict[str, Any]
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[1])
+    job = Job(
+        **{"folder": tmp_path, "port": port, "first": (0, 1), "last_step": 12, "joins": {2: 2}, "holds": {2: 2, 6: 3}},
+        **options,
+    )
+    zero, one, two = lived(ranks, job, [first, joined, left], 3)
+    steps = steps_of(zero)
+    assert two.changes == [(2, steps[2], 2, 3), (3, steps[3], 1, 2)]
+    assert zero.state == two.state
+    again = restarted(ranks, job, [(steps[2], 2), (steps[3], 3), (12, 2)])
+    assert zero.state == again[0].state
+    check_samples(ranks, job, [zero, one, two])
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_many_changes_leave_nothing_behind(ranks: RankPool, tmp_path: Path, port: int, strategy: Any) -> None:
+    draw, plans, members = random.Random(3), [plan_of([0, 1])], [0, 1]
+    num_seats = 2
+    while len(plans) < 9:
+        if len(members) == 3 or (len(members) == 2 and draw.random() < 0.3):
+            gone = draw.choice(members[1:])
+            members.remove(gone)
+            plans.append(plan_after(plans[-1], port, left=[gone]))
+        else:
+            members.append(num_seats)
+            plans.append(plan_after(plans[-1], port, joined=[num_seats]))
+            num_seats += 1
+    joins = {seat: next(each.version for each in plans if each.member_at(seat)) for seat in range(2, num_seats)}
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=10_000,
+        num_epochs=1000,
+        joins=joins,
+        strategy=strategy,
+        last_version=plans[-1].version,
+    )
+    found = lived(ranks, job, plans, num_seats)
+    zero = found[0]
+    assert [version for version, *_ in zero.changes] == [plan.version for plan in plans[1:]]
+    assert len({str(found[seat].state) for seat in members}) == 1
+    for size in {size for *_, size in zero.changes}:
+        counts = [each for each, change in zip(zero.held, zero.changes, strict=True) if change[3] == size][1:]
+        for what in ("descriptors", "sockets", "threads"):
+            seen = [each[what] for each in counts]
+            assert not seen or max(seen) <= seen[0] + 1, (size, what, seen)
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +403,8 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
     with Agents(never, [first]):
         same = ranks.run(2, live, never, process_group=False)
     assert zero.value.state == same[0].state, "as if nothing had been"
+    assert (zero.value.num_undone, one.value.num_undone) == (1, 1)
+    check_samples(ranks, job, [zero.value, one.value])
 
 
 def test_a_plan_that_takes_another_back_ends_the_joiner_with_a_sentence(
@@ -394,6 +461,16 @@ def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankP
     record = record_of(job, 0)
     assert record is not None
     assert record.why_refused.startswith("the worker in seat 2: the parameter blocks.1.gain is null here and")
+
+
+def test_a_loop_that_takes_batches_ahead_keeps_its_members(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    left = plan_after(first, port, left=[1])
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=6, holds={2: 2}, way="ahead")
+    zero, one = lived(ranks, job, [first, left], 2)
+    assert zero.state == one.state and not zero.changes
+    record = record_of(job, 0)
+    assert record is not None and "the loop takes batches ahead of their steps" in record.why_refused
 
 
 @pytest.mark.parametrize("contents", ["{", '{"version": 1}', "older", "foreign"])
