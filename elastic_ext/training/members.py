@@ -251,6 +251,7 @@ class TrainingMembers:
     def _try_out(self, plan: MembershipPlan) -> None:
         """Raise where this rank cannot go to the world of a plan, or where no rank can."""
         training = self._training
+        self._why_restart = why_restart(training)  # the script may have made groups of its own since
         if plan.mode != "live" or self._why_restart:
             raise ElasticError(self._why_restart or "the plan is one that starts all workers anew")
         worlds = self._worlds(plan)
