@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
@@ -35,7 +36,7 @@ from elastic_ext.records.files import write_whole
 from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
 from elastic_ext.training.steps.state import StepPhase
-from tests.support.resharding import Net, all_of_it
+from tests.support.resharding import Net, all_of_it, by_blocks
 from tests.support.training import bits_of, trainer_of
 
 __all__ = [
@@ -119,6 +120,10 @@ class Job:
     """Whether a worker looks at its plan by itself where it has waited for a file."""
     way: Literal["with", "run", "batches", "ahead"] = "with"
     """How the loop takes steps."""
+    wraps: Literal["", "ddp", "fully_shard"] = ""
+    """How the script wraps the model by itself; empty where the trainer's plan does."""
+    is_bare: bool = False
+    """Whether a worker that is alone in its world has no process group."""
     num_workers: int = 0
     keeps_mean: bool = False
     """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
@@ -317,7 +322,8 @@ def place_in(job: Job, seat: int) -> Iterator[None]:
     os.environ.update(given)
     store: Any = dist.TCPStore("127.0.0.1", job.port, is_master=False)  # type: ignore[attr-defined]
     name = f"{job.folder} to {job.last_step}" if begins else f"{job.folder} {seat} alone"
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)  # type: ignore[attr-defined]
+    if not (job.is_bare and size == 1):
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -360,15 +366,22 @@ class Training:
         if job.saves:
             options["shared_storage_path"] = job.folder / "saved"
         job.folder.mkdir(parents=True, exist_ok=True)
+        inner = self.model
+        if job.wraps == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        elif job.wraps == "fully_shard":
+            by_blocks()(self.model)
         self.trainer = trainer_of(
             job.folder, self.model, self.loader, rank=seat, global_batch_size=job.batch, **options
         )
         self.trainer.on_members(self._note)
-        self.trainer.parallelize(self.model, ParallelPlan(strategy=job.strategy, shard_degree=job.shard_degree))
+        if not job.wraps:
+            self.trainer.parallelize(self.model, ParallelPlan(strategy=job.strategy, shard_degree=job.shard_degree))
         self.mean: dict[str, torch.Tensor] = {}
         if job.keeps_mean:
             self.mean = {name: part.detach().clone() for name, part in self.model.named_parameters()}
             self.trainer.register_state("mean", self.mean)
+        self.inner = inner
         trained = [part for part in self.model.parameters() if part.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
@@ -439,7 +452,7 @@ class Training:
         if self.trainer._training.state.phase is StepPhase.UNDONE:
             self.num_undone += 1
         else:
-            self.rows.append((step, dist.get_world_size(), tuple(numbers.tolist())))
+            self.rows.append((step, self.trainer.data_parallel_size, tuple(numbers.tolist())))
         loss = functional.mse_loss(self.model(data), data)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -468,7 +481,7 @@ class Training:
         state = trainer.state_dict()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         return {
-            "tensors": all_of_it(self.model, self.optimizer.inner),
+            "tensors": all_of_it(self.inner, self.optimizer.inner),
             "counts": {name: state[name] for name in ("global_step", "epoch", "reference_batch")},
             "config": state["config"],
             "rates": rates,

@@ -173,6 +173,15 @@ def test_one_node_leaves_as_another_joins_and_each_draws_as_the_rank_of_before(
     check_samples(ranks, job, [zero, one, two])
 
 
+def test_one_process_without_a_group_becomes_two_ranks(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0])
+    joined = plan_after(first, port, joined=[1])
+    job = Job(folder=tmp_path, port=port, first=(0,), last_step=7, joins={1: 2}, holds={2: 2}, is_bare=True)
+    zero, one = lived(ranks, job, [first, joined], 2)
+    assert zero.changes == [(2, 4, 0, 2)] and zero.state == one.state
+    assert zero.state == restarted(ranks, job, [(4, 1), (7, 2)])[0].state
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_one_rank_becomes_two_and_the_first_one_leaves(
     ranks: RankPool, tmp_path: Path, port: int, strategy: Any
@@ -284,10 +293,12 @@ def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp
         {"way": "batches", "num_samples": 48},
         {"num_workers": 1},
         {"keeps_mean": True, "strategy": "full_shard"},
+        {"wraps": "ddp"},
+        {"wraps": "fully_shard"},
     ],
-    ids=["run", "batches", "workers", "mean"],
+    ids=["run", "batches", "workers", "mean", "own ddp", "own fully_shard"],
 )
-def test_so_it_is_however_the_loop_takes_batches_and_whatever_it_keeps(
+def test_so_it_is_however_the_loop_takes_batches_and_whatever_the_script_does(
     ranks: RankPool, tmp_path: Path, port: int, options: dict[str, Any]
 ) -> None:
     first = plan_of([0, 1])
