@@ -7,6 +7,7 @@ taken for theirs. The same store has the board on which ranks that train and wor
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 from datetime import timedelta
 
@@ -22,7 +23,7 @@ from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
 
 __all__ = ["FORM_SECONDS", "Generation", "present_backend"]
 
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
@@ -49,10 +50,12 @@ class Generation:
         """``old`` and ``new`` are this process's ranks, None where it has none. ElasticError without the store."""
         host, _, port = plan.store.rpartition(":")
         try:
+            # torch tries for long to connect to where nobody listens.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
             )
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ElasticError(
                 f"the store {plan.store} of membership {plan.version} does not answer ({first_line})"

@@ -4,6 +4,7 @@ the same worlds at the same steps give, bit for bit, and the samples of each ste
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -472,6 +473,52 @@ def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankP
     record = record_of(job, 0)
     assert record is not None
     assert record.why_refused.startswith("the worker in seat 2: the parameter blocks.1.gain is null here and")
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        number: int = found.getsockname()[1]
+        return number
+
+
+def test_a_plan_whose_store_does_not_answer_is_refused_and_the_next_one_is_applied(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    dead = plan_after(first, free_port(), left=[1])
+    alive = replace(plan_after(first, port, left=[1]), version=3)
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=12, holds={2: 2, 6: 3})
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, dead)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.tell(first, alive)
+
+    zero, one = lived(ranks, job, [first, dead, alive], 2, script)
+    assert [version for version, *_ in zero.changes] == [3] and one.exit_status == 143
+    record = record_of(job, 0)
+    assert record is not None and (record.version, record.refused) == (3, 2)
+    assert record.why_refused.startswith("rank 0 (") and "of membership 2 does not answer" in record.why_refused
+    check_samples(ranks, job, [zero, one])
+
+
+def test_a_plan_of_more_ranks_than_a_step_has_samples_is_refused(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    back = plan_after(joined, port, left=[2])
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=9, batch=2, joins={2: 2}, holds={2: 2})
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([2], back)
+
+    zero, one, two = outcomes(ranks, job, [first, joined, back], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes and two.error is not None
+    record = record_of(job, 1)
+    assert record is not None and "a global batch of 2 samples leaves some of 3 ranks without any" in record.why_refused
 
 
 def test_a_loop_that_takes_batches_ahead_keeps_its_members(ranks: RankPool, tmp_path: Path, port: int) -> None:
