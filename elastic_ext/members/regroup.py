@@ -24,6 +24,7 @@ from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
 __all__ = ["FORM_SECONDS", "Generation", "present_backend"]
 
 _CONNECT_SECONDS = 5.0
+_SHORT_PAUSE_SECONDS = 0.005  # where training waits, or soon goes on
 _PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
@@ -68,7 +69,9 @@ class Generation:
         self._timeout = _timeout_now()
         self.board = Board(self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=_PAUSE_SECONDS)
         """What ranks that train and workers that join tell each other by."""
-        self.quick_board = Board(self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=0.002)
+        self.quick_board = Board(
+            self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=_SHORT_PAUSE_SECONDS
+        )
         """The same, for what others wait for, and which comes within a step or so."""
 
     def form(self) -> None:

@@ -34,7 +34,7 @@ from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
 from elastic_ext.members.checks import Answer, decide, differences, digest_of, why_not_members
-from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.plan import Member, MembershipPlan
 from elastic_ext.members.regroup import FORM_SECONDS, Generation, present_backend
 from elastic_ext.members.store import CALL, GO, here
 from elastic_ext.members.watcher import PlanWatcher
@@ -303,20 +303,7 @@ class TrainingMembers:
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
         }
-        board, seats = groups.quick_board, [member.seat for member in joiners]
-        try:
-            board.post(CALL, call)
-            deadline = time.monotonic() + self.answer_seconds
-            for member in joiners:
-                if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
-                    return (
-                        f"the worker in seat {member.seat} on {member.host} has not answered in "
-                        f"{self.answer_seconds:g} s"
-                    )
-            answers = {seat: str(board.read(here(seat))["why"]) for seat in seats}
-        except BoardGone as error:
-            return str(error)
-        return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
+        return _why_not_coming(groups.quick_board, call, joiners, self.answer_seconds)
 
     def _send_away(self, groups: Generation, why: str) -> None:
         """Tell joiners why the ranks do without them."""
@@ -336,10 +323,15 @@ class TrainingMembers:
     def apply_between(self) -> None:
         """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
         if self._pending is not None:
-            self._apply()
+            with self._follower.heartbeat.during(Activity.CHANGING):
+                self._apply()
 
     def _apply_in_step(self) -> None:
-        if self._pending is not None and not self._apply():
+        if self._pending is None:
+            return
+        with self._follower.heartbeat.during(Activity.CHANGING):
+            is_made = self._apply()
+        if not is_made:
             self._training.steps.take_back_entered()
 
     def _apply(self) -> bool:
@@ -691,6 +683,20 @@ def facts_of(training: Training) -> dict[str, Any]:
     for name, parameter in training.spread.root.named_parameters():
         facts[f"the parameter {name}"] = [list(parameter.shape), str(parameter.dtype)]
     return facts
+
+
+def _why_not_coming(board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float) -> str:
+    """Call the workers that join, and wait for their answers; gives why one cannot come, empty where all can."""
+    try:
+        board.post(CALL, call)
+        deadline = time.monotonic() + seconds
+        for member in joiners:
+            if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
+                return f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+        answers = {member.seat: str(board.read(here(member.seat))["why"]) for member in joiners}
+    except BoardGone as error:
+        return str(error)
+    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
 
 
 def _length_of(loader: Any) -> int | None:
