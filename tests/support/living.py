@@ -354,7 +354,7 @@ class Training:
         self.held: list[dict[str, int]] = []
         self.last_step = job.last_step
         torch.manual_seed(0)
-        self.model = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
+        self.model: nn.Module = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
         self.loader = ElasticDataLoader(
             Numbered(job.num_samples),
             batch_size=2 if job.accumulates else 4,
