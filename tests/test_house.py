@@ -292,6 +292,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
     "training.members:TrainingMembers._apply": "whatever a rank raises, all hear of it, and go on as before or raise",
+    "training.members:TrainingMembers._tell_changed": "a function is the script's: raised on all ranks",
     "training.members:TrainingMembers._settle": "what is taken over runs the user's code: raised on all ranks",
     "training.parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
     "training.steps.steps:Steps.__exit__": "takes the step back, or owes its boundary, and raises again",

@@ -356,11 +356,13 @@ class Agreement:
         self.rouse()
 
     def know_members(self, version: int) -> None:
-        """Take a membership plan as known to all ranks: that by which they train from the start, or have just joined.
+        """Take a membership plan as known to all ranks, and no newer one: that by which they train now.
 
-        All ranks call this alike, before the first boundary or between two steps.
+        All ranks call this alike, before the first boundary or between two steps. A newer plan that some of them hold
+        is told anew, as ranks that have joined have not heard of it.
         """
-        self._told_members = self._known_members = max(version, self._known_members)
+        self._told_members = self._known_members = version
+        self._members = 0
 
     def tell_config(self) -> dict[str, Any]:
         """The configs of these ranks, as JSON for ranks that join."""

@@ -411,7 +411,7 @@ class TrainingMembers:
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.version = pending.plan.version
+        self.version, self._wanted = pending.plan.version, 0
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
         training.steps.weigh_anew()
@@ -491,8 +491,13 @@ class TrainingMembers:
         change = MembersChange(
             version=plan.version, step=step, rank=world.rank, world_size=world.size, reason=plan.reason
         )
-        for function in self._training.on_members:
-            function(change)
+        error: Exception | None = None
+        try:
+            for function in self._training.on_members:
+                function(change)
+        except Exception as caught:  # of the script: all ranks are to hear of it
+            error = caught
+        follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
 
     # ---- a joiner ----
 
@@ -538,15 +543,12 @@ class TrainingMembers:
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
             groups.board.post(here(ranks.seat), {"why": why})
-            go = self._awaited(groups.quick_board, GO, plan)
-            if go is not None and not go["why"]:
+            go = self._awaited(groups.quick_board, GO, None)  # they count on this worker now, whatever comes after
+            if not go["why"]:
                 assert pending is not None and parallel is not None
                 return pending, parallel
-            if go is not None:
-                _logger.warning(
-                    "the ranks that train do without this worker in membership %d: %s", plan.version, go["why"]
-                )
-                after = plan.version
+            _logger.warning("the ranks that train do without this worker in membership %d: %s", plan.version, go["why"])
+            after = plan.version
 
     def _plan_to_join(self, after: int) -> MembershipPlan:
         """The newest plan that this worker is to join, once there is one newer than ``after``."""
@@ -563,13 +565,13 @@ class TrainingMembers:
                 return plan
             watcher.wait_for_version(max(self.joins, after + 1), _SLICE_SECONDS)
 
-    def _awaited(self, board: Board, name: str, plan: MembershipPlan) -> Any:
-        """What the ranks that train post under a name, once they do; None where a newer plan has come before."""
+    def _awaited(self, board: Board, name: str, plan: MembershipPlan | None) -> Any:
+        """What the ranks that train post under a name; None where a plan newer than ``plan`` comes before."""
         watcher = self._watcher
         assert watcher is not None
 
         def is_old() -> bool:
-            return watcher.held is not plan
+            return plan is not None and watcher.held is not plan
 
         while not board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
             if is_old():

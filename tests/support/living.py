@@ -125,6 +125,8 @@ class Job:
     is_bare: bool = False
     """Whether a worker that is alone in its world has no process group."""
     num_workers: int = 0
+    raises: Mapping[int, Literal["on_change", "on_members"]] = field(default_factory=dict)
+    """By seat, in which of its functions a worker's script raises."""
     keeps_mean: bool = False
     """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
     last_version: int = 0
@@ -375,6 +377,7 @@ class Training:
             job.folder, self.model, self.loader, rank=seat, global_batch_size=job.batch, **options
         )
         self.trainer.on_members(self._note)
+        self.trainer.on_change("user", self._apply)
         if not job.wraps:
             self.trainer.parallelize(self.model, ParallelPlan(strategy=job.strategy, shard_degree=job.shard_degree))
         self.mean: dict[str, torch.Tensor] = {}
@@ -389,7 +392,13 @@ class Training:
         self.trainer._training.members.answer_seconds = job.answer_seconds
         self.trainer._training.members.form_seconds = job.form_seconds
 
+    def _apply(self, old: Any, new: Any) -> None:
+        if self.job.raises.get(self.seat) == "on_change":
+            raise LookupError("planted in on_change")
+
     def _note(self, change: Any) -> None:
+        if self.job.raises.get(self.seat) == "on_members":
+            raise LookupError("planted in on_members")
         self.changes.append((change.version, change.step, change.rank, change.world_size))
         self.held.append(held())
         if change.version == self.job.last_version:
@@ -534,6 +543,7 @@ def in_segments(job: Job, worlds: Sequence[tuple[int, int]]) -> Iterator[Job]:
             first=tuple(range(num_ranks)),
             joins={},
             holds={},
+            waits_for={},
             last_step=last_step,
             saves=True,
             saves_at_end=True,

@@ -452,6 +452,38 @@ def test_of_two_plans_before_the_first_is_applied_the_newer_one_is(ranks: RankPo
     assert len({str(each.state) for each in found}) == 1
 
 
+def test_a_plan_that_comes_while_another_waits_for_the_step_to_begin_is_applied_after_it(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[1])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        board = agents.board_of(joined)
+        agents.wait_until(lambda: board.has(here(2)))
+        agents.write([0, 1, 2], left)
+        agents.touch("written")
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=12,
+        joins={2: 2},
+        holds={3: 2},
+        waits_for={5: "written"},
+        looks=True,
+    )
+    zero, one, two = lived(ranks, job, [first, joined, left], 3, script)
+    assert zero.changes[0] == (2, 5, 0, 3) and zero.changes[1][0] == 3
+    assert one.exit_status == 143 and zero.state == two.state
+    steps = steps_of(zero)
+    assert zero.state == restarted(ranks, job, [(5, 2), (steps[3], 3), (12, 2)])[0].state
+    check_samples(ranks, job, [zero, one, two])
+
+
 def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankPool, tmp_path: Path, port: int) -> None:
     first = plan_of([0, 1])
     joined = plan_after(first, port, joined=[2])
@@ -469,6 +501,28 @@ def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankP
     record = record_of(job, 0)
     assert record is not None
     assert record.why_refused.startswith("the worker in seat 2: the parameter blocks.1.gain is null here and")
+
+
+@pytest.mark.parametrize(("seat", "where"), [(2, "on_change"), (2, "on_members"), (1, "on_members")])
+def test_what_the_script_raises_on_one_rank_once_tensors_have_moved_is_raised_on_all(
+    ranks: RankPool, tmp_path: Path, port: int, seat: int, where: Any
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    config = {"version": 5, "user": {"a": 1}}
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=12,
+        joins={2: 2},
+        configs={1: config},
+        holds={4: 2},
+        raises={seat: where},
+    )
+    found = outcomes(ranks, job, [first, joined], 3)
+    assert all(each.error is not None and f"planted in {where}" in each.error.message for each in found), found
+    assert {each.error.type_name for each in found if each.error is not None} == {"RanksFailedError"}
 
 
 def free_port() -> int:
