@@ -175,6 +175,10 @@ class Ranks:
         """The machine that this rank runs on."""
         return self.world.name.host
 
+    def has_group(self, group: object) -> bool:
+        """Whether a process group is the one on which these ranks exchange words."""
+        return group is self._group
+
     def speaks_for(self, thing: str) -> bool:
         """Whether this rank is the one to log what all ranks of its machine that have the same ``thing`` would log.
 
@@ -235,6 +239,12 @@ class Ranks:
             error.with_traceback(None)  # the message has it
         if failed:
             raise RanksFailedError(doing, self.world_size, failed) from error
+
+    def leave(self) -> None:
+        """Leave these ranks for a world of this rank alone; nothing is under way among them."""
+        self._let_go()
+        self.world = _world_of(0, 1, seat=self.seat)
+        self._stand_alone()
 
     def close(self) -> None:
         """Leave the group and the store; collectives under way are given up, and nothing may be called afterwards."""

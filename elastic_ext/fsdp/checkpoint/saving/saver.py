@@ -38,6 +38,7 @@ from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.fsdp.state import LocalShard, local_of
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.group import Ranks
+from elastic_ext.ranks.world import World
 
 from .background import PATIENCE_SECONDS, BackgroundSave
 from .collect import Comparable, SaveRequest, ToSave, differing_names
@@ -314,6 +315,21 @@ class Saver:
     def can_save(self) -> bool:
         """Whether async saves are possible: there is staging memory, and the ranks share a board."""
         return self._staging is not None and self._ranks.board is not None
+
+    def wait_a_while(self, seconds: float) -> bool:
+        """Wait for an async save of this rank, if one is under way; gives whether it is over within ``seconds``."""
+        save = self._under_way
+        if save is None:
+            return True
+        self.finish_staging()
+        save.join(seconds)
+        return not _is_running(save)
+
+    def take_world(self, world: World) -> None:
+        """Save with the ranks of ``world`` from here on, which have exchanged nothing; no save is under way."""
+        assert self._under_way is None and not self.is_holding
+        self._exchanges = InventoryExchanges(self._ranks)
+        self._last = None
 
     @property
     def is_free(self) -> bool:
