@@ -315,7 +315,7 @@ def _ctrl_c_ending_this_process() -> Iterator[None]:
 
 
 def _end_interrupted(number: int, frame: object) -> None:
-    with contextlib.suppress(Exception):  # what is printed is flushed event by event
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # what is printed is flushed event by event
         sys.stdout.flush()
     os._exit(INTERRUPTED)
 
