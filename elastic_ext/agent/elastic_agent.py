@@ -6,7 +6,7 @@
 
 After a failure the agent stops its workers, nodes meet (the rendezvous), what was staged becomes a checkpoint, and new
 workers start. At a change that leaves all workers well, as when a node joins, nodes meet first, and training goes on
-meanwhile.
+meanwhile. Then they decide (members/decision.py) whether all workers are started anew, or go on (members.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -25,22 +25,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from elastic_ext.members.decision import MembersDecision, NodeWords, RoundStart, decide, settle
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
-from elastic_ext.records.agent import MEMBERSHIP_FILE
-from elastic_ext.records.files import write_whole
-from elastic_ext.records.text import counted
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, told
+from .members import ChangeEnd, LiveChange, Membership, NotTaken
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
-from .rendezvous import NodeRendezvous, NodeWords, judge, persist, settle
+from .rendezvous import NodeRendezvous, judge, persist
 from .workers.hangs import Hang
 from .workers.monitor import Watched
-from .workers.workers import Launch, StopSignals, Workers, environments, workers_of
+from .workers.workers import Launch, StopSignals, Workers, environments, place_workers, workers_of
 
 __all__ = ["ElasticAgent"]
 
@@ -49,6 +48,7 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
 _PART_SECONDS = 5.0
+_WARM_SECONDS = 1800.0  # for workers that join to become ready, where others leave as they do
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
@@ -78,6 +78,8 @@ class ElasticAgent(LocalElasticAgent):
         self.final_failures: list[Failure] = []
         """The failures of workers on all nodes that have ended the job; empty until then."""
         self.is_change_pending = False
+        self.is_drained = False
+        """Whether this node has left as somebody has asked it to."""
         self._meeting = meeting
         self._launch = launch
         self._folders = folders
@@ -87,13 +89,26 @@ class ElasticAgent(LocalElasticAgent):
         self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
-        self._plan: MembershipPlan | None = None
+        self._members = Membership(
+            folders.run_dir, journal, node_id=launch.node_id, host=launch.host, choice=launch.members
+        )
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
+        self._wants_meeting = self._goes_on = False
+        self._leavers: list[RoundBoard] = []  # of rounds that nodes have left whose workers train until a change
         self._stop_by: float | None = None
         self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
         self._num_rounds = 0
+        self._drains = tasks.drains
+        self._leaves_after: RoundBoard | None = None  # of the round in which others know that it leaves as one joins
+        self._why_told: str | None = None  # on the present board
+        self._why_held = ""
+
+    @property
+    def calls_meeting(self) -> bool:
+        """Whether this node wants all nodes to meet again."""
+        return self.is_change_pending or self._wants_meeting
 
     @property
     def workers(self) -> Workers | None:
@@ -118,11 +133,16 @@ class ElasticAgent(LocalElasticAgent):
         """Begin a new round: stop workers, meet, start workers; where all workers are well, nodes meet first."""
         self._signals.let_through()
         board = self._board
+        if (change := self._members.settle()) is not None:
+            self._take_plan(change.plan)
         board.tell_quietly("meeting", True)
-        lost = self._meeting.departed() - board.who_told("meeting", "leaving")
+        gone = self._meeting.departed() - board.who_told("meeting")
+        lost = [place for place in gone - board.who_told("leaving") if self._members.has_member_at(place)]
         is_hurt = self._has_failed or self.is_change_pending or lost or board.who_told("failed")
         self._is_planned = not is_hurt
         if self._is_planned:
+            if not self._why_restart():
+                self._meeting.expect(gone=gone | board.who_told("leaving"))
             words = "nodes join or leave: all nodes meet in a rendezvous, and training goes on meanwhile"
             self._journal.tell("membership-changing", words)
         super()._restart_workers(worker_group)
@@ -156,31 +176,63 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _meet(self, worker_group: WorkerGroup) -> None:
-        earlier = self._meeting.board
+        members = self._members
+        earlier = [*self._leavers, *([] if self._meeting.board is None else [self._meeting.board])]
         super()._rendezvous(worker_group)
-        board = self._board
-        if board.place == 0 and earlier is not None:
-            earlier.post_quietly("met-again", True)
+        board, spec = self._board, worker_group.spec
         is_finished = self._have_succeeded()
-        if self._is_planned:
-            self._is_planned = False
-            if not is_finished:
-                self._note_failures()
+        if self._is_planned and not is_finished:
+            self._note_failures()
+        words = self._exchange_words(board, spec, earlier, is_finished=is_finished)
+        decision = decide(words)
+        settled = settle(words, max_restarts=spec.max_restarts, store=self._store_by(decision, board))
+        members.places = tuple(each.node_id for each in words)
+        members.tell_planned(settled)
+        for each in earlier:
+            each.post_quietly("met-again", decision.kind)
+        self._num_failures = self._journal.restart = settled.num_failures
+        self._remaining_restarts = spec.max_restarts - settled.num_failures
+        self._has_failed = self.is_change_pending = self._wants_meeting = self._is_waiting = False
+        self._goes_on = decision.kind != "start" and members.plan is not None
+        self._why_told = None
+        if self._goes_on:
+            self._go_on(board, settled, earlier)
+        elif decision.kind == "start":
+            if self._is_planned and not is_finished:
+                self._is_planned = False
                 self._end_workers(worker_group)
-        self._meeting.forget_earlier()
-        self._begin_round(board, worker_group.spec, is_finished=is_finished)
-        if earlier is not None and earlier.who_told("leaving"):
-            board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
-            earlier.post_quietly("begun", True)
+            self._meeting.forget_earlier()
+            self._begin_round(board, settled)
+            left = [each for each in earlier if each.who_told("leaving")]
+            if left:
+                board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
+            for each in left:
+                each.post_quietly("begun", True)
+            self._leavers = []
+        else:
+            super()._stop_workers(worker_group)  # which have warmed up to join by another plan
+            self._join(board, settled)
+        self._is_planned = False
+        self._meeting.holds_back_joins = members.change is not None or members.choice == "live"
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.hold()
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
-        envs = environments(self._launch, worker_group, restart_count=self._num_failures)
+        members, change = self._members, self._members.change
+        if self._goes_on and self.workers is not None and members.plan is not None:
+            self._place(members.plan)
+            return self.workers.pids()
+        seats: Sequence[int] = ()
+        if change is not None and members.plan is None:  # it joins: until then its workers are among themselves
+            self._place_alone()
+            seats = [member.seat for member in change.plan.members if member.node_id == self._launch.node_id]
+        joins = change.plan.version if change is not None and seats else 0
+        envs = environments(self._launch, worker_group, restart_count=self._num_failures, joins=joins, seats=seats)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
         workers = workers_of(self._launch, worker_group, envs, self._logs_specs, round_number=self._num_rounds)
+        members.forget_workers()
         self._pcontext = workers
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
@@ -190,25 +242,33 @@ class ElasticAgent(LocalElasticAgent):
         ranks = ", ".join(
             f"{worker.global_rank} (pid {workers.pids()[worker.local_rank]})" for worker in worker_group.workers
         )
-        self._journal.tell("workers-started", f"workers started: rank {ranks}")
+        among = ", among themselves until they join" if joins else ""
+        self._journal.tell("workers-started", f"workers started{among}: rank {ranks}")
         return workers.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._is_finished:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        if self._signals.told is not None:
+        change = self._members.change
+        if self._signals.told is not None and not (change is not None and change.is_told):  # it ends before long
             self._leave(self._signals.told)
         result: RunResult = super()._monitor_workers(worker_group)
+        if self._is_joining:
+            return self._monitor_joining(result)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY and (hang := self._tasks.look(self.watched)) is not None:
             return self._hung(hang)
+        if result.state == WorkerState.HEALTHY:
+            self._follow_change()
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
+            self._hold_back_joins()
+            self._look_for_drains()
             if (over := self._board.read_quietly("over")) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
                 self._remaining_restarts, self.is_over = 0, True
@@ -217,7 +277,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Part from the other nodes, which are all finished. Torch's own barrier would wait for nodes that are gone."""
-        self._board.part(timeout_seconds=_PART_SECONDS)
+        self._board.part(timeout_seconds=_PART_SECONDS, places=self._members.member_places() or None)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the workers as the agent ends, in the time that is left; stop signals are held back meanwhile."""
@@ -234,12 +294,11 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- rounds ----
 
-    def _begin_round(self, board: RoundBoard, spec: WorkerSpec, *, is_finished: bool) -> None:
-        """Exchange with all nodes what each has counted, agree on the membership plan, and complete staged checkpoints.
-
-        All nodes of the new round call it, after the rendezvous and before any worker starts.
-        """
-        plan = self._plan
+    def _exchange_words(
+        self, board: RoundBoard, spec: WorkerSpec, earlier: Sequence[RoundBoard], *, is_finished: bool
+    ) -> list[NodeWords]:
+        """What all nodes of a new round say of themselves, in the order of their places; all of them call it."""
+        members = self._members
         own = NodeWords(
             node_id=self._launch.node_id,
             host=self._launch.host,
@@ -247,36 +306,240 @@ class ElasticAgent(LocalElasticAgent):
             num_failures=self._num_failures,
             has_failed=self._has_failed,
             is_finished=is_finished,
-            version=0 if plan is None else plan.version,
-            nodes=() if plan is None else tuple(node.node_id for node in plan.nodes),
+            version=members.version,
+            plan=members.plan,
+            written=0 if members.plan is None else members.written,
+            keeps_workers=self._is_planned and not is_finished,
+            why_restart=self._why_restart(),
+            unsettled=members.unsettled,
+            choice=members.choice,
+            time=time.time(),
+            leaving=tuple(node for each in earlier for node in members.leaving(each)),
         )
         seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
         rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
-        settled = settle([NodeWords.from_row(row) for row in rows], max_restarts=spec.max_restarts, time=time.time())
-        self._plan = settled.plan
-        self._num_failures = self._journal.restart = settled.num_failures
-        self._remaining_restarts = spec.max_restarts - settled.num_failures
+        return [NodeWords.from_row(row) for row in rows]
+
+    def _store_by(self, decision: MembersDecision, board: RoundBoard) -> str:
+        """The address of the store for workers of the next plan, which one node starts; empty where it needs none."""
+        if not decision.has_store:
+            return ""
+        if decision.holder == self._launch.node_id:
+            board.post("live-store", self._meeting.open_store())
+        address: str = board.take("live-store", seconds=_EXCHANGE_SECONDS)
+        return address
+
+    def _begin_round(self, board: RoundBoard, settled: RoundStart) -> None:
+        """Take the plan by which all workers are started, tell of it, and complete staged checkpoints.
+
+        All nodes of the new round call it, after the rendezvous and before any worker starts.
+        """
+        is_new = self._members.plan is None and settled.is_old
         self._is_finished = settled.is_finished
-        self._has_failed = self.is_change_pending = self._is_waiting = False
-        self._tell_plan(settled.plan)
+        self._members.begin(settled)
+        self._members.write(settled.plan)
         self._tasks.begin_round(
             board,
             membership_version=settled.plan.version,
             world_size=settled.plan.world_size,
-            is_new=plan is None and settled.is_old,
+            together=self._members.member_places(),
+            is_new=is_new,
         )
-        for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=_EXCHANGE_SECONDS):
+        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # others may be stopping their workers
+        for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=seconds):
             self._journal.tell_staged(outcome.why, outcome.path)
 
-    def _tell_plan(self, plan: MembershipPlan) -> None:
-        """Write the plan's file, then tell of it: who reads the event finds the plan that it names."""
+    # ---- changes in which workers go on ----
+
+    @property
+    def _is_joining(self) -> bool:
+        """Whether the workers of this node warm up to join those of others."""
+        change = self._members.change
+        return change is not None and change.is_joining and self._members.plan is None
+
+    def _why_restart(self) -> str:
+        return self._members.why_restart(is_dynamic=self._meeting.is_dynamic)
+
+    def _go_on(self, board: RoundBoard, settled: RoundStart, earlier: Sequence[RoundBoard]) -> None:
+        """Begin a round in which the workers of this node go on, and a change to the next plan where there is one."""
+        members, plan = self._members, settled.plan
+        self._tasks.go_on(board, together=members.member_places())
+        self._leavers = [each for each in earlier if members.leaving(each)] if settled.decision.left else []
+        if settled.is_as_before:
+            return
+
+        def tell_workers() -> None:
+            members.write(plan)
+            for each in self._leavers:
+                each.post_quietly("plan", plan.to_json())
+            self._meeting.passed_over = members.places_of(settled.decision.joined)
+
+        self._change_to(settled, board, on_ready=tell_workers)
+
+    def _join(self, board: RoundBoard, settled: RoundStart) -> None:
+        """Begin a round in which the workers of this node are to join those of others; NotTaken where they are not."""
+        if settled.decision.kind == "same":
+            self._drop_out(settled.decision.why)
+        members, plan = self._members, settled.plan
+        members.write(plan)
+        self._tasks.begin_round(
+            board,
+            membership_version=plan.version,
+            world_size=self._worker_group.spec.local_world_size,
+            together=members.member_places(),
+            is_new=True,
+        )
+        self._change_to(settled, board, on_ready=lambda: None)
+
+    def _change_to(self, settled: RoundStart, board: RoundBoard, *, on_ready: Callable[[], None]) -> None:
+        self._members.version = settled.plan.version
+        self._members.change = LiveChange(
+            settled.plan,
+            joined=settled.decision.joined if settled.decision.kind == "live" else (),
+            node_id=self._launch.node_id,
+            board=board,
+            run_dir=self._folders.run_dir,
+            limit_seconds=self._launch.shutdown_seconds,
+            sends_away=self._members.choice == "live",
+            on_ready=on_ready,
+        )
+        self._meeting.holds_back_joins = True  # one change after another
+
+    def _follow_change(self) -> None:
+        """Look how far the change is that is under way, and end it where it has ended."""
+        change = self._members.change
+        end = None if change is None else change.look()
+        if change is None or end is None:
+            return
+        version = change.plan.version
+        if end.kind == "applied":
+            self._members.change = None
+            self._take_plan(change.plan)
+            words = f"membership {version} is in force on all nodes {change.seconds:.1f} s after it was planned"
+            self._journal.tell("membership-in-force", f"{words}; no worker was restarted", plan=version)
+        elif end.kind in ("failed", "sent-away"):
+            self._members.change = None
+            self._journal.tell("members-refused", f"membership {version} does not come: {end.why}", plan=version)
+        elif end.kind == "late" and self._members.plan is not None and change.plan.has_members_of(self._members.plan):
+            self._members.change = None
+            self._take_plan(change.plan)  # by which nothing changes
+        else:
+            self._fall_back(change, end)
+        self._hold_back_joins()
+
+    def _fall_back(self, change: LiveChange, end: ChangeEnd) -> None:
+        """Have all nodes meet again, and start all workers anew, as they cannot come to a plan."""
+        members, version = self._members, change.plan.version
+        members.change = None
+        if end.kind == "refused":
+            members.refusal = f"the ranks have refused membership {version}: {end.why}"
+        else:
+            members.unsettled = end.why
+        self._journal.tell(
+            "members-refused", f"membership {version} does not come, and all nodes meet again: {end.why}", plan=version
+        )
+        self._wants_meeting = True
+
+    def _take_plan(self, plan: MembershipPlan) -> None:
+        """Take a plan that the workers of this node have come to, and release what served those before."""
+        before = self._members.plan
+        self._members.take(plan)
+        self._place(plan)
+        self._tasks.take_plan(
+            membership_version=plan.version,
+            world_size=plan.world_size,
+            together=self._members.member_places(),
+        )
+        if before is None or not plan.has_members_of(before):  # else groups need not have been formed anew
+            self._meeting.forget_earlier(but=plan.store)
+        self._meeting.passed_over = frozenset()
+        for each in self._leavers:
+            each.post_quietly("begun", True)
+        self._leavers = []
+
+    def _place(self, plan: MembershipPlan) -> None:
+        """Give the workers of this node their ranks by a plan."""
+        place = [node.node_id for node in plan.nodes].index(self._launch.node_id)
+        ranks = plan.nodes[place].ranks
+        pids = {} if self.workers is None else self.workers.pids()
+        place_workers(
+            self._worker_group,
+            ranks,
+            world_size=plan.world_size,
+            place=place,
+            num_nodes=len(plan.nodes),
+            pids=pids,
+        )
+        self._ranks = dict(enumerate(ranks))
+
+    def _place_alone(self) -> None:
+        """Give the workers of this node ranks of a world of their own, with a store on this node."""
+        group = self._worker_group
+        number = group.spec.local_world_size
+        place_workers(group, range(number), world_size=number, place=0, num_nodes=1, pids={})
+        host, _, port = self._meeting.open_store(is_here=True).rpartition(":")
+        group.master_addr, group.master_port = host.strip("[]"), int(port)
+
+    def _monitor_joining(self, result: RunResult) -> RunResult:
+        """The torch result of workers that warm up to join; NotTaken where they fail, hang, or nobody takes them in."""
+        change, board = self._members.change, self._board
+        assert change is not None, "it joins"
+        members = self._members.places_of([node.node_id for node in change.plan.nodes if node.node_id in change.joined])
+        others = frozenset(range(board.num_peers)) - members
+        if (over := board.read_quietly("over")) is not None:
+            self._drop_out(f"the job is over: {over}")
+        if others <= board.who_told("finished"):
+            self._end_workers(self._worker_group)
+            self._is_finished = True
+            board.tell_quietly("finished", True)
+            self._journal.tell("left-out", "the workers of the other nodes have ended well before this node was in")
+            return self._monitor_workers(self._worker_group)
+        if result.state == WorkerState.FAILED:
+            self._drop_out(told(first_of(self._failures_of(result.failures.values()))))
+        if result.state == WorkerState.SUCCEEDED:
+            self._drop_out("its workers have ended before they were in")
+        if (hang := self._tasks.look(self.watched)) is not None:
+            self._drop_out(f"its workers hang: {hang.reason}")
+        end = change.look()
+        if end is not None and end.kind == "applied":
+            self._members.change = None
+            self._take_plan(change.plan)
+            version = change.plan.version
+            words = f"membership {version} is in force on all nodes; the workers of this node are in"
+            self._journal.tell("membership-in-force", words, plan=version)
+        elif end is not None and end.kind in ("failed", "sent-away"):
+            self._drop_out(end.why)
+        return result
+
+    def _drop_out(self, why: str) -> NoReturn:
+        """Leave the nodes that this one was to join, which go on without it; always raises NotTaken."""
+        if self._members.change is not None:
+            self._members.change.tell("failed", why)
+        self._meeting.leave()
+        raise NotTaken(why)
+
+    def _hold_back_joins(self) -> None:
+        """Have nodes wait that want to join, while a change is under way, or as long as they would need a restart."""
+        members, board = self._members, self._board
+        if members.choice != "live" or members.plan is None:
+            self._meeting.holds_back_joins = members.change is not None
+            return
+        own = self._why_restart()
+        if own != self._why_told:
+            self._why_told = own
+            board.tell_quietly("why-restart", own)
         try:
-            write_whole(self._folders.run_dir / MEMBERSHIP_FILE, f"{plan.to_json()}\n".encode(), durable=False)
-        except OSError as error:
-            self._journal.tell("trouble", f"the membership plan cannot be written: {error}", is_bad=True)
-        num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
-        words = f"membership {plan.version}: {counted(num_nodes, 'node')}, {counted(num_ranks, 'rank')}: "
-        self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
+            told = board.told("why-restart")
+        except BoardGone:
+            told = {}
+        silent = members.member_places() - told.keys()
+        why = next((each for each in told.values() if each), "") or (
+            "some nodes are not ready for it" if silent else ""
+        )
+        self._meeting.holds_back_joins = members.change is not None or bool(why)
+        if why and self._meeting.held_back() and why != self._why_held:
+            self._why_held = why
+            self._journal.tell("members-waiting", f"a node waits to join, as all workers would be restarted: {why}")
 
     # ---- failures ----
 
@@ -366,7 +629,7 @@ class ElasticAgent(LocalElasticAgent):
         self._meeting.num_nodes_waiting()  # which looks
         board = self._board
         places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
-        return [self._plan.nodes[place].node_id if self._plan else str(place) for place in sorted(places)]
+        return [self._members.places[place] for place in sorted(places)]
 
     def _tell_of_others(self) -> None:
         """Tell the workers of this node of workers that have failed on other nodes."""
@@ -396,7 +659,7 @@ class ElasticAgent(LocalElasticAgent):
         try:
             if not self._is_waiting:
                 board.tell("finished", True)
-            is_over = board.has(*board.of_peers("finished"))
+            is_over = board.has(*board.of_peers("finished", self._members.member_places()))
         except BoardGone:
             return True  # there is nobody left to meet
         if not is_over and not self._is_waiting:
@@ -412,21 +675,68 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- leaving ----
 
-    def _leave(self, number: signal.Signals) -> None:
-        """Leave the job after a stop signal; always raises SignalException.
+    def _look_for_drains(self) -> None:
+        """Hand on requests that nodes leave, and follow one that this node does: SignalException is raised then."""
+        board = self._board
+        self._drains.tell(board)
+        drain = self._drains.of(self._launch.node_id, board)
+        if self._members.change is not None or (drain is None and self._leaves_after is None):
+            return
+        if drain is not None and not drain.after_join:
+            self.is_drained = True
+            self._leave(signal.SIGTERM, "elastic-ext members drain")
+        if self._leaves_after is not board:  # others meet without it
+            self._leaves_after = board
+            self._members.drain(board, why_restart=self._why_restart())
+            self._journal.tell("leaving", "elastic-ext members drain: this node leaves as another one joins")
+        self._meeting.num_nodes_waiting()
+        if self._meeting.held_back():
+            self.is_drained = True
+            self._leave(signal.SIGTERM, "another node joins", patience_seconds=_WARM_SECONDS)
+
+    def _leave(self, number: signal.Signals, why: str = "", *, patience_seconds: float = 0.0) -> None:
+        """Leave the job after a stop signal, or for another reason; always raises SignalException.
 
         At SIGTERM the other nodes meet while the workers here still train with theirs; then the workers here are ended.
+        ``patience_seconds`` is how much longer these may train.
         """
         is_term = number == signal.SIGTERM
-        self._stop_by = time.monotonic() + self._launch.shutdown_seconds
+        self._stop_by = time.monotonic() + self._launch.shutdown_seconds + patience_seconds
         how = "told to end" if is_term else f"sent {number.name} too"
         if is_term and self._tasks.saves_on_signals(each.seat for each in self.watched):
             how = "told to save a checkpoint and to end"
-        self._journal.tell("leaving", f"{number.name}: this node leaves the job; its workers are {how}")
+        self._journal.tell("leaving", f"{why or number.name}: this node leaves the job; its workers are {how}")
         board = self._board
-        if board.num_peers > 1:
-            board.tell_quietly("leaving", self._launch.node_id)
-            if self._meeting.leave() and is_term and board.num_peers > self._launch.min_nodes:
-                has_met = self._wait_until(board, "met-again", seconds=self._launch.shutdown_seconds / 3)
+        if self._is_joining:
+            self._meeting.leave()
+        elif board.num_peers > 1:
+            self._members.leave(board, is_live=is_term, why_restart=self._why_restart())
+            are_enough = board.num_peers > self._launch.min_nodes or patience_seconds > 0
+            if self._meeting.leave() and is_term and are_enough:
+                seconds = self._launch.shutdown_seconds / 3 + min(patience_seconds, _EXCHANGE_SECONDS)
+                has_met = self._wait_until(board, "met-again", seconds=seconds)
                 self._left = board if has_met else None
+                if has_met:
+                    self._leave_live(board)
+                self._stop_by = min(self._stop_by, time.monotonic() + self._launch.shutdown_seconds)
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
+
+    def _leave_live(self, board: RoundBoard) -> None:
+        """Wait until the workers of this node have left those of others, which go on, and have ended by themselves.
+
+        It gives up, and they are ended, where all workers are started anew, some fail, or the time runs out.
+        """
+        end = time.monotonic() + self._seconds_left() - self._launch.shutdown_seconds / 3
+        is_told = False
+        while time.monotonic() < end and board.read_quietly("met-again") == "live" and self.workers is not None:
+            self.workers.wait(0)
+            states = {each.state for each in self.watched}
+            if "failed" in states:
+                return
+            if "running" not in states:
+                self._journal.tell("left", "the workers of this node have left those of others, which go on")
+                return
+            if not is_told and (text := board.read_quietly("plan")) is not None:
+                self._members.write(MembershipPlan.from_json(text))
+                is_told = True
+            time.sleep(_POLL_SECONDS)

@@ -1,0 +1,39 @@
+"""What a worker says of itself as a member of its job, in its node's run directory, for the node's agent.
+
+The file has one writer, the worker, and its agent reads it: whether members can come and go while this worker trains,
+by which membership plan it trains, and what became of the newest plan that it was told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .json import JsonRecord
+
+__all__ = ["MemberRecord", "member_file"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberRecord(JsonRecord):
+    """A worker as a member of its job."""
+
+    seat: int
+    pid: int
+    time: float
+    """When the record was written, seconds since 1970."""
+    why_restart: str
+    """Why members of this job can change by a restart alone, a sentence; empty where they can change live."""
+    version: int
+    """The version of the membership plan by which this worker trains; 0 where it knows of none."""
+    ready: int = 0
+    """The version of the plan that this worker, which joins, is ready to join; 0 for all others."""
+    refused: int = 0
+    """The version of the newest plan that the ranks have refused; 0 where they have refused none."""
+    why_refused: str = ""
+    """Why they have refused it, a sentence that names the rank."""
+
+
+def member_file(run_dir: Path, seat: int) -> Path:
+    """The file of the record of the worker with a seat."""
+    return run_dir / f"member-{seat}.json"
