@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from elastic_ext.members.decision import MembersDecision, NodeWords, RoundStart, decide, settle
+from elastic_ext.members.decision import MeetingDecision, NodeWords, RoundStart, decide_members, settle
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
@@ -53,7 +53,10 @@ _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by the
 
 
 class ElasticAgent(LocalElasticAgent):
-    """The elastic agent of one node: it starts the node's workers, watches them, and restarts them with other nodes."""
+    """The elastic agent of one node: it starts the node's workers, watches them, and restarts them with other nodes.
+
+    It is long, as torch's agent calls hooks of one object, and what happens in one of them others have to know.
+    """
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class ElasticAgent(LocalElasticAgent):
         self._num_rounds = 0
         self._drains = tasks.drains
         self._leaves_after: RoundBoard | None = None  # of the round in which others know that it leaves as one joins
+        self._how_told = ""
         self._why_told: str | None = None  # on the present board
         self._why_held = ""
 
@@ -184,7 +188,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_planned and not is_finished:
             self._note_failures()
         words = self._exchange_words(board, spec, earlier, is_finished=is_finished)
-        decision = decide(words)
+        decision = decide_members(words)
         settled = settle(words, max_restarts=spec.max_restarts, store=self._store_by(decision, board))
         members.places = tuple(each.node_id for each in words)
         members.tell_planned(settled)
@@ -267,6 +271,7 @@ class ElasticAgent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
+            self._tell_how()
             self._hold_back_joins()
             self._look_for_drains()
             if (over := self._board.read_quietly("over")) is not None:
@@ -320,7 +325,7 @@ class ElasticAgent(LocalElasticAgent):
         rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
         return [NodeWords.from_row(row) for row in rows]
 
-    def _store_by(self, decision: MembersDecision, board: RoundBoard) -> str:
+    def _store_by(self, decision: MeetingDecision, board: RoundBoard) -> str:
         """The address of the store for workers of the next plan, which one node starts; empty where it needs none."""
         if not decision.has_store:
             return ""
@@ -419,6 +424,7 @@ class ElasticAgent(LocalElasticAgent):
             self._journal.tell("membership-in-force", f"{words}; no worker was restarted", plan=version)
         elif end.kind in ("failed", "sent-away"):
             self._members.change = None
+            self._meeting.passed_over = frozenset()  # as those leave that were to join, others meet without them
             self._journal.tell("members-refused", f"membership {version} does not come: {end.why}", plan=version)
         elif end.kind == "late" and self._members.plan is not None and change.plan.has_members_of(self._members.plan):
             self._members.change = None
@@ -517,6 +523,14 @@ class ElasticAgent(LocalElasticAgent):
             self._members.change.tell("failed", why)
         self._meeting.leave()
         raise NotTaken(why)
+
+    def _tell_how(self) -> None:
+        """Tell how members can change, as soon as the workers of this node say it."""
+        if self._launch.max_nodes > 1 and self._members.change is None:
+            how = self._members.how_in_words(is_dynamic=self._meeting.is_dynamic)
+            if how and how != self._how_told:
+                self._journal.tell("members", how)
+            self._how_told = how or self._how_told
 
     def _hold_back_joins(self) -> None:
         """Have nodes wait that want to join, while a change is under way, or as long as they would need a restart."""

@@ -269,8 +269,10 @@ class _Launch:
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
             left = "" if agent is None else tasks.words_of_leaving(each.seat for each in agent.watched)
-            self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
-            status = 0 if agent is not None and agent.is_drained else _OF_SIGNALS + int(error.sigval)
+            is_drained = agent is not None and agent.is_drained
+            why = "it was told to leave" if is_drained else error.sigval.name
+            self._journal.tell("ended", f"this node {what} after {why}{f'; {left}' if left else ''}")
+            status = 0 if is_drained else _OF_SIGNALS + int(error.sigval)
         except NotTaken as error:
             self._journal.tell("not-taken", f"this node has not joined the others: {error}", is_bad=True)
         except WorkerNotStarted as error:
@@ -442,6 +444,7 @@ class _Launch:
             shutdown_seconds=self._shutdown_seconds,
             silence_seconds=beats * beat_seconds + 1.0,
             min_nodes=launch.min_nodes,
+            max_nodes=launch.max_nodes,
             members=self._members,
         )
         assert launch.logs_specs is not None

@@ -255,6 +255,14 @@ class Membership:
         records = member_records(self._run_dir, self.seats)
         return why_restart_of(self.choice, records, ranks, host=self._host) or self.refusal
 
+    def how_in_words(self, *, is_dynamic: bool) -> str:
+        """How members can change, in a sentence; empty as long as workers do not say it."""
+        records = member_records(self._run_dir, self.seats).values()
+        if not records or None in records:
+            return ""
+        why = self.why_restart(is_dynamic=is_dynamic)
+        return f"nodes join and leave {f'by a restart of all workers: {why}' if why else 'while workers go on'}"
+
     def leave(self, board: RoundBoard, *, is_live: bool, why_restart: str) -> None:
         """Tell the other nodes that this one leaves; with ``is_live`` its workers go on until a plan without it."""
         if is_live:

@@ -28,7 +28,7 @@ from .jobs import JobHere, add_job, one_job
 __all__ = ["MembersView", "add_members", "members_in_words", "run_members", "view_of"]
 
 _WAYS = "--run-dir DIR, or --job NAME"
-_KINDS = ("members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
+_KINDS = ("members", "members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
 _NUM_CHANGES = 10
 _MOST_EVENT_BYTES = 4 << 20
 _DONE, _FAILED, _REFUSED = 0, 1, 2

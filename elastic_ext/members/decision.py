@@ -21,13 +21,13 @@ __all__ = [
     "ChangeStage",
     "Counted",
     "LeavingNode",
+    "MeetingDecision",
     "MembersChoice",
-    "MembersDecision",
     "NodeWords",
     "RoundStart",
     "RowState",
     "count",
-    "decide",
+    "decide_members",
     "in_force",
     "settle",
     "stage_of",
@@ -124,7 +124,7 @@ def why_restart_of(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MembersDecision:
+class MeetingDecision:
     """How workers come to the next membership plan, and why not live."""
 
     kind: Literal["start", "live", "same"]
@@ -152,17 +152,17 @@ def in_force(words: Sequence[NodeWords]) -> MembershipPlan | None:
     return max(plans, key=lambda plan: plan.version, default=None)
 
 
-def decide(words: Sequence[NodeWords]) -> MembersDecision:
+def decide_members(words: Sequence[NodeWords]) -> MeetingDecision:
     """How the workers of nodes that have met come to the next plan, from the words of all in the order of places."""
     plan = in_force(words)
     if plan is None:
-        return MembersDecision(kind="start")
+        return MeetingDecision(kind="start")
     known, now = [node.node_id for node in plan.nodes], [each.node_id for each in words]
     stay = [each for each in words if each.node_id in known]
     leaving = {one.node_id: one for each in stay for one in each.leaving}
     joined = tuple(node for node in now if node not in known)
     left = tuple(node for node in known if node not in now)
-    start = MembersDecision(kind="start", joined=joined, left=left)
+    start = MeetingDecision(kind="start", joined=joined, left=left)
     if {*left} - leaving.keys() or not all(each.keeps_workers and not each.has_failed for each in stay):
         return start  # some have failed or are lost, and nobody could go on
     if unsettled := _first([each.unsettled for each in stay]):
@@ -170,7 +170,7 @@ def decide(words: Sequence[NodeWords]) -> MembersDecision:
     whys = [each.why_restart for each in words] + [leaving[node].why_restart for node in left]
     others = [each for each in stay if each.plan is None or each.plan.version != plan.version]
     whys += [f"{each.node_id} has another membership plan in force" for each in others]
-    goes_on = MembersDecision(
+    goes_on = MeetingDecision(
         kind="same",
         joined=joined,
         holder=next((node for node in known if node in now), ""),
@@ -191,7 +191,7 @@ class RoundStart:
     """What a new round starts with, agreed on by its nodes and the same on all: membership plan, count of failures."""
 
     plan: MembershipPlan
-    decision: MembersDecision
+    decision: MeetingDecision
     num_failures: int
     is_finished: bool
     """Whether the job is done: the workers of all nodes that were in it had ended well as the nodes met."""
@@ -209,7 +209,7 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
 
     Pure, so that every node comes to the same; ``store`` goes into the plan where the decision has one.
     """
-    decision, plan = decide(words), in_force(words)
+    decision, plan = decide_members(words), in_force(words)
     version = max(each.version for each in words) + 1
     has_failed = any(each.has_failed for each in words)
     counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
@@ -236,7 +236,7 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
 def _live(
     plan: MembershipPlan,
     words: Sequence[NodeWords],
-    decision: MembersDecision,
+    decision: MeetingDecision,
     *,
     version: int,
     store: str,

@@ -15,7 +15,7 @@ from elastic_ext.members.decision import (
     ChangeRow,
     LeavingNode,
     NodeWords,
-    decide,
+    decide_members,
     settle,
     stage_of,
     why_restart_of,
@@ -129,7 +129,7 @@ def test_where_members_cannot_change_live_all_workers_are_started_and_it_is_said
     ],
 )
 def test_after_a_failure_a_loss_or_at_the_start_nothing_is_said_of_members(words: list[NodeWords]) -> None:
-    decision = decide(words)
+    decision = decide_members(words)
     assert decision.kind == "start" and decision.why == ""
 
 

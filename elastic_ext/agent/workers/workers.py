@@ -223,6 +223,7 @@ class Launch:
     silence_seconds: float
     """How long it takes until the other nodes know that a node is gone."""
     min_nodes: int
+    max_nodes: int = 1
     members: MembersChoice = "auto"
     """How members may change while workers go on."""
 
