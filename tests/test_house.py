@@ -121,6 +121,7 @@ WITH_TORCH = frozenset(
         "config.follower",
         "doctor.meeting",
         "doctor.pairs",
+        "members.regroup",
         "ranks.group",
         "run",
         "tuner.performance_model",
@@ -290,6 +291,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.reshard.change:Change._caught": "whatever it is, what was there has to come back; raised on all ranks",
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
+    "training.members:TrainingMembers._apply": "whatever a rank raises, all hear of it, and go on as before or raise",
+    "training.members:TrainingMembers._settle": "what is taken over runs the user's code: raised on all ranks",
     "training.parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
     "training.steps.steps:Steps.__exit__": "takes the step back, or owes its boundary, and raises again",
     "profile.memory.analysis:analyse": "a factory is the user's code: what it raises is told to who has asked",
@@ -298,8 +301,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "profile.output:Sinks.write": "a sink is the user's code: told once, and dropped",
     "profile.output:Sinks.close": "a sink is the user's code: the others are to be closed too",
     "training.session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
-    "config.watcher:ConfigWatcher._look_at_change": "the top of what a thread of watchdog's calls; as in _run",
-    "config.watcher:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
+    "config.watcher:FileWatcher._look_at_change": "the top of what a thread of watchdog's calls; as in _run",
+    "config.watcher:FileWatcher._run": "the top of a thread: kept for the owner, who raises it",
 }
 OWN_THREADS: Mapping[str, str] = {
     # "module:Class.function": why its thread is no OwnedThread
@@ -316,6 +319,7 @@ NAMES_A_STORE: Mapping[str, str] = {
     # "module": why it names one of torch's stores
     "agent.rendezvous": "starts the store of a round's workers, and that of a rendezvous on a loopback address",
     "doctor.meeting": "gives torch's process group of two nodes a part of the store where they have met",
+    "members.regroup": "gives torch's process groups of a live plan a part of the store that the plan names",
     "doctor.pairs": "resets torch's count of process groups by making one, which needs a store",
     "ranks.group": "the board of a job of one rank is in the memory of its process",
 }
@@ -993,9 +997,9 @@ def test_what_resembles_forbidden_writing_is_no_fault() -> None:
 
 def test_named_place_may_catch_everything_and_its_neighbour_may_not() -> None:
     body = "        try:\n            pass\n        except Exception:\n            pass\n"
-    source = f"class ConfigWatcher:\n    def _run(self) -> None:\n{body}    def close(self) -> None:\n{body}"
+    source = f"class FileWatcher:\n    def _run(self) -> None:\n{body}    def close(self) -> None:\n{body}"
     (fault,) = writing_faults("config.watcher", source)
-    assert "'config.watcher:ConfigWatcher.close'" in fault
+    assert "'config.watcher:FileWatcher.close'" in fault
 
 
 def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:

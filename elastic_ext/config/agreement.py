@@ -12,12 +12,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError
+from elastic_ext.records.json import JsonRecord
 
 from .apply import Applied, Applier, Appliers, ConfigRounds, ConfigSource, Proposal
 from .control_word import ControlWord, GatheredWords, IntervalEstimator, Lag, Purpose, RoundPlace, start_differences
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from elastic_ext.ranks.group import PendingSum, Ranks
 from elastic_ext.ranks.world import World
 
-__all__ = ["Agreement", "AgreementInterval", "Boundary", "Exchange", "RankInterval"]
+__all__ = ["Agreement", "AgreementInterval", "Boundary", "Exchange", "JoinedAgreement", "RankInterval"]
 
 _logger = logging.getLogger(__name__)
 
@@ -215,6 +216,7 @@ _DOING = {
     Purpose.FINISH: "waiting for the other ranks at the end of training",
     Purpose.REWIND: "waiting for the other ranks to go back to a checkpoint",
     Purpose.RETRY_SMALLER: "waiting for the other ranks to take a step again that ran out of memory",
+    Purpose.MEMBERS: "waiting for the other ranks to decide on other members",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 
@@ -236,6 +238,21 @@ class Boundary:
     """Whether some rank's process was told to end, as by SIGTERM (``request_leave``); stays true from then on."""
     copy: bool
     """Whether some rank asked to copy training state in memory, to be saved after a SIGTERM; true at one boundary."""
+    members: int = 0
+    """The version of a membership plan that all ranks hold by now, at one boundary; 0 where there is nothing new."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedAgreement(JsonRecord):
+    """Where ranks are in their agreements, for a rank that joins them; the same on every rank."""
+
+    boundaries: int
+    backwards: int
+    step: int
+    stopping: bool
+    """Whether the script has asked on some rank to end its loop."""
+    leaving: bool
+    """Whether some rank's process was told to end."""
 
 
 class Agreement:
@@ -275,6 +292,8 @@ class Agreement:
         """Gives how often schedules have stepped on this rank, which ranks compare."""
         self.count_ahead: Callable[[], int] = lambda: 0
         """Gives how many batches this rank has taken ahead of their step, which ranks compare between two steps."""
+        self.held_members: Callable[[], int] = lambda: 0
+        """Gives the version of the newest membership plan that this rank holds."""
         self.compared_at_start: Mapping[str, object] = {}
         """Further values that ``start`` compares between ranks, by names for people."""
         self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
@@ -284,6 +303,7 @@ class Agreement:
         self._save = False  # asked for by all ranks since the last boundary
         self._stop_wanted = self._save_wanted = self._stopping = False
         self._leave_wanted = self._leaving = self._copy_wanted = self._copy = False
+        self._told_members = self._known_members = self._members = 0  # by this rank, by all; news for the next boundary
         self.resumed_version: int | None = None
         """The version of the config that was loaded from a checkpoint; None where none was."""
         self._started = False
@@ -334,6 +354,38 @@ class Agreement:
         self._lag = Lag(patience_seconds=self._lag_warning_seconds)
         self._broken = None
         self.rouse()
+
+    def know_members(self, version: int) -> None:
+        """Take a membership plan as known to all ranks: that by which they train from the start, or have just joined.
+
+        All ranks call this alike, before the first boundary or between two steps.
+        """
+        self._told_members = self._known_members = max(version, self._known_members)
+
+    def tell_config(self) -> dict[str, Any]:
+        """The configs of these ranks, as JSON for ranks that join."""
+        return self._rounds.tell()
+
+    def join_config(self, told: Mapping[str, Any], *, leaves_out: Collection[str]) -> ElasticConfig:
+        """Take over the configs of ranks that this one joins, before it does; gives the one in force."""
+        return self._rounds.join(told, leaves_out=leaves_out)
+
+    def join(self, told: JoinedAgreement) -> None:
+        """Go on from where ranks are that this one joins, between two steps; ``take_world`` comes next."""
+        self._num_boundaries, self._num_backwards, self.step = told.boundaries, told.backwards, told.step
+        self._stopping, self._leaving = told.stopping, told.leaving
+        self._applied, self._save, self._copy = None, False, False
+
+    @property
+    def place_to_join(self) -> JoinedAgreement:
+        """Where this rank is, for ranks that join between two steps."""
+        return JoinedAgreement(
+            boundaries=self._num_boundaries,
+            backwards=self._num_backwards,
+            step=self.step,
+            stopping=self._stopping,
+            leaving=self._leaving,
+        )
 
     def start(self) -> Applied | None:
         """Agree on the start-up config with all ranks, and put the config file over it, if every rank finds one."""
@@ -404,8 +456,8 @@ class Agreement:
                 self._work_at_boundary(now, is_agreement=is_agreement)
         elif self._num_boundaries % _IDLE_SAMPLING == 0:
             self._rank_interval.note_idle(self._clock() - now)
-        applied, save, copy = self._applied, self._save, self._copy
-        self._applied, self._save, self._copy = None, False, False
+        applied, save, copy, members = self._applied, self._save, self._copy, self._members
+        self._applied, self._save, self._copy, self._members = None, False, False, 0
         self._become_quiet()
         return Boundary(
             step=step,
@@ -415,6 +467,7 @@ class Agreement:
             save=save,
             leave=self._leaving,
             copy=copy,
+            members=members,
         )
 
     def pass_quietly(self, now: float, step: int, backwards: int) -> bool:
@@ -445,6 +498,7 @@ class Agreement:
         self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
         has_question = self._save_wanted or self._copy_wanted or rounds.proposing or self._has_to_tell_of_leaving
         has_question |= self._stop_wanted and not self._stopping
+        has_question |= self.held_members() > self._told_members
         if has_question or self._exchange.word is not None or rounds.scheduled is not None or rounds.has_new_file:
             self.rouse()
 
@@ -560,11 +614,13 @@ class Agreement:
         held_version, is_fresh = rounds.announce()
         self._pulsed_boundary = self._num_boundaries
         wanted, is_pacing = self._rank_interval.wanted_interval(self.every)
+        members = max(self.held_members(), self._told_members)
         word = replace(
             self._make_word(Purpose.ROUTINE),
             held_version=held_version,
             wanted_interval=wanted,
-            fresh=is_fresh,
+            members=members,
+            fresh=is_fresh or members > self._told_members,
             proposing=rounds.proposing,
             asking=self._ranks.rank == 0 and self._lag.is_due(now),
             stop=self._stop_wanted and not self._stopping,
@@ -580,6 +636,7 @@ class Agreement:
             self._save_wanted = False
         if word.copy:
             self._copy_wanted = False
+        self._told_members = members
         self._exchange.start(word)
 
     def _read_pulse(self) -> None:
@@ -591,6 +648,8 @@ class Agreement:
         self._leaving |= gathered.leave
         self._save |= gathered.save
         self._copy |= gathered.copy
+        if gathered.lowest_members > self._known_members:
+            self._members = self._known_members = gathered.lowest_members
         self.every = gathered.interval
         self._rank_interval.mark_sent()
         self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
@@ -618,6 +677,7 @@ class Agreement:
             in_force=self.config.digest,
             held_version=self.config.version,
             wanted_interval=self.every,
+            members=self._told_members,
         )
 
     def _name_laggards(self, gathered: GatheredWords) -> None:

@@ -8,9 +8,9 @@ import json
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from elastic_ext.errors import ApplyError, ConfigError, RanksDisagreeError, RanksFailedError
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat
@@ -170,6 +170,12 @@ class Appliers:
         with self.heartbeat.during(Activity.CHANGING):
             return self._apply(old, new)
 
+    def apply_here(self, old: ElasticConfig, new: ElasticConfig, *, leaves_out: Collection[str]) -> None:
+        """Apply the sections that differ, but for those to leave out, on a rank that joins others that have done so."""
+        changed = {section_of(path) for path in old.differences(new)} - {*leaves_out}
+        for applier in [each for section in SECTIONS for each in self._appliers if section == each.section in changed]:
+            applier.apply(old, new)
+
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
         changed = {section_of(path) for path in old.differences(new)}
         concerned = [each for section in SECTIONS for each in self._appliers if section == each.section in changed]
@@ -284,6 +290,31 @@ class ConfigRounds:
         self.base = config.over(self.base)
         if not self._is_started:
             self.config = self.base
+
+    def tell(self) -> dict[str, Any]:
+        """The configs that are in force here, and what they lie over, as JSON for ranks that join."""
+        scheduled = None if self.scheduled is None else self.scheduled.to_dict()
+        return {
+            "config": self.config.to_dict(),
+            "revision": self.config.revision,
+            "base": self.base.to_dict(),
+            "base_revision": self.base.revision,
+            "scheduled": scheduled,
+        }
+
+    def join(self, told: Mapping[str, Any], *, leaves_out: Collection[str]) -> ElasticConfig:
+        """Take over the configs of the ranks that this one joins; gives the one in force.
+
+        Appliers put it in force here, but for sections that this rank takes over otherwise.
+        """
+        config = ElasticConfig.from_dict(told["config"], revision=told["revision"])
+        self.base = ElasticConfig.from_dict(told["base"], revision=told["base_revision"])
+        self._appliers.apply_here(self.config, config, leaves_out=leaves_out)
+        self.config, self._announced = config, None
+        self.scheduled = None if told["scheduled"] is None else ElasticConfig.from_dict(told["scheduled"])
+        self._settled.clear()
+        self._proposals.clear()
+        return config
 
     @property
     def startup_values(self) -> dict[str, object]:

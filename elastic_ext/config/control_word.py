@@ -70,6 +70,8 @@ class Purpose(IntEnum):
     """Before a step for which memory did not suffice is taken again in smaller micro-batches."""
     NOISE = 11
     """After a step in which ranks have measured the noise of gradients, to compare what they measured."""
+    MEMBERS = 12
+    """After a step at which all ranks have learned of a membership plan, to decide on it."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -87,6 +89,7 @@ _PURPOSES = {
     9: "sharing the gradients of a step",
     10: "taking a step again that ran out of memory",
     11: "measuring the noise of gradients",
+    12: "deciding on other members",
 }
 
 # What should be the same on all ranks, and how to name it to a person.
@@ -133,9 +136,11 @@ class ControlWord:
     """The version this rank could put in force; the newest one agreed on where it has nothing new."""
     wanted_interval: int
     """How many boundaries this rank would have between two agreements."""
+    members: int = 0
+    """The version of the newest membership plan that this rank holds; 0 where it holds none."""
     # What this rank has to ask or to tell: where one of these is true, all ranks exchange their words.
     fresh: bool = False
-    """Whether this rank holds a config that it has not told the others of."""
+    """Whether this rank holds a config, or a membership plan, that it has not told the others of."""
     proposing: bool = False
     """Whether this rank proposes a revision, on which a round is to decide."""
     asking: bool = False
@@ -237,6 +242,11 @@ class GatheredWords:
     @property
     def highest_held(self) -> int:
         return max(word.held_version for word in self.words)
+
+    @property
+    def lowest_members(self) -> int:
+        """The version of the membership plan of the rank that is furthest behind; 0 where one holds none."""
+        return min(word.members for word in self.words)
 
     @property
     def interval(self) -> int:

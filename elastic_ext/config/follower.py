@@ -38,6 +38,7 @@ from elastic_ext.ranks.processes import process_of
 from elastic_ext.ranks.world import World
 from elastic_ext.records.json import shown
 from elastic_ext.records.measures import Measures
+from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.metrics import (
     JobEvent,
     JobFacts,
@@ -206,6 +207,11 @@ class Reports:
         self.calibration = calibration
         if self._directory is not None:
             self._directory.write_calibration(calibration)
+
+    def write_member(self, record: MemberRecord) -> None:
+        """Write what this worker is as a member of its job."""
+        if self._directory is not None:
+            self._directory.write_member(record)
 
     def write_facts(self, facts: JobFacts) -> None:
         """Write which settings can be changed in this job."""

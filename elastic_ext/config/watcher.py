@@ -1,5 +1,5 @@
-"""The newest valid config of a file, kept up to date by a thread of its own, and the file system events that tell of a
-change.
+"""The newest valid value in a file, such as a config, kept up to date by a thread of its own; and the events of a file
+system that tell of a change.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from watchdog.events import (
     DirCreatedEvent,
@@ -29,7 +30,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
-from elastic_ext.errors import ConfigError, ElasticError
+from elastic_ext.errors import ElasticError
 from elastic_ext.ranks.deadlines import OwnedThread
 from elastic_ext.records.files import FileStamp, read_at_most, stamp_of
 from elastic_ext.records.json import MAX_BYTES
@@ -37,7 +38,10 @@ from elastic_ext.records.text import path_given
 
 from .elastic_config import ElasticConfig
 
-__all__ = ["ConfigWatcher", "FolderEvents", "names_on_the_way"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ConfigWatcher", "FileWatcher", "FolderEvents", "names_on_the_way"]
 
 _logger = logging.getLogger(__name__)
 
@@ -210,17 +214,27 @@ def _identity(folder: str) -> tuple[int, int] | None:
     return (status.st_dev, status.st_ino) if stat.S_ISDIR(status.st_mode) else None
 
 
-# --- the newest valid config of one file, kept up to date by a thread of its own -------------------------------------
+# --- the newest valid value in one file, kept up to date by a thread of its own --------------------------------------
 # It parses and keeps; it applies nothing and knows nothing of ranks. File system events (watchdog) tell it of a change
 # within a millisecond or so. Where none arrive (network file systems, exhausted inotify limits) it looks at the file's
-# stamp every ``poll_seconds``. A file that is refused leaves the last valid config in place and is warned of once.
+# stamp every ``poll_seconds``. A file that is refused leaves the last valid value in place and is warned of once.
 
 _MOST_REMEMBERED = 256
 _CLOSE_SECONDS = 10.0
 
 
-class ConfigWatcher:
-    """The newest valid config of one file, followed from ``start()`` (or ``with``) to ``close()``.
+class _Versioned(Protocol):
+    """A value that a watched file holds."""
+
+    @property
+    def version(self) -> int: ...
+
+
+_Held = TypeVar("_Held", bound=_Versioned)
+
+
+class FileWatcher(Generic[_Held]):
+    """The newest valid value in one file, followed from ``start()`` (or ``with``) to ``close()``.
 
     ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place is
     seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one
@@ -238,11 +252,11 @@ class ConfigWatcher:
     ) -> None:
         self.path = path_given("path", path).absolute()
         self.on_news: Callable[[], None] = _do_nothing
-        """Called on the watching thread when another config is held, or when that thread dies."""
+        """Called on the watching thread when another value is held, or when that thread dies."""
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
-        self._held: ElasticConfig | None = None
+        self._held: _Held | None = None
         self._held_at = 0.0
         self._refusal: str | None = None
         self._stamp: FileStamp | None = None
@@ -256,8 +270,20 @@ class ConfigWatcher:
         name = f"elastic_ext watcher of {self.path.name}"
         self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
 
+    def _parsed(self, data: bytes) -> _Held:
+        """The value that the file's contents are; ValueError says why they are none."""
+        raise NotImplementedError
+
+    def _are_same(self, one: _Held, other: _Held) -> bool:
+        """Whether two values of one version are the same."""
+        raise NotImplementedError
+
+    def _kept_in_words(self) -> str:
+        """What stays in use while the file's contents are refused."""
+        raise NotImplementedError
+
     def start(self) -> None:
-        """Look at the config file now, then follow it on a thread."""
+        """Look at the file now, then follow it on a thread."""
         if self._thread.is_started:
             raise ElasticError(f"the watcher of {self.path} was started before; make a new one")
         self.refresh()
@@ -270,7 +296,7 @@ class ConfigWatcher:
         if self._events is not None:
             self._events.close()
 
-    def __enter__(self) -> ConfigWatcher:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -280,8 +306,8 @@ class ConfigWatcher:
         self.close()
 
     @property
-    def held(self) -> ElasticConfig | None:
-        """The newest valid config seen in the file, None before the first. Raises if the watching thread has died."""
+    def held(self) -> _Held | None:
+        """The newest valid value seen in the file, None before the first. Raises if the watching thread has died."""
         if self._error is not None:
             raise ElasticError(f"the thread that watches {self.path} died; the log has its traceback") from self._error
         return self._held
@@ -301,13 +327,13 @@ class ConfigWatcher:
         """Whether the watching thread is following the file."""
         return self._thread.is_alive()
 
-    def refresh(self) -> ElasticConfig | None:
+    def refresh(self) -> _Held | None:
         """Look at the file now, in the calling thread; gives what is held then."""
         self._look(must_read=True)
         return self.held
 
     def wait_for_version(self, version: int, timeout_seconds: float) -> bool:
-        """Whether a config of at least ``version`` was held before the time was up."""
+        """Whether a value of at least ``version`` was held before the time was up."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._held is not None and self._held.version >= version, timeout=timeout_seconds
@@ -378,14 +404,15 @@ class ConfigWatcher:
         if fingerprint == self._seen_hash:
             return
         try:
-            config = ElasticConfig.parse(data)
-        except ConfigError as error:
+            found = self._parsed(data)
+        except ValueError as error:
             self._refuse(fingerprint, str(error))
             return
         self._seen_hash = fingerprint
         self._refusal = self._warn_at = None
-        if self._held is None or config.version != self._held.version or config.digest != self._held.digest:
-            self._held, self._held_at = config, time.monotonic()
+        held = self._held
+        if held is None or found.version != held.version or not self._are_same(found, held):
+            self._held, self._held_at = found, time.monotonic()
             self.on_news()
 
     def _refuse(self, fingerprint: bytes, reason: str) -> None:
@@ -402,8 +429,20 @@ class ConfigWatcher:
         self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
-        kept = "the config in force stays" if self._held is None else f"{self._held.label} stays"
-        _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, kept, self._refusal)
+        _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, self._kept_in_words(), self._refusal)
+
+
+class ConfigWatcher(FileWatcher[ElasticConfig]):
+    """The newest valid config of one file."""
+
+    def _parsed(self, data: bytes) -> ElasticConfig:
+        return ElasticConfig.parse(data)
+
+    def _are_same(self, one: ElasticConfig, other: ElasticConfig) -> bool:
+        return one.digest == other.digest
+
+    def _kept_in_words(self) -> str:
+        return "the config in force stays" if self._held is None else f"{self._held.label} stays"
 
 
 def _do_nothing() -> None: ...

@@ -236,6 +236,12 @@ class Ranks:
         if failed:
             raise RanksFailedError(doing, self.world_size, failed) from error
 
+    def leave(self) -> None:
+        """Leave these ranks for a world of this rank alone; nothing is under way among them."""
+        self._let_go()
+        self.world = _world_of(0, 1, seat=self.seat)
+        self._stand_alone()
+
     def close(self) -> None:
         """Leave the group and the store; collectives under way are given up, and nothing may be called afterwards."""
         board = None if self.world_size > 1 else self.board

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .files import append_line, open_regular, read_at_most, write_whole
 from .json import JsonRecord
+from .member import MemberRecord, member_file
 from .metrics import FILE as JOB_FILE
 from .metrics import JobEvent, JobFacts, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .text import expanded, path_given
@@ -33,6 +34,7 @@ _logger = logging.getLogger(__name__)
 #       trace-<seat>.json        what torch's profiler saw of a step; one writer: that worker
 #       calibration.json         what the machine does at best; one writer: the first rank on it
 #       profile-<seat>.jsonl     where a worker's time went, a line for each second or more; one writer: that worker
+#       member-<seat>.json       a worker as a member of its job; one writer: that worker (where an agent started it)
 #       events-<seat>.jsonl      what happened to a worker, a line each; one writer: that worker
 #
 # A *seat* is a number that no living worker of a job shares. It is the rank in a job whose members never change; where
@@ -60,6 +62,7 @@ class RunDirectory:
         self.census_file = path / f"census-{seat}.json"
         self.job_file = path / JOB_FILE
         self.calibration_file = path / "calibration.json"
+        self.member_file = member_file(path, seat)
         self._warned = False
 
     def prepare(self) -> None:
@@ -99,6 +102,10 @@ class RunDirectory:
     def write_facts(self, facts: JobFacts) -> None:
         """Replace the file about what can be changed in the job."""
         self._replace(self.job_file, facts)
+
+    def write_member(self, record: MemberRecord) -> None:
+        """Replace the file about this worker as a member of its job."""
+        self._replace(self.member_file, record)
 
     def profiled_until(self) -> float:
         """The end of the last window in this rank's profile; 0 where there is none that can be read."""

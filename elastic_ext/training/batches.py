@@ -523,6 +523,23 @@ class Batches:
                 return str(error)
         return None
 
+    @property
+    def num_handed(self) -> int:
+        """Batches that the loop has taken since the last commit; 0 where the dataloader does not count them."""
+        return 0 if self.counted is None else self.counted.num_handed
+
+    def why_not_ranks(self, config: ElasticConfig, num_ranks: int) -> str | None:
+        """Why steps cannot be cut for so many ranks, None where they can."""
+        if self.source is None:
+            return f"{_NO_LOADER}, which could be told how many ranks there are"
+        try:
+            size = config.dataloader.batch_size or self.source.batch_size
+            plan = self._planned(config.global_batch_size or 0, size, num_ranks)
+        except ValueError as error:
+            return str(error)
+        num = plan.full_step.num_micro_steps
+        return _BY_HAND.format(num=num) if self.is_gathered_by_hand and num > 1 else None
+
     def own_values(self) -> dict[str, object]:
         """Config values that a resumed config may not change: the batch size of a loader that has its own."""
         return {} if self._fixed is None else {"dataloader.batch_size": self._fixed.micro_batch}

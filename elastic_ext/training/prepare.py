@@ -41,6 +41,7 @@ from .checks import (
 )
 from .facts import FactsOfJob, tell_of_model
 from .gradients.noise import Learning
+from .members import TrainingMembers, version_to_join
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
 from .options import LaunchSize
@@ -178,6 +179,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.recorder = _recorder(training)
     training.profile_output = _profile_output(training)
     training.facts = FactsOfJob(training)
+    training.members = TrainingMembers(training, joins=version_to_join(environ))
     training.session = session = Session(training)
     _after_each_window(follower, session.see_window)
     if training.spread.plan is not None:

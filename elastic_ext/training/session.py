@@ -144,6 +144,12 @@ class SameLoading:
         self._num_unshared = unshared.pop() if len(unshared) == 1 else None  # else each rank has a dataset of its own
         self.compare_orders()
 
+    def take_world(self, world: World) -> None:
+        """Compare with the ranks of ``world`` from here on, of whose loaders it is known that they are alike."""
+        ordered = self._batches.ordered
+        self._compares_orders = world.size > 1 and ordered is not None and ordered.draws_order
+        self._compares_batches = False
+
     def compare_shares(self, num_replicas: int, remarks: Remarks) -> None:
         """Warn where each of several replicas of the model takes all samples; called after ``compare``."""
         if self._num_unshared is not None and num_replicas > 1:
@@ -251,6 +257,7 @@ class Session:
         self._shows_start = is_terminal and not _logger.hasHandlers()
         self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
+        self._joined_epoch: int | None = None  # which the ranks that this one has joined are in
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
         self._state_dicts = StateDictGuard(training.spread, training.state)
         self.endless = EndlessBatches(self, training)
@@ -292,12 +299,18 @@ class Session:
                 follower.add(FixedSharding(training.why_not_reshard, follower))
             self._take_up(follower.config)
             self._materialise()
+            members = training.members
+            members.start()
             if training.checkpoints is not None:
                 self._saving = Saving(training.checkpoints, training)
-                training.checkpoints.resume(self.resume)
+                if not members.joins:
+                    training.checkpoints.resume(self.resume)
                 training.checkpoints.try_out()
                 self._saving.start()
+            if members.joins:
+                members.arrive()
             self._tell_begun()
+            members.tell_begun()
             if training.accelerated is not None:
                 training.accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
@@ -317,8 +330,47 @@ class Session:
             each.take_world(world)
         if self._saving is not None:
             self._saving.take_world(world)
+        self._loading.take_world(world)
         self._show_progress()
         self._begin_batches(follower.config)
+
+    def cut_batches(self, *, num_ranks: int, rank: int) -> None:
+        """Cut steps for a world that is agreed on, before it is there: the next batch that the loop takes is of it."""
+        self._batches.begin(self.follower.config, num_ranks=num_ranks, rank=rank)
+
+    def cut_as_config_says(self) -> None:
+        """Cut steps for the world that is there, where another one had been agreed on."""
+        self._begin_batches(self.follower.config)
+
+    def settle_saves(self) -> None:
+        """End all saves on these ranks, and forget what is held in memory; with all of them, before they change."""
+        if self._saving is not None:
+            self._saving.settle()
+
+    def tell_saving(self) -> dict[str, Any] | None:
+        """Where saving checkpoints is, as JSON for a rank that joins; None where training keeps none."""
+        saving = self._saving
+        return None if saving is None else {"checkpoints": saving.checkpoints.tell(), "loop": saving.tell()}
+
+    def join_saving(self, told: Mapping[str, Any] | None) -> None:
+        """Save from here on as the ranks do that this one has joined."""
+        if self._saving is not None and told is not None:
+            self._saving.checkpoints.join(told["checkpoints"])
+            self._saving.join(told["loop"])
+
+    def take_up_config(self, config: ElasticConfig) -> None:
+        """Be as the config in force says, on a rank that has joined others."""
+        self._take_up(config)
+
+    def go_on_in_epoch_of(self, counts: Counts, *, is_within: bool) -> None:
+        """Note that this rank has joined others; ``is_within`` says that their epoch is under way."""
+        self._joined_epoch = counts.epoch if is_within else None
+
+    def leave(self, by: str) -> None:
+        """End training on this rank alone, which is a member of the job no more."""
+        self.has_ended = self._is_exception_told = True
+        self.endless.let_go()
+        self._let_go(by)
 
     def resume(self, config: Mapping[str, Any]) -> None:
         """Take up the config of a state that is loaded after ``start``."""
@@ -417,6 +469,9 @@ class Session:
             self._progress.advance()
         if self._saving is not None:
             self._saving.pass_boundary(step, boundary)
+        members = self._training.members
+        if members.is_waiting or (boundary is not None and boundary.members > 0):
+            members.pass_boundary(0 if boundary is None else boundary.members)
 
     def _forget_change(self) -> None:
         if self._training.parallelism is not None:
@@ -581,13 +636,17 @@ class Session:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
         self.go_on_in_epoch()
+        joined, self._joined_epoch = self._joined_epoch, None
         if epoch == self._counts.unfinished_epoch:
             self._begin_to_count()
             self._go_on_with_rest()
-        else:
+        elif epoch != joined:  # else the others are in the middle of it
             self._begin_anew()
-        self._loading.compare_orders()
-        self._loading.compare_batches(self._gradients.sharing.num_ranks)
+        if epoch != joined:
+            self._counts.epoch = epoch
+            self._training.members.apply_between()
+            self._loading.compare_orders()
+            self._loading.compare_batches(self._gradients.sharing.num_ranks)
         self._counts.epoch, self._counts.is_in_epoch, self.is_in_epoch = epoch, True, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
@@ -722,6 +781,7 @@ class Session:
         with ExitStack() as ending:
             ending.callback(self._training.profile_output.close)
             ending.callback(self.follower.close, by)  # which ends the last window
+            ending.callback(self._training.members.close)
             if self._training.checkpoints is not None:
                 ending.callback(self._training.checkpoints.close)
             if self._training.accelerated is not None:

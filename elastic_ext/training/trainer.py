@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from elastic_ext.fsdp.plan import ParallelPlan
     from elastic_ext.profile.output import Sink
 
+    from .members import MembersChange
     from .optimizers.amp import ElasticScaler
     from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
     from .parallelism import ReshardReport
@@ -242,6 +243,8 @@ class ElasticTrainer:
         """
         from elastic_ext.fsdp.reshard.sharded_model import Spread
 
+        from .members import plan_until_joined, version_to_join
+
         if model is not self._model:
             raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
         if self._session is not None:
@@ -252,7 +255,7 @@ class ElasticTrainer:
                 "shard_degree=1 for whole copies, or leave use_fsdp out"
             )
         spread = Spread(model, units, num_local=_num_local())
-        spread.put_on(plan)
+        spread.put_on(plan_until_joined(plan, spread.num_ranks) if version_to_join(os.environ) else plan)
         self._training.spread = spread
         self._gradients.take_up(spread.engine)
         return model
@@ -489,6 +492,14 @@ class ElasticTrainer:
             self._training.appliers.append((section, apply, check))
         else:
             self._session.follower.on_change(section, apply, check)
+
+    def on_members(self, function: Callable[[MembersChange], object]) -> None:
+        """Call ``function(change)`` after each change of members, which processes live through; on the ranks of then.
+
+        For scripts that keep ranks, a number of ranks or process groups of their own, which have ended by then: the
+        function makes such groups anew, on all ranks alike. Called before ``prepare()``, or later.
+        """
+        self._training.on_members.append(function)
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change of the config from inside the job: dotted keys and values. On one rank or on all."""

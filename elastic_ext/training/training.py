@@ -9,7 +9,7 @@ session.py, in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .facts import FactsOfJob
     from .gradients.gradients import Gradients
     from .gradients.noise import Learning
+    from .members import MembersChange, TrainingMembers
     from .optimizers.accelerate import Accelerated
     from .optimizers.prepared import PreparedOptimizers
     from .optimizers.rates import OptimizerSettings
@@ -86,6 +87,8 @@ class Training:
     """The config of a state that was loaded before ``prepare``."""
     sinks: Sinks = field(default_factory=Sinks)
     """The user's sinks, to which rank 0 writes its profile."""
+    on_members: list[Callable[[MembersChange], object]] = field(default_factory=list)
+    """The script's functions that are called after each change of members."""
 
     # ---- made by prepare(), in this order ----
     prepared: PreparedOptimizers = field(init=False)
@@ -102,6 +105,8 @@ class Training:
     """The recorder of where this rank's time goes; None where nothing is profiled."""
     profile_output: ProfileOutput = field(init=False)
     facts: FactsOfJob = field(init=False)
+    members: TrainingMembers = field(init=False)
+    """Which members train, and how that changes."""
     session: Session = field(init=False)
     parallelism: Parallelism | None = field(init=False, default=None)
     """The applier that changes how the model is sharded; None where it has no plan."""

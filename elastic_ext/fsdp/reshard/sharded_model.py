@@ -207,6 +207,26 @@ class Spread:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
+    def num_local(self) -> int:
+        """How many ranks share a machine, as degrees of plans count them."""
+        return self._num_local
+
+    def why_not_other_ranks(self) -> str | None:
+        """Why no rank can come to this model, or leave it, while it trains; None where that is not known before."""
+        self.look()
+        if self.why_not is not None or self.plan is None:
+            return self.why_not or _NOT_SPREAD
+        try:
+            make_sure_of_torch()
+            make_sure_of_meshes()
+            if self.plan.is_replicated:
+                make_sure_of_ddp()
+            rewire.make_sure_of(self.model)
+        except (ValueError, ElasticError) as error:
+            return str(error)
+        return None if self._replica is None else why_not_other_ranks(self._replica)
+
+    @property
     def root(self) -> nn.Module:
         """The module that holds the model's parameters, without a wrapper."""
         return self._root

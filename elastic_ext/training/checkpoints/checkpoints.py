@@ -29,6 +29,7 @@ from elastic_ext.fsdp.checkpoint.saving.collect import SaveRequest, ToSave
 from elastic_ext.fsdp.checkpoint.saving.saver import AsyncSaveMode
 from elastic_ext.fsdp.checkpoint.saving.staging import num_copies
 from elastic_ext.ranks.heartbeat import Activity, Heartbeat
+from elastic_ext.ranks.world import World
 from elastic_ext.training.options import CheckpointInterval, CheckpointOptions
 
 from .state import PASSES_BY_ITSELF, BoundaryState, Resumed, TrainingState
@@ -310,6 +311,46 @@ class Checkpoints:
     def has_interval(self) -> bool:
         """Whether checkpoints fall due by themselves."""
         return bool(self._interval.steps or self._interval.epochs)
+
+    @property
+    def why_not_idle(self) -> str:
+        """What has to end before the ranks may change, in words; empty for nothing. On this rank."""
+        if self._due is not None:
+            return "a checkpoint is due at this step"
+        return "a checkpoint is being written" if self.job.saver.is_running else ""
+
+    def settle(self) -> None:
+        """End the save under way, if there is one, and forget held copies; with all ranks."""
+        self.fence()
+        self._finish_save()
+        self.job.saver.drop_held()
+
+    def take_world(self, world: World) -> None:
+        """Save with the ranks of ``world`` from here on; all of them call this, and no save is under way."""
+        self.job.saver.take_world(world)
+        self.job.run.take_world(world)
+
+    def tell(self) -> dict[str, Any]:
+        """Which checkpoints there are, as JSON for a rank that joins."""
+        return {
+            "run": self.job.run.tell(),
+            "path": None if self.path is None else str(self.path),
+            "saved_step": self.saved_step,
+            "names_of_now": sorted(self._names_of_now),
+            "back_at": self._back_at,
+            "last_epoch": self._last_epoch,
+            "left_out": self._left_out,
+            "why_never": self._why_never,
+        }
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Go on with the checkpoints of the ranks that this one has joined."""
+        self.job.run.join(told["run"])
+        self.path = None if told["path"] is None else Path(told["path"])
+        self.saved_step, self._back_at, self._last_epoch = told["saved_step"], told["back_at"], told["last_epoch"]
+        self._names_of_now = set(told["names_of_now"])
+        self._left_out = None if told["left_out"] is None else (told["left_out"][0], told["left_out"][1])
+        self._why_never = told["why_never"]
 
     def make_ready(self) -> None:
         """Allocate the memory for async saves, on a thread; with all ranks."""

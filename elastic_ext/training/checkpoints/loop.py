@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_ext.config.agreement import Boundary
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
@@ -67,6 +68,24 @@ class Saving:
         board = self._follower.ranks.board
         if self._leaving is not None and board is not None:
             self._leaving.take_world(board)
+
+    def settle(self) -> None:
+        """Save what is due, end all saves and forget held copies, with all ranks, before some of these change."""
+        self._take_down_fence()
+        self._copies_at = None
+        self.checkpoints.begin_due()
+        self.checkpoints.settle()
+
+    def tell(self) -> dict[str, Any]:
+        """Where saving is, for a rank that joins."""
+        try_at = None if self._try_at == math.inf else self._try_at
+        return {"try_at": try_at, "makes_copies": self._makes_copies}
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Save from here on as the ranks do that this one has joined."""
+        self._try_at = math.inf if told["try_at"] is None else told["try_at"]
+        self._makes_copies = bool(told["makes_copies"])
+        self.plan()
 
     def plan(self) -> None:
         """Set the next step with a checkpoint from the config in force; on all ranks alike."""

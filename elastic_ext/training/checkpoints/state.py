@@ -4,6 +4,7 @@ copying may overlap with passes.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -23,16 +24,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointMismatch
-from elastic_ext.fsdp.checkpoint.contents import REGISTERED, Contents, own_registered_prefix
+from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, GROUPS, REGISTERED, Contents, own_registered_prefix
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.fsdp.checkpoint.format.tensor_bytes import bytes_of, put_part
 from elastic_ext.fsdp.checkpoint.loading.loader import Loader
 from elastic_ext.fsdp.checkpoint.loading.source import Opened, Wanted
 from elastic_ext.fsdp.checkpoint.saving.collect import contents_of
 from elastic_ext.fsdp.layout import Box
+from elastic_ext.fsdp.optimizers import put_groups
 from elastic_ext.fsdp.random_state import random_tensors, restore_random
-from elastic_ext.fsdp.state import box_of, local_of
-from elastic_ext.fsdp.value_encoding import dtype_of, pack, unpack
+from elastic_ext.fsdp.state import box_of, held_of_model, local_of, put_extra_states
+from elastic_ext.fsdp.value_encoding import dtype_of, name_of, pack, unpack
 from elastic_ext.torch_private.gradients import acts_on_gradients
 from elastic_ext.torch_private.sharded import version_of
 from elastic_ext.training.batches import own_position, packed_position
@@ -518,6 +520,56 @@ class TrainingState:
             )
         return text
 
+    # ---- ranks that join ----
+
+    def tell(self) -> dict[str, Any]:
+        """The plain values of this training, as they are now, for ranks that join: JSON, and what ``join`` takes.
+
+        Tensors of the model and optimizers, and registered ones, are no part of it.
+        """
+        contents = self.collect()
+        plain = (f"{_PLAIN}/", f"{EXTRA_STATES}/")
+        tensors = {each.name: _told(local_of(each.tensor)) for each in contents.extra if each.name.startswith(plain)}
+        return {**contents.state, "tensors": tensors}
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Have the optimizers' groups, schedules, scaler, extra states of modules and counts of the ranks joined."""
+        parts, tensors = self._parts, _tensors_told(told)
+        optimizers = [optimizer.inner for optimizer in parts.optimizers]
+        parameters = held_of_model(self.model).parameters
+        load: Callable[[], object] = partial(put_groups, optimizers, parameters, told[GROUPS])
+        for optimizer in parts.optimizers:
+            load = partial(optimizer.rates.load, load)
+        load()
+        for scheduler, packed in zip(parts.schedulers, told["schedulers"], strict=True):
+            scheduler.load_state_dict(unpack(packed["state"], tensors))
+            scheduler.remember_steps(packed.get("steps_within_steps", True))
+        if parts.scaler is not None:
+            parts.scaler.load_state_dict(unpack(told["scaler"], tensors))
+        put_extra_states(self.model, {name: unpack(each, tensors) for name, each in told[EXTRA_STATES].items()})
+        self.counts.load_state_dict(told["counts"])
+
+    def go_on(self, told: Mapping[str, Any]) -> None:
+        """Have the dataloader go on where the ranks are that this one has joined."""
+        self._batches.positions.resume(unpack(told["position"], _tensors_told(told)), None)
+        if told["counts"].get("is_over", False):
+            self._batches.pass_rest()
+
+    def drawn(self) -> dict[str, Any]:
+        """The states of this rank's random generators, as JSON."""
+        return {name: _told(tensor) for name, tensor in random_tensors().items()}
+
+    def draw_as(self, drawn: Sequence[Mapping[str, Any]], *, has_own: bool) -> None:
+        """Draw random numbers as a run does that resumes from where ``drawn`` was taken, by rank.
+
+        With ``has_own`` each rank goes on as the one of its number; else all are seeded from the first, as where there
+        are more ranks now, or fewer.
+        """
+        if has_own:
+            restore_random({name: _tensor_told(each) for name, each in drawn[self.rank].items()})
+        else:
+            self._seed_from(_tensor_told(drawn[0]["torch"]))
+
     # ---- going back ----
 
     def why_not_replay(self, opened: Opened) -> str | None:
@@ -596,7 +648,11 @@ class TrainingState:
                 if name in resumed.random and with_loader:
                     draw.set_state(resumed.random[name])
             return
-        digest = xxhash.xxh3_64(resumed.random["torch"].numpy().tobytes())
+        self._seed_from(resumed.random["torch"])
+
+    def _seed_from(self, drawn: torch.Tensor) -> None:
+        """Seed random generators from the state of the first rank's, unlike on each replica."""
+        digest = xxhash.xxh3_64(drawn.numpy().tobytes())
         sharing = self._training.gradients.sharing
         digest.update(b"%d of %d" % (sharing.rank, sharing.num_ranks))  # a replica's ranks draw alike
         seed = digest.intdigest()
@@ -605,6 +661,25 @@ class TrainingState:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % (1 << 32))
+
+
+def _told(tensor: torch.Tensor) -> list[Any]:
+    """A small tensor as JSON."""
+    held = tensor.detach().cpu().contiguous()
+    return [name_of(held.dtype), list(held.shape), base64.b64encode(bytes_of(held).tobytes()).decode()]
+
+
+def _tensor_told(told: Sequence[Any]) -> torch.Tensor:
+    """The tensor that ``_told`` gave."""
+    dtype, shape, text = told
+    data = bytearray(base64.b64decode(text))
+    if not data:
+        return torch.empty(shape, dtype=dtype_of(dtype))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype_of(dtype)).reshape(shape)
+
+
+def _tensors_told(told: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: _tensor_told(each) for name, each in told["tensors"].items()}
 
 
 def _epoch_of(saved: Mapping[str, Any]) -> int:

@@ -179,6 +179,12 @@ class Gradients:
         self._weighing = self._weighing_of(self.sharing)
         self._weighing.counts = not self._is_alone or self._has_counted
 
+    def let_go_of_groups(self) -> None:
+        """Hold no process group, since these are about to end; ``take_up`` comes next."""
+        self.let_go()
+        self.awaited.clear()
+        self.sharing = Sharing(self._model)
+
     def holders(self) -> list[object]:
         """Objects that still refer to parameters once ``let_go`` was called; a change of plan asks for them."""
         self.let_go()

@@ -137,6 +137,8 @@ class Steps:
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
         self._to_do_first: Callable[[], None] | None = None
+        self._to_change: Callable[[], None] | None = None  # the members, after that
+        self._takes_back = False  # the step that is being entered
         gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         training.state.num_optimizers = len(optimizers)
         gradients.share_guarded = self._share_guarded
@@ -237,6 +239,9 @@ class Steps:
             self._gradients.weigh_gathered(self._weights.late)
         if self._checks.is_looking:
             self._checks.begin_micro_step()
+        if self._takes_back:
+            self._takes_back = False
+            self.rollback()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -387,6 +392,14 @@ class Steps:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False
 
+    def change_first(self, act: Callable[[], None]) -> None:
+        """Have ``act``, a change of members, called as the next step begins, after what ``do_first`` was given."""
+        self._to_change, self._is_like_before = act, False
+
+    def take_back_entered(self) -> None:
+        """Take the step back that is being entered: its batch was cut for other ranks, and comes again."""
+        self._takes_back = True
+
     def pass_owed_boundary(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
         if self._state.phase is StepPhase.OWING:
@@ -455,6 +468,9 @@ class Steps:
         self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
+        if self._to_change is not None:
+            change, self._to_change = self._to_change, None
+            change()
         if self._to_meet is not None or self._gradients.awaited:
             self.catch_up()
         if self._gradients.before_step is not None:

@@ -11,13 +11,15 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, in_words
 from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.ranks.group import Ranks
+from elastic_ext.ranks.world import World
 
 from .claim import PATIENCE_SECONDS, Claim, newest_folder
 from .commit import Chain, Commit, chain_after
@@ -105,6 +107,43 @@ class Run:
             self._claim = claims[0]
             weakref.finalize(self, claims[0].release)  # a notebook's cell, run again
         return self._folder
+
+    def tell(self) -> dict[str, Any]:
+        """This run, as JSON for a rank that joins it."""
+        came_from = self._came_from
+        return {
+            "folder": None if self._folder is None else str(self._folder.path),
+            "id": self._id,
+            "came_from": None if came_from is None else came_from.to_json().decode(),
+            "saved_at": self._saved_at,
+        }
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Be in the run that ``tell`` has told of, on a rank that has joined its ranks."""
+        self._folder = None if told["folder"] is None else JobFolder(Path(told["folder"]))
+        self._id, self._saved_at = told["id"], told["saved_at"]
+        came_from = told["came_from"]
+        self._came_from = None if came_from is None else Commit.from_json(came_from.encode(), where="what was told")
+
+    def take_world(self, world: World) -> None:
+        """Have the folder's claim on the first of the ranks of ``world``; all of them call this.
+
+        The process that had the claim releases it as it leaves, and is waited for.
+        """
+        if self._folder is None:
+            return
+        claims: list[Claim] = []
+        folder = self._folder
+
+        def take() -> None:
+            if world.rank == 0 and self._claim is None:
+                most = self._storage.seconds / 2
+                claims.append(folder.claim(self._id, patience_seconds=min(PATIENCE_SECONDS, most), visit_seconds=most))
+
+        self._storage.together(take, "taking over the job's folder of checkpoints")
+        if claims:
+            self._claim = claims[0]
+            weakref.finalize(self, claims[0].release)
 
     def leave(self) -> None:
         """Release the job's folder to other runs; another ``claim`` begins a new run, with a new id."""

@@ -38,6 +38,7 @@ from elastic_ext.fsdp.checkpoint.storage import Storage
 from elastic_ext.fsdp.state import LocalShard, local_of
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.group import Ranks
+from elastic_ext.ranks.world import World
 
 from .background import PATIENCE_SECONDS, BackgroundSave
 from .collect import Comparable, SaveRequest, ToSave, differing_names
@@ -314,6 +315,17 @@ class Saver:
     def can_save(self) -> bool:
         """Whether async saves are possible: there is staging memory, and the ranks share a board."""
         return self._staging is not None and self._ranks.board is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an async save is under way on this rank."""
+        return self._under_way is not None and _is_running(self._under_way)
+
+    def take_world(self, world: World) -> None:
+        """Save with the ranks of ``world`` from here on, which have exchanged nothing; no save is under way."""
+        assert self._under_way is None and not self.is_holding
+        self._exchanges = InventoryExchanges(self._ranks)
+        self._last = None
 
     @property
     def is_free(self) -> bool:

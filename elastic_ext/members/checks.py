@@ -1,0 +1,91 @@
+"""Whether ranks can go from the world that they are in to the members of a plan, and what all of them decide. Pure.
+
+Each rank says what it has against the plan, and all draw the same decision from the answers of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from elastic_ext.records.json import JsonRecord, shown
+
+from .plan import MembershipPlan
+
+__all__ = ["Answer", "MembersDecision", "decide", "differences", "digest_of", "why_not_members"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer(JsonRecord):
+    """What one rank says of a membership plan."""
+
+    version: int
+    digest: str
+    """The digest of the plan that this rank holds."""
+    why_not: str = ""
+    """Why this rank cannot train by the plan; empty where it can."""
+    why_later: str = ""
+    """What this rank has to end before members can change; empty for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembersDecision:
+    """What all ranks do about a plan, with the reason in words where they do not apply it."""
+
+    kind: Literal["apply", "refuse", "later", "newer"]
+    """``later``: something has to end first; ``newer``: some ranks hold a newer plan, of which the others will hear."""
+    why: str = ""
+
+
+def digest_of(plan: MembershipPlan) -> str:
+    """A digest of a plan, the same where all of it is the same."""
+    return hashlib.blake2b(plan.to_json().encode(), digest_size=8).hexdigest()
+
+
+def decide(answers: Sequence[Answer], names: Sequence[object]) -> MembersDecision:
+    """What all ranks do about a plan, by the answers of all, in the order of ranks, whose ``names`` are told."""
+    if len({answer.version for answer in answers}) > 1:
+        return MembersDecision(kind="newer", why="some ranks hold a newer membership plan than others")
+    plans: dict[str, list[str]] = {}
+    for answer, name in zip(answers, names, strict=True):
+        plans.setdefault(answer.digest, []).append(str(name))
+    if len(plans) > 1:
+        held = "; ".join(f"one of digest {digest} on {', '.join(on)}" for digest, on in plans.items())
+        return MembersDecision(kind="refuse", why=f"the ranks were told different plans of this version: {held}")
+    reasons: dict[str, list[str]] = {}
+    for answer, name in zip(answers, names, strict=True):
+        if answer.why_not:
+            reasons.setdefault(answer.why_not, []).append(str(name))
+    if reasons:
+        return MembersDecision(kind="refuse", why="; ".join(f"{', '.join(on)}: {why}" for why, on in reasons.items()))
+    later = next(
+        (f"{name}: {answer.why_later}" for answer, name in zip(answers, names, strict=True) if answer.why_later), ""
+    )
+    return MembersDecision(kind="later", why=later) if later else MembersDecision(kind="apply")
+
+
+def why_not_members(plan: MembershipPlan, seats: Sequence[int]) -> str | None:
+    """Why ranks with these ``seats`` cannot become the members of ``plan`` while they train; None where they can."""
+    new = [member.seat for member in plan.members]
+    stay = [seat for seat in seats if seat in new]
+    come = [seat for seat in new if seat not in seats]
+    if not stay:
+        return f"none of the workers that train, in seats {[*seats]}, is in the plan, whose seats are {new}"
+    if new != [*stay, *come]:
+        return f"the plan has the seats {new}; allowed: {[*stay, *come]}, in which who stays keeps the order"
+    if not plan.store.rpartition(":")[2].isdecimal():
+        return f"the plan names the store {plan.store!r}; allowed: HOST:PORT of a store that an agent holds"
+    return None
+
+
+def differences(mine: Mapping[str, Any], others: Mapping[str, Any], *, most: int = 5) -> str:
+    """In what a worker that joins differs from those that train, in words; empty where it does in nothing."""
+    unlike = [
+        f"{name} is {shown(mine.get(name), 200)} here and {shown(others.get(name), 200)} there"
+        for name in dict.fromkeys([*others, *mine])
+        if mine.get(name) != others.get(name)
+    ]
+    more = f"; and {len(unlike) - most} more" if len(unlike) > most else ""
+    return "; ".join(unlike[:most]) + more

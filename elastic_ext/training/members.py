@@ -1,0 +1,678 @@
+"""How members come to a training, and leave it, while its processes go on: from a plan to the new world.
+
+Words: a *survivor* is a rank that is in the old world and in the new one; a *joiner* comes to the new one, a *leaver*
+is in the old one alone. What happens, in order:
+
+    at a boundary       all ranks hold the plan (agreement.py), and decide on it: each says what it has against it, and
+                        the first one calls the joiners, who say what they have. Batches are cut for the new world from
+                        here on; until the next step begins, the loop is still among the ranks of before
+    as a step begins    or an epoch, where that was the last step: leavers give what they have, the groups of the new
+                        world are formed, and joiners get what they lack. The batch in hand is one of the new world
+
+Where something fails before anything has moved, ranks go on as before, and the batch in hand comes again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from elastic_ext.config.agreement import JoinedAgreement
+from elastic_ext.config.control_word import Purpose
+from elastic_ext.data.sources import CountedSource, RewindableSource
+from elastic_ext.errors import ElasticError, RanksFailedError
+from elastic_ext.fsdp.checkpoint.job import versions
+from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.fsdp.reshard.change import Change, ChangeCost
+from elastic_ext.fsdp.worlds import Worlds
+from elastic_ext.members.checks import Answer, decide, differences, digest_of, why_not_members
+from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.regroup import Generation, present_backend
+from elastic_ext.members.store import CALL, GO, here
+from elastic_ext.members.watcher import PlanWatcher
+from elastic_ext.ranks.board import BoardGone
+from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.records.agent import MEMBERSHIP_FILE
+from elastic_ext.records.member import MemberRecord
+from elastic_ext.records.text import counted, size_in_words
+
+from .checkpoints.signals import EXIT_STATUS
+
+if TYPE_CHECKING:
+    from .training import Training
+
+__all__ = ["MembersChange", "TrainingMembers", "plan_until_joined", "version_to_join"]
+
+_logger = logging.getLogger(__name__)
+
+_JOINS = "ELASTIC_EXT_JOINS"
+_ANSWER_SECONDS = 10.0  # for joiners, which do nothing but wait to be called
+_SLICE_SECONDS = 0.5  # of a joiner's waits, between two looks at its membership.json
+_HALF = (
+    "a change of members failed halfway, and parts of the model lie by either world: start the job again, which "
+    "resumes from a checkpoint"
+)
+_KINDS = "joining the ranks that train"
+
+
+def version_to_join(environ: Mapping[str, str]) -> int:
+    """The version of the membership plan that this process was started to join; 0 where it begins a training."""
+    text = environ.get(_JOINS, "")
+    if text and not text.isdecimal():
+        raise ValueError(f"{_JOINS} is {text!r}; allowed: the version of a membership plan")
+    return int(text or 0)
+
+
+def plan_until_joined(plan: ParallelPlan, num_ranks: int) -> ParallelPlan:
+    """A plan by which a model lies on the ranks of a node that is to join others, where ``plan`` may not fit so few."""
+    if plan.shard_degree is None or num_ranks % plan.shard_degree == 0:
+        return plan
+    return replace(plan, shard_degree=num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembersChange:
+    """A change of members that was made, as ``trainer.on_members`` is told of it."""
+
+    version: int
+    """The version of the membership plan that is in force now."""
+    step: int
+    """How many steps had been taken when it came into force."""
+    rank: int
+    """This process's rank now."""
+    world_size: int
+    """The number of ranks now."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pending:
+    """A plan that all ranks have agreed on, and that is not applied yet."""
+
+    plan: MembershipPlan
+    groups: Generation
+    worlds: Worlds
+    holder: int
+    """This process's number among those of both worlds."""
+    drawn: Sequence[Mapping[str, Any]]
+    """States of random generators by old rank, as ``TrainingState.drawn`` gives them: of all, or of the first alone
+    where there are more or fewer ranks now."""
+    seconds: float
+    """How long ranks took to decide."""
+
+    @property
+    def new_rank(self) -> int | None:
+        return self.worlds.new[self.holder]
+
+
+class TrainingMembers:
+    """Which members train, on one rank: plans are watched, decided on with all ranks, applied, and told of."""
+
+    def __init__(self, training: Training, *, joins: int) -> None:
+        """``joins`` is the version of the plan that this process was started to join, 0 for none."""
+        self._training = training
+        self._follower = training.follower
+        settings = training.follower.settings
+        self.joins = joins
+        self.version = 0
+        """The version of the plan by which this rank trains; 0 where it knows of none."""
+        self._watcher: PlanWatcher | None = None
+        if settings.enabled and settings.seat is not None:
+            self._watcher = PlanWatcher(
+                settings.run_dir / MEMBERSHIP_FILE,
+                poll_seconds=settings.poll_seconds,
+                warns=training.ranks.world.is_first_here,
+            )
+        self._why_restart = ""
+        self._ready = self._refused = 0
+        self._why_refused = ""
+        self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
+        self._pending: _Pending | None = None
+
+    # ---- from the start to the end ----
+
+    def start(self) -> None:
+        """Begin to watch the plan; with all ranks, before the first boundary."""
+        if self._watcher is None:
+            return
+        self._watcher.on_news = self._follower.agreement.rouse
+        self._watcher.start()
+        if self.joins:
+            return
+        held = self._watcher.held
+        known = held.version if held is not None and self._is_in_force(held) else 0
+        versions = self._follower.ranks.gather(str(known).encode(), "comparing membership plans")
+        self.version = min(map(int, versions))
+        self._follower.agreement.know_members(self.version)
+        self._follower.agreement.held_members = self._held_version
+
+    def tell_begun(self) -> None:
+        """Write this worker's record, now that it is known whether members can change while it trains."""
+        if self._watcher is not None:
+            self._why_restart = why_restart(self._training)
+            self._write()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.drop("training has ended there")
+        if self._watcher is not None:
+            self._watcher.close()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a plan is to be decided on at this boundary, or at one of the next; the same on all ranks."""
+        return self._wanted > 0
+
+    # ---- at a boundary ----
+
+    def pass_boundary(self, version: int) -> None:
+        """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
+        if version > self.version:
+            self._wanted = version
+        if self._wanted and self._pending is None and not self._follower.agreement.leaving:
+            with self._follower.heartbeat.during(Activity.CHANGING):
+                self._consider()
+
+    def _consider(self) -> None:
+        follower, ranks = self._follower, self._follower.ranks
+        began = time.perf_counter()
+        follower.agreement.meet(Purpose.MEMBERS)
+        assert self._watcher is not None
+        plan = self._watcher.held
+        assert plan is not None
+        groups: Generation | None = None
+        why_not = ""
+        try:
+            if not self._is_in_force(plan):
+                groups = self._groups_of(plan)
+                self._try_out(plan)
+        except (ElasticError, ValueError) as error:
+            why_not = str(error)
+        mine = Answer(version=plan.version, digest=digest_of(plan), why_not=why_not, why_later=self._why_later())
+        rows = ranks.gather(mine.to_json().encode(), "deciding on other members")
+        decision = decide([Answer.from_json(row.decode()) for row in rows], ranks.names)
+        if decision.kind == "later":
+            return
+        self._wanted = 0
+        if decision.kind == "newer":
+            return
+        if decision.kind == "refuse":
+            self._refuse(plan.version, decision.why)
+        elif groups is None:
+            self.version = plan.version
+            self._write()
+        else:
+            self._agree(plan, groups, began)
+
+    def _agree(self, plan: MembershipPlan, groups: Generation, began: float) -> None:
+        """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
+        ranks = self._follower.ranks
+        why = self._call(plan, groups) if ranks.rank == 0 else ""
+        keeps_own = plan.world_size == ranks.world_size
+        drawn = self._training.saved_state.drawn() if keeps_own or ranks.rank == 0 else None
+        doing = "calling the workers that join"
+        rows = [json.loads(row) for row in ranks.gather(json.dumps([why, drawn]).encode(), doing)]
+        why = rows[0][0]
+        if why:
+            if ranks.rank == 0:
+                self._tell_to_go(groups, why)
+            self._refuse(plan.version, why)
+            return
+        worlds = self._worlds(plan)
+        self._pending = pending = _Pending(
+            plan=plan,
+            groups=groups,
+            worlds=worlds,
+            holder=ranks.rank,
+            drawn=[of_rank for _, of_rank in rows] if keeps_own else [drawn for _, drawn in rows[:1]],
+            seconds=time.perf_counter() - began,
+        )
+        if pending.new_rank is not None:
+            self._training.session.cut_batches(num_ranks=plan.world_size, rank=pending.new_rank)
+        self._training.steps.change_first(self._apply_in_step)
+
+    def _try_out(self, plan: MembershipPlan) -> None:
+        """Raise where this rank cannot go to the world of a plan, or where no rank can."""
+        training = self._training
+        if plan.mode != "live" or self._why_restart:
+            raise ElasticError(self._why_restart or "the plan is one that starts all workers anew")
+        worlds = self._worlds(plan)
+        why_not = training.batches.why_not_ranks(training.follower.config, plan.world_size)
+        if training.batches.num_handed > 0:
+            why_not = "the loop takes batches ahead of their steps, and those were cut for the ranks that are here now"
+        if why_not:
+            raise ElasticError(why_not)
+        self._prepared(worlds, self._follower.ranks.rank, None)
+
+    def _why_later(self) -> str:
+        training = self._training
+        return "" if training.checkpoints is None else training.checkpoints.why_not_idle
+
+    def _groups_of(self, plan: MembershipPlan) -> Generation:
+        """What forms the groups of a plan, with a connection to its store."""
+        why_not = why_not_members(plan, self._seats)
+        if why_not is not None:
+            raise ElasticError(why_not)
+        ranks = self._follower.ranks
+        member = plan.member_at(ranks.seat)
+        return Generation(ranks, plan, old=ranks.rank, new=None if member is None else member.rank)
+
+    def _refuse(self, version: int, why: str) -> None:
+        """Note that all ranks have refused a plan; training goes on as before."""
+        self._refused, self._why_refused = version, why
+        self._write()
+        text = f"membership {version} was refused, the members stay as they are: {why}"
+        if self._follower.ranks.rank == 0:
+            _logger.warning("%s", text)
+        details = {"version": version, "why": why}
+        self._follower.reports.write_event("members-refused", step=self._follower.step, text=text, details=details)
+
+    # ---- the first old rank, and the joiners ----
+
+    def _call(self, plan: MembershipPlan, groups: Generation) -> str:
+        """Call the joiners of a plan; gives why one of them cannot come, empty where all can."""
+        joiners = [member for member in plan.members if member.seat not in self._seats]
+        spread = self._training.spread
+        assert spread.plan is not None
+        call = {
+            "version": plan.version,
+            "seats": self._seats,
+            "num_local": self._worlds(plan).num_local,
+            "plan": asdict(spread.plan),
+            "facts": facts_of(self._training),
+        }
+        board, seats = groups.board, [member.seat for member in joiners]
+        try:
+            board.post(CALL, call)
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            for member in joiners:
+                if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
+                    return (
+                        f"the worker in seat {member.seat} on {member.host} has not answered in {_ANSWER_SECONDS:g} s"
+                    )
+            answers = {seat: str(board.read(here(seat))["why"]) for seat in seats}
+        except BoardGone as error:
+            return str(error)
+        return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
+
+    def _tell_to_go(self, groups: Generation, why_not: str) -> None:
+        """Tell joiners to form the groups, or why they are not to."""
+        try:
+            groups.board.post(GO, {"why": why_not})
+        except BoardGone as error:
+            _logger.debug("joiners are not told to go on: %s", error)
+            if not why_not:
+                raise
+
+    def drop(self, why: str) -> None:
+        """Forget a plan that was agreed on and not applied, for the reason ``why``, and tell its joiners."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._follower.ranks.rank == 0:
+            self._tell_to_go(pending.groups, why)
+
+    # ---- as a step or an epoch begins ----
+
+    def apply_between(self) -> None:
+        """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
+        if self._pending is not None:
+            self._apply()
+
+    def _apply_in_step(self) -> None:
+        if self._pending is not None and not self._apply():
+            self._training.steps.take_back_entered()
+
+    def _apply(self) -> bool:
+        """Change to the world that was agreed on; gives whether it was, else all is as before. With all old ranks."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        training, ranks = self._training, self._follower.ranks
+        began = time.perf_counter()
+        old_seats, change = self._seats, None
+        error: Exception | None = None
+        training.session.settle_saves()
+        try:
+            training.spread.wait()
+            change = self._prepared(pending.worlds, pending.holder, None)
+            if ranks.rank == 0:
+                self._tell_to_go(pending.groups, "")
+        except Exception as caught:
+            error = caught
+        try:
+            ranks.all_or_raise(error, "preparing a change of members")
+        except RanksFailedError as failure:
+            self._stay(pending, _told_of(failure))
+            return False
+        assert change is not None
+        training.gradients.let_go_of_groups()
+        training.guarding.let_go()
+        try:
+            cost = training.spread.regroup(change, self._all_or_raise, pending.groups)
+        except Exception as failure:
+            if not change.is_as_before:
+                training.session.give_up(_HALF)
+                raise
+            training.session.take_up_model()
+            training.session.take_world(ranks.world)
+            training.steps.weigh_anew()
+            self._stay(pending, f"{type(failure).__name__}: {failure}")
+            return False
+        if pending.new_rank is None:
+            self._leave(pending)
+        self._settle(pending, told=None)
+        seconds = {
+            "deciding": pending.seconds,
+            "wiring": cost.wiring_seconds,
+            "forming": cost.forming_seconds,
+            "moving": cost.moving_seconds,
+            "all": pending.seconds + time.perf_counter() - began,
+        }
+        self._tell_changed(pending.plan, old_seats, seconds, cost)
+        return True
+
+    def _stay(self, pending: _Pending, why: str) -> None:
+        """Go on as before, since a change failed before anything had moved."""
+        if self._follower.ranks.rank == 0:
+            self._tell_to_go(pending.groups, why)
+        self._training.session.cut_as_config_says()
+        self._refuse(pending.plan.version, why)
+
+    def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
+        training = self._training
+        return training.spread.prepare_regroup(
+            worlds, holder, training.optimizers, training.session.registered(), plan=plan
+        )
+
+    def _all_or_raise(self, error: BaseException | None) -> None:
+        self._follower.ranks.all_or_raise(error, "changing members")
+
+    def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> None:
+        """Have all parts follow the new world, on the ranks of it; ``told`` is None on those who were there before."""
+        training, ranks, session = self._training, self._follower.ranks, self._training.session
+        session.take_up_model()
+        if pending.worlds.has_comers:
+            mine = json.dumps(self._to_tell(pending)).encode() if ranks.rank == 0 else b""
+            told_now = json.loads(ranks.broadcast(mine, 0, _KINDS))
+            error: Exception | None = None
+            if told is not None:
+                try:
+                    pending = replace(pending, drawn=told_now["drawn"])
+                    self._take_over(told_now)
+                except Exception as caught:  # of whatever script: all are to hear of it
+                    error = caught
+            ranks.all_or_raise(error, _KINDS)
+        self.version = pending.plan.version
+        self._follower.agreement.know_members(self.version)
+        session.take_world(ranks.world)
+        training.steps.weigh_anew()
+        if training.checkpoints is not None:
+            training.checkpoints.take_world(ranks.world)
+        training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
+        self._write()
+
+    def _to_tell(self, pending: _Pending) -> dict[str, Any]:
+        """All that a joiner is told, tensors of model and optimizers aside."""
+        training = self._training
+        return {
+            "agreement": asdict(training.follower.agreement.place_to_join),
+            "config": training.follower.agreement.tell_config(),
+            "backwards": training.steps.num_backwards,
+            "schedules": training.state.num_scheduled,
+            "seed": None if training.batches.ordered is None else training.batches.ordered.seed,
+            "state": training.saved_state.tell(),
+            "saving": training.session.tell_saving(),
+            "drawn": pending.drawn,
+        }
+
+    def _take_over(self, told: Mapping[str, Any]) -> None:
+        """Be where the ranks are that this one has joined."""
+        training = self._training
+        if told["seed"] is not None and training.batches.ordered is not None:
+            training.batches.ordered.take_seed(told["seed"])
+        training.saved_state.join(told["state"])
+        training.session.go_on_in_epoch_of(training.counts, is_within=told["state"]["counts"]["is_in_epoch"])
+        agreement = training.follower.agreement
+        agreement.join(JoinedAgreement(**told["agreement"]))
+        config = agreement.join_config(told["config"], leaves_out=_SECTIONS_OF_PLAN)
+        training.session.take_up_config(config)
+        training.saved_state.go_on(told["state"])
+        training.steps.num_backwards = told["backwards"]
+        training.state.num_scheduled = told["schedules"]
+        training.session.join_saving(told["saving"])
+
+    def _leave(self, pending: _Pending) -> None:
+        """End this process as one that was told to leave, once it has given what it has."""
+        self.version = pending.plan.version
+        self._write()
+        text = f"membership {self.version}: this worker has left at step {self._follower.step}"
+        details = {"version": self.version, "live": True}
+        self._follower.reports.write_event("members-changed", step=self._follower.step, text=text, details=details)
+        _logger.info("%s", text)
+        if self._training.checkpoints is not None:
+            self._training.checkpoints.job.run.leave()  # the first of those who stay waits for the folder
+        pending.groups.leave()
+        self._training.session.leave("this worker has left the job")
+        raise SystemExit(EXIT_STATUS)
+
+    def _tell_changed(
+        self, plan: MembershipPlan, old_seats: Sequence[int], seconds: Mapping[str, float], cost: ChangeCost
+    ) -> None:
+        """Tell of a change that was made: an event, on the first rank a line in the log, and the script's functions."""
+        follower, step = self._follower, self._follower.step
+        nodes, ranks = counted(len(plan.nodes), "node"), counted(plan.world_size, "rank")
+        text = (
+            f"membership {plan.version} at step {step}: {plan.reason}; {nodes}, {ranks}; {seconds['all']:.2f} s "
+            f"without a step, {size_in_words(cost.sent_bytes)} moved, no process restarted"
+        )
+        if follower.ranks.rank == 0:
+            _logger.info("%s", text)
+        details = {
+            "version": plan.version,
+            "before": list(old_seats),
+            "after": [member.seat for member in plan.members],
+            "reason": plan.reason,
+            "seconds": dict(seconds),
+            "moved_bytes": cost.sent_bytes,
+            "extra_bytes": cost.extra_bytes,
+            "live": True,
+        }
+        follower.reports.write_event("members-changed", step=step, text=text, details=details)
+        world = follower.ranks.world
+        change = MembersChange(
+            version=plan.version, step=step, rank=world.rank, world_size=world.size, reason=plan.reason
+        )
+        for function in self._training.on_members:
+            function(change)
+
+    # ---- a joiner ----
+
+    def arrive(self) -> None:
+        """Join the ranks that train, instead of beginning or resuming; returns within their run, between two steps."""
+        if self._watcher is None:
+            raise ElasticError(f"{_JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
+        with self._follower.heartbeat.during(Activity.OUTSIDE):
+            pending, parallel = self._called()
+        began = time.perf_counter()
+        training = self._training
+        change = self._prepared(pending.worlds, pending.holder, parallel)
+        training.gradients.let_go_of_groups()
+        training.guarding.let_go()
+        cost = training.spread.regroup(change, self._all_or_raise, pending.groups)
+        self._ready = 0
+        self._settle(pending, told={})
+        seconds = {"forming": cost.forming_seconds, "all": time.perf_counter() - began}
+        self._tell_changed(pending.plan, [], seconds, cost)
+        self._follower.agreement.held_members = self._held_version
+
+    def _called(self) -> tuple[_Pending, ParallelPlan]:
+        """Wait until the ranks that train call this worker, answer, and wait until they tell it to go."""
+        after = 0
+        while True:
+            plan = self._plan_to_join(after)
+            ranks = self._follower.ranks
+            member = plan.member_at(ranks.seat)
+            assert member is not None
+            groups = Generation(ranks, plan, old=None, new=member.rank)
+            self._ready = plan.version
+            self._why_restart = why_restart(self._training)
+            self._write()
+            call = self._awaited(groups, CALL, plan)
+            if call is None:
+                continue
+            why, pending, parallel = "", None, None
+            try:
+                why = differences(facts_of(self._training), call["facts"])
+                parallel = ParallelPlan(**call["plan"])
+                pending = self._pending_of(plan, groups, call)
+                self._prepared(pending.worlds, pending.holder, parallel)
+            except (ElasticError, ValueError, TypeError) as error:
+                why = why or str(error)
+            groups.board.post(here(ranks.seat), {"why": why})
+            go = self._awaited(groups, GO, plan)
+            if go is not None and not go["why"]:
+                assert pending is not None and parallel is not None
+                return pending, parallel
+            if go is not None:
+                _logger.warning(
+                    "the ranks that train do without this worker in membership %d: %s", plan.version, go["why"]
+                )
+                after = plan.version
+
+    def _plan_to_join(self, after: int) -> MembershipPlan:
+        """The newest plan that this worker is to join, once there is one newer than ``after``."""
+        watcher, seat = self._watcher, self._follower.ranks.seat
+        assert watcher is not None
+        while True:
+            plan = watcher.held
+            if plan is not None and plan.version >= max(self.joins, after + 1):
+                if plan.mode != "live" or plan.member_at(seat) is None:
+                    raise ElasticError(
+                        f"membership {plan.version} has no worker in seat {seat} that joins: this one is not needed "
+                        f"any more ({plan.reason})"
+                    )
+                return plan
+            watcher.wait_for_version(max(self.joins, after + 1), _SLICE_SECONDS)
+
+    def _awaited(self, groups: Generation, name: str, plan: MembershipPlan) -> Any:
+        """What the ranks that train post under a name, once they do; None where a newer plan has come before."""
+        watcher = self._watcher
+        assert watcher is not None
+
+        def is_old() -> bool:
+            return watcher.held is not plan
+
+        while not groups.board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
+            if is_old():
+                return None
+        return groups.board.read(name)
+
+    def _pending_of(self, plan: MembershipPlan, groups: Generation, call: Mapping[str, Any]) -> _Pending:
+        new = [member.seat for member in plan.members]
+        before, after = call["num_local"]
+        worlds = Worlds.between(call["seats"], new, num_local=(before, after))
+        comers = [seat for seat in new if seat not in call["seats"]]
+        holder = len(call["seats"]) + comers.index(self._follower.ranks.seat)
+        return _Pending(plan=plan, groups=groups, worlds=worlds, holder=holder, drawn=[], seconds=0.0)
+
+    # ---- what is known ----
+
+    @property
+    def _seats(self) -> list[int]:
+        """The seats of the present world, in the order of ranks."""
+        return [name.seat for name in self._follower.ranks.names]
+
+    def _worlds(self, plan: MembershipPlan) -> Worlds:
+        new = [member.seat for member in plan.members]
+        return Worlds.between(self._seats, new, num_local=(self._training.spread.num_local, plan.nodes[0].num_workers))
+
+    def _is_in_force(self, plan: MembershipPlan) -> bool:
+        """Whether the members of a plan are the ranks of the present world."""
+        return [member.seat for member in plan.members] == self._seats
+
+    def _held_version(self) -> int:
+        """The version of the newest live plan that this rank holds; 0 where it holds none."""
+        held = None if self._watcher is None else self._watcher.held
+        return 0 if held is None or held.mode != "live" else held.version
+
+    def _write(self) -> None:
+        self._follower.reports.write_member(
+            MemberRecord(
+                seat=self._follower.ranks.seat,
+                pid=os.getpid(),
+                time=time.time(),
+                why_restart=self._why_restart,
+                version=self.version,
+                ready=self._ready,
+                refused=self._refused,
+                why_refused=self._why_refused,
+            )
+        )
+
+
+_SECTIONS_OF_PLAN = ("parallelism", "communication")
+
+
+# --- whether members can change in a job, and what a worker that joins has to have in common with it -----------------
+
+
+def why_restart(training: Training) -> str:
+    """Why members of this job can change by a restart alone, a sentence; empty where they can change live."""
+    batches, loader = training.batches, training.batches.loader
+    if training.accelerated is not None:
+        return "accelerate has prepared the model, and keeps a world of its own"
+    if batches.source is None or not isinstance(loader, CountedSource) or not isinstance(loader, RewindableSource):
+        kind = "no dataloader was given to the trainer" if loader is None else f"a {type(loader).__name__}"
+        return f"{kind}: only an ElasticDataLoader can be told how many ranks there are, and hand samples out again"
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return "an IterableDataset is read by each rank from a position of its own, which other ranks cannot go on from"
+    if getattr(loader, "has_own_positions", False) or batches.drawing is not None:
+        return "a batch sampler of the script's own says which batches each rank has"
+    if batches.ordered is not None and batches.ordered.draws_order:
+        return "a sampler of the script's own draws the order of samples, which ranks that come do not know"
+    if training.options.share_weights is not None:
+        return "share_weights has a weight for each of so many ranks"
+    backend = present_backend()
+    if backend != "gloo":
+        return f"the process groups are of {backend}, which was not tried; members change live on gloo"
+    why_not = training.spread.why_not_other_ranks()
+    return why_not or ""
+
+
+def facts_of(training: Training) -> dict[str, Any]:
+    """What must be the same on ranks that train together, by names for people."""
+    parts = training.prepared
+    facts: dict[str, Any] = {
+        **versions(),
+        "the model": type(training.spread.root).__name__,
+        "the optimizers": [type(each).__name__ for each in training.optimizers],
+        "the schedulers": [type(each.inner).__name__ for each in parts.schedulers],
+        "a scaler": parts.scaler is not None,
+        "registered state": sorted(training.registered),
+        "the dataset's length": _length_of(training.batches.loader),
+        "checkpoints": None if training.checkpoints is None else str(training.checkpoints.job.root),
+        "saving beside training": None if training.checkpoints is None else training.checkpoints.job.saver.can_save,
+        "the job": None if training.checkpoints is None else training.checkpoints.job.name,
+        "agree_every_steps": training.following.agree_every_steps,
+        **{name: str(value) for name, value in training.follower.agreement.compared_at_start.items()},
+    }
+    for name, parameter in training.spread.root.named_parameters():
+        facts[f"the parameter {name}"] = [list(parameter.shape), str(parameter.dtype)]
+    return facts
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError, NotImplementedError):
+        return None
+
+
+def _told_of(error: RanksFailedError) -> str:
+    ends = {rank: text.rstrip().rpartition("\n")[2] for rank, text in error.tracebacks.items()}
+    return "; ".join(f"rank {rank} raised {end}" for rank, end in ends.items())
