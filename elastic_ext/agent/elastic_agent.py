@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, told
-from .members import ChangeEnd, LiveChange, Membership, NotTaken
+from .members import Membership, NotTaken
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
 from .rendezvous import NodeRendezvous, judge, persist
@@ -92,27 +92,21 @@ class ElasticAgent(LocalElasticAgent):
         self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
-        self._members = Membership(
-            folders.run_dir, journal, node_id=launch.node_id, host=launch.host, choice=launch.members
-        )
+        self._members = Membership(folders.run_dir, journal, meeting, launch)
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
-        self._wants_meeting = self._goes_on = False
-        self._leavers: list[RoundBoard] = []  # of rounds that nodes have left whose workers train until a change
+        self._goes_on = False  # whether workers of before do, in a round that nodes have met for
         self._stop_by: float | None = None
         self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
         self._num_rounds = 0
         self._drains = tasks.drains
         self._leaves_after: RoundBoard | None = None  # of the round in which others know that it leaves as one joins
-        self._how_told = ""
-        self._why_told: str | None = None  # on the present board
-        self._why_held = ""
 
     @property
     def calls_meeting(self) -> bool:
         """Whether this node wants all nodes to meet again."""
-        return self.is_change_pending or self._wants_meeting
+        return self.is_change_pending or self._members.wants_meeting
 
     @property
     def workers(self) -> Workers | None:
@@ -137,16 +131,19 @@ class ElasticAgent(LocalElasticAgent):
         """Begin a new round: stop workers, meet, start workers; where all workers are well, nodes meet first."""
         self._signals.let_through()
         board = self._board
-        if (change := self._members.settle()) is not None:
-            self._take_plan(change.plan)
+        if (plan := self._members.settle()) is not None:
+            self._take_plan(plan)
+        if self._leaves_after is board and self._meeting.held_back():
+            self._leave_as_another_joins()
         board.tell_quietly("meeting", True)
         gone = self._meeting.departed() - board.who_told("meeting")
         lost = [place for place in gone - board.who_told("leaving") if self._members.has_member_at(place)]
         is_hurt = self._has_failed or self.is_change_pending or lost or board.who_told("failed")
         self._is_planned = not is_hurt
         if self._is_planned:
-            if not self._why_restart():
-                self._meeting.expect(gone=gone | board.who_told("leaving"))
+            if not self._members.why_restart():
+                leave = ("leaving", "draining") if self._meeting.held_back() else ("leaving",)
+                self._meeting.expect(gone=gone | board.who_told(*leave))
             words = "nodes join or leave: all nodes meet in a rendezvous, and training goes on meanwhile"
             self._journal.tell("membership-changing", words)
         super()._restart_workers(worker_group)
@@ -181,7 +178,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _meet(self, worker_group: WorkerGroup) -> None:
         members = self._members
-        earlier = [*self._leavers, *([] if self._meeting.board is None else [self._meeting.board])]
+        earlier = [*members.leavers, *([] if self._meeting.board is None else [self._meeting.board])]
         super()._rendezvous(worker_group)
         board, spec = self._board, worker_group.spec
         is_finished = self._have_succeeded()
@@ -190,17 +187,17 @@ class ElasticAgent(LocalElasticAgent):
         words = self._exchange_words(board, spec, earlier, is_finished=is_finished)
         decision = decide_members(words)
         settled = settle(words, max_restarts=spec.max_restarts, store=self._store_by(decision, board))
-        members.places = tuple(each.node_id for each in words)
-        members.tell_planned(settled)
+        members.see(words, settled)
         for each in earlier:
             each.post_quietly("met-again", decision.kind)
         self._num_failures = self._journal.restart = settled.num_failures
         self._remaining_restarts = spec.max_restarts - settled.num_failures
-        self._has_failed = self.is_change_pending = self._wants_meeting = self._is_waiting = False
+        self._has_failed = self.is_change_pending = self._is_waiting = False
         self._goes_on = decision.kind != "start" and members.plan is not None
-        self._why_told = None
         if self._goes_on:
-            self._go_on(board, settled, earlier)
+            self._tasks.go_on(board, together=members.member_places())
+            if not settled.is_as_before:
+                members.change_to(settled, board, earlier)
         elif decision.kind == "start":
             if self._is_planned and not is_finished:
                 self._is_planned = False
@@ -212,7 +209,6 @@ class ElasticAgent(LocalElasticAgent):
                 board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
             for each in left:
                 each.post_quietly("begun", True)
-            self._leavers = []
         else:
             super()._stop_workers(worker_group)  # which have warmed up to join by another plan
             self._join(board, settled)
@@ -230,7 +226,7 @@ class ElasticAgent(LocalElasticAgent):
         seats: Sequence[int] = ()
         if change is not None and members.plan is None:  # it joins: until then its workers are among themselves
             self._place_alone()
-            seats = [member.seat for member in change.plan.members if member.node_id == self._launch.node_id]
+            seats = members.seats_in(change.plan)
         joins = change.plan.version if change is not None and seats else 0
         envs = environments(self._launch, worker_group, restart_count=self._num_failures, joins=joins, seats=seats)
         self._setup_local_watchdog(envs=envs)
@@ -258,7 +254,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._signals.told is not None and not (change is not None and change.is_told):  # it ends before long
             self._leave(self._signals.told)
         result: RunResult = super()._monitor_workers(worker_group)
-        if self._is_joining:
+        if self._members.is_joining:
             return self._monitor_joining(result)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
@@ -266,13 +262,13 @@ class ElasticAgent(LocalElasticAgent):
             result = RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY and (hang := self._tasks.look(self.watched)) is not None:
             return self._hung(hang)
-        if result.state == WorkerState.HEALTHY:
-            self._follow_change()
+        if result.state == WorkerState.HEALTHY and (plan := self._members.follow()) is not None:
+            self._take_plan(plan)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
-            self._tell_how()
-            self._hold_back_joins()
+            self._members.tell_how()
+            self._members.hold_back_joins(self._board)
             self._look_for_drains()
             if (over := self._board.read_quietly("over")) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
@@ -303,7 +299,6 @@ class ElasticAgent(LocalElasticAgent):
         self, board: RoundBoard, spec: WorkerSpec, earlier: Sequence[RoundBoard], *, is_finished: bool
     ) -> list[NodeWords]:
         """What all nodes of a new round say of themselves, in the order of their places; all of them call it."""
-        members = self._members
         own = NodeWords(
             node_id=self._launch.node_id,
             host=self._launch.host,
@@ -311,18 +306,11 @@ class ElasticAgent(LocalElasticAgent):
             num_failures=self._num_failures,
             has_failed=self._has_failed,
             is_finished=is_finished,
-            version=members.version,
-            plan=members.plan,
-            written=0 if members.plan is None else members.written,
             keeps_workers=self._is_planned and not is_finished,
-            why_restart=self._why_restart(),
-            unsettled=members.unsettled,
-            choice=members.choice,
             time=time.time(),
-            leaving=tuple(node for each in earlier for node in members.leaving(each)),
         )
         seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
-        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
+        rows = board.exchange("nodes", self._members.words(own, earlier).to_row(), timeout_seconds=seconds)
         return [NodeWords.from_row(row) for row in rows]
 
     def _store_by(self, decision: MeetingDecision, board: RoundBoard) -> str:
@@ -342,7 +330,6 @@ class ElasticAgent(LocalElasticAgent):
         is_new = self._members.plan is None and settled.is_old
         self._is_finished = settled.is_finished
         self._members.begin(settled)
-        self._members.write(settled.plan)
         self._tasks.begin_round(
             board,
             membership_version=settled.plan.version,
@@ -356,112 +343,26 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- changes in which workers go on ----
 
-    @property
-    def _is_joining(self) -> bool:
-        """Whether the workers of this node warm up to join those of others."""
-        change = self._members.change
-        return change is not None and change.is_joining and self._members.plan is None
-
-    def _why_restart(self) -> str:
-        return self._members.why_restart(is_dynamic=self._meeting.is_dynamic)
-
-    def _go_on(self, board: RoundBoard, settled: RoundStart, earlier: Sequence[RoundBoard]) -> None:
-        """Begin a round in which the workers of this node go on, and a change to the next plan where there is one."""
-        members, plan = self._members, settled.plan
-        self._tasks.go_on(board, together=members.member_places())
-        self._leavers = [each for each in earlier if members.leaving(each)] if settled.decision.left else []
-        if settled.is_as_before:
-            return
-
-        def tell_workers() -> None:
-            members.write(plan)
-            for each in self._leavers:
-                each.post_quietly("plan", plan.to_json())
-            self._meeting.passed_over = members.places_of(settled.decision.joined)
-
-        self._change_to(settled, board, on_ready=tell_workers)
-
     def _join(self, board: RoundBoard, settled: RoundStart) -> None:
         """Begin a round in which the workers of this node are to join those of others; NotTaken where they are not."""
         if settled.decision.kind == "same":
             self._drop_out(settled.decision.why)
-        members, plan = self._members, settled.plan
-        members.write(plan)
+        self._members.change_to(settled, board, ())
         self._tasks.begin_round(
             board,
-            membership_version=plan.version,
+            membership_version=settled.plan.version,
             world_size=self._worker_group.spec.local_world_size,
-            together=members.member_places(),
+            together=self._members.member_places(),
             is_new=True,
         )
-        self._change_to(settled, board, on_ready=lambda: None)
-
-    def _change_to(self, settled: RoundStart, board: RoundBoard, *, on_ready: Callable[[], None]) -> None:
-        self._members.version = settled.plan.version
-        self._members.change = LiveChange(
-            settled.plan,
-            joined=settled.decision.joined if settled.decision.kind == "live" else (),
-            node_id=self._launch.node_id,
-            board=board,
-            run_dir=self._folders.run_dir,
-            limit_seconds=self._launch.shutdown_seconds,
-            sends_away=self._members.choice == "live",
-            on_ready=on_ready,
-        )
-        self._meeting.holds_back_joins = True  # one change after another
-
-    def _follow_change(self) -> None:
-        """Look how far the change is that is under way, and end it where it has ended."""
-        change = self._members.change
-        end = None if change is None else change.look()
-        if change is None or end is None:
-            return
-        version = change.plan.version
-        if end.kind == "applied":
-            self._members.change = None
-            self._take_plan(change.plan)
-            words = f"membership {version} is in force on all nodes {change.seconds:.1f} s after it was planned"
-            self._journal.tell("membership-in-force", f"{words}; no worker was restarted", plan=version)
-        elif end.kind in ("failed", "sent-away"):
-            self._members.change = None
-            self._meeting.passed_over = frozenset()  # as those leave that were to join, others meet without them
-            self._journal.tell("members-refused", f"membership {version} does not come: {end.why}", plan=version)
-        elif end.kind == "late" and self._members.plan is not None and change.plan.has_members_of(self._members.plan):
-            self._members.change = None
-            self._take_plan(change.plan)  # by which nothing changes
-        else:
-            self._fall_back(change, end)
-        self._hold_back_joins()
-
-    def _fall_back(self, change: LiveChange, end: ChangeEnd) -> None:
-        """Have all nodes meet again, and start all workers anew, as they cannot come to a plan."""
-        members, version = self._members, change.plan.version
-        members.change = None
-        if end.kind == "refused":
-            members.refusal = f"the ranks have refused membership {version}: {end.why}"
-        else:
-            members.unsettled = end.why
-        self._journal.tell(
-            "members-refused", f"membership {version} does not come, and all nodes meet again: {end.why}", plan=version
-        )
-        self._wants_meeting = True
 
     def _take_plan(self, plan: MembershipPlan) -> None:
-        """Take a plan that the workers of this node have come to, and release what served those before."""
-        before = self._members.plan
+        """Take a plan that the workers of this node have come to."""
         self._members.take(plan)
         self._place(plan)
         self._tasks.take_plan(
-            membership_version=plan.version,
-            world_size=plan.world_size,
-            together=self._members.member_places(),
+            membership_version=plan.version, world_size=plan.world_size, together=self._members.member_places()
         )
-        if before is None or not plan.has_members_of(before):  # else groups need not have been formed anew
-            self._meeting.forget_earlier(but=plan.store)
-        self._meeting.passed_over = frozenset()
-        for each in self._leavers:
-            each.post_quietly("begun", True)
-        self._leavers = []
 
     def _place(self, plan: MembershipPlan) -> None:
         """Give the workers of this node their ranks by a plan."""
@@ -480,7 +381,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _place_alone(self) -> None:
         """Give the workers of this node ranks of a world of their own, with a store on this node."""
-        group = self._worker_group
+        group: Any = self._worker_group  # whose types have no address for good
         number = group.spec.local_world_size
         place_workers(group, range(number), world_size=number, place=0, num_nodes=1, pids={})
         host, _, port = self._meeting.open_store(is_here=True).rpartition(":")
@@ -490,8 +391,7 @@ class ElasticAgent(LocalElasticAgent):
         """The torch result of workers that warm up to join; NotTaken where they fail, hang, or nobody takes them in."""
         change, board = self._members.change, self._board
         assert change is not None, "it joins"
-        members = self._members.places_of([node.node_id for node in change.plan.nodes if node.node_id in change.joined])
-        others = frozenset(range(board.num_peers)) - members
+        others = frozenset(range(board.num_peers)) - self._members.places_of(change.joined)
         if (over := board.read_quietly("over")) is not None:
             self._drop_out(f"the job is over: {over}")
         if others <= board.who_told("finished"):
@@ -506,15 +406,11 @@ class ElasticAgent(LocalElasticAgent):
             self._drop_out("its workers have ended before they were in")
         if (hang := self._tasks.look(self.watched)) is not None:
             self._drop_out(f"its workers hang: {hang.reason}")
-        end = change.look()
-        if end is not None and end.kind == "applied":
-            self._members.change = None
-            self._take_plan(change.plan)
-            version = change.plan.version
-            words = f"membership {version} is in force on all nodes; the workers of this node are in"
-            self._journal.tell("membership-in-force", words, plan=version)
-        elif end is not None and end.kind in ("failed", "sent-away"):
-            self._drop_out(end.why)
+        plan = self._members.follow()
+        if plan is not None:
+            self._take_plan(plan)
+        elif change.end is not None and change.end.kind in ("failed", "sent-away"):  # else all nodes meet again
+            self._drop_out(change.end.why)
         return result
 
     def _drop_out(self, why: str) -> NoReturn:
@@ -523,37 +419,6 @@ class ElasticAgent(LocalElasticAgent):
             self._members.change.tell("failed", why)
         self._meeting.leave()
         raise NotTaken(why)
-
-    def _tell_how(self) -> None:
-        """Tell how members can change, as soon as the workers of this node say it."""
-        if self._launch.max_nodes > 1 and self._members.change is None:
-            how = self._members.how_in_words(is_dynamic=self._meeting.is_dynamic)
-            if how and how != self._how_told:
-                self._journal.tell("members", how)
-            self._how_told = how or self._how_told
-
-    def _hold_back_joins(self) -> None:
-        """Have nodes wait that want to join, while a change is under way, or as long as they would need a restart."""
-        members, board = self._members, self._board
-        if members.choice != "live" or members.plan is None:
-            self._meeting.holds_back_joins = members.change is not None
-            return
-        own = self._why_restart()
-        if own != self._why_told:
-            self._why_told = own
-            board.tell_quietly("why-restart", own)
-        try:
-            told = board.told("why-restart")
-        except BoardGone:
-            told = {}
-        silent = members.member_places() - told.keys()
-        why = next((each for each in told.values() if each), "") or (
-            "some nodes are not ready for it" if silent else ""
-        )
-        self._meeting.holds_back_joins = members.change is not None or bool(why)
-        if why and self._meeting.held_back() and why != self._why_held:
-            self._why_held = why
-            self._journal.tell("members-waiting", f"a node waits to join, as all workers would be restarted: {why}")
 
     # ---- failures ----
 
@@ -701,12 +566,13 @@ class ElasticAgent(LocalElasticAgent):
             self._leave(signal.SIGTERM, "elastic-ext members drain")
         if self._leaves_after is not board:  # others meet without it
             self._leaves_after = board
-            self._members.drain(board, why_restart=self._why_restart())
+            self._members.drain(board)
             self._journal.tell("leaving", "elastic-ext members drain: this node leaves as another one joins")
-        self._meeting.num_nodes_waiting()
-        if self._meeting.held_back():
-            self.is_drained = True
-            self._leave(signal.SIGTERM, "another node joins", patience_seconds=_WARM_SECONDS)
+
+    def _leave_as_another_joins(self) -> None:
+        """Leave where others meet with one that joins, and will do without this one; always raises SignalException."""
+        self.is_drained = True
+        self._leave(signal.SIGTERM, "another node joins", patience_seconds=_WARM_SECONDS)
 
     def _leave(self, number: signal.Signals, why: str = "", *, patience_seconds: float = 0.0) -> None:
         """Leave the job after a stop signal, or for another reason; always raises SignalException.
@@ -721,10 +587,10 @@ class ElasticAgent(LocalElasticAgent):
             how = "told to save a checkpoint and to end"
         self._journal.tell("leaving", f"{why or number.name}: this node leaves the job; its workers are {how}")
         board = self._board
-        if self._is_joining:
+        if self._members.is_joining:
             self._meeting.leave()
         elif board.num_peers > 1:
-            self._members.leave(board, is_live=is_term, why_restart=self._why_restart())
+            self._members.leave(board, is_live=is_term)
             are_enough = board.num_peers > self._launch.min_nodes or patience_seconds > 0
             if self._meeting.leave() and is_term and are_enough:
                 seconds = self._launch.shutdown_seconds / 3 + min(patience_seconds, _EXCHANGE_SECONDS)

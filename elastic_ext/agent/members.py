@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.members.decision import (
     ChangeRow,
     ChangeStage,
     LeavingNode,
-    MembersChoice,
+    NodeWords,
     RoundStart,
     RowState,
     stage_of,
@@ -35,6 +35,10 @@ from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.text import counted
 
 from .journal import Journal
+
+if TYPE_CHECKING:
+    from .rendezvous import NodeRendezvous
+    from .workers.workers import Launch
 
 __all__ = [
     "ChangeEnd",
@@ -111,6 +115,8 @@ class LiveChange:
         self.joined = tuple(joined)
         self.is_joining = node_id in joined
         """Whether the workers of this node are among those that join."""
+        self.end: ChangeEnd | None = None
+        """How the change has ended; None as long as it is under way."""
         self.is_told = False
         """Whether workers of this node, which stay, have been told the plan."""
         self._node_id = node_id
@@ -147,6 +153,10 @@ class LiveChange:
 
         Called several times a second. A board that is gone says nothing: then the workers of this node decide.
         """
+        self.end = self._looked()
+        return self.end
+
+    def _looked(self) -> ChangeEnd | None:
         state = self._state()
         self.tell(state, self.why_refused if state in ("refused", "sent-away") else "")
         stage = self._stage()
@@ -154,7 +164,7 @@ class LiveChange:
             self.is_told, self._told_at = True, time.monotonic()
             self._on_ready()
         if stage.kind in ("applied", "refused", "sent-away") or (stage.kind == "failed" and not self.is_told):
-            return ChangeEnd(kind=stage.kind, why=stage.why)  # type: ignore[arg-type]
+            return ChangeEnd(kind=stage.kind, why=stage.why)
         if state == "warming" and self.seconds > _WARM_SECONDS:
             return ChangeEnd(kind="failed", why=f"its workers are not ready after {_WARM_SECONDS:.0f} seconds")
         if self.is_told and time.monotonic() > self._told_at + self._limit_seconds:
@@ -201,32 +211,40 @@ class LiveChange:
 class Membership:
     """Who trains, as one agent knows it: the plan in force, newer ones, the change under way, and why not live."""
 
-    def __init__(self, run_dir: Path, journal: Journal, *, node_id: str, host: str, choice: MembersChoice) -> None:
-        self.choice = choice
+    def __init__(self, run_dir: Path, journal: Journal, meeting: NodeRendezvous, launch: Launch) -> None:
+        self.choice = launch.members
         self.plan: MembershipPlan | None = None
         """The plan by which the workers of this node train; None before the first, and while they warm up to join."""
         self.change: LiveChange | None = None
         """The change that is under way, in which workers go on."""
-        self.version = 0
-        """The version of the newest plan that this node knows of."""
-        self.written = 0
-        """The version of the newest plan that the workers of this node have been told."""
-        self.refusal = ""
-        """Why the ranks have refused the last plan, where members are now to change by a restart; else empty."""
-        self.unsettled = ""
-        """Why nobody knows by which plan workers train; empty where that is known."""
+        self.wants_meeting = False
+        """Whether all nodes are to meet again, as workers do not come to a plan."""
         self.places: tuple[str, ...] = ()
         """The ids of the nodes of the present round, by their places on the board."""
+        self.leavers: list[RoundBoard] = []
+        """The boards of rounds that nodes have left whose workers train until the change that is under way."""
+        self._version = self._written = 0  # of the newest plan that is known, and that workers have been told
+        self._refusal = ""  # why the ranks have refused the last plan, where members are now to change by a restart
+        self._unsettled = ""  # why nobody knows by which plan workers train
+        self._how_told = ""
+        self._why_told: str | None = None  # on the present board
+        self._why_held = ""
         self._run_dir = run_dir
         self._journal = journal
-        self._node_id = node_id
-        self._host = host
+        self._meeting = meeting
+        self._launch = launch
+        self._node_id = launch.node_id
+
+    # ---- who trains ----
 
     @property
-    def seats(self) -> list[int]:
-        """The seats of this node's workers by the plan in force, in the order of their ranks."""
-        members = () if self.plan is None else self.plan.members
-        return [member.seat for member in members if member.node_id == self._node_id]
+    def is_joining(self) -> bool:
+        """Whether the workers of this node warm up to join those of others."""
+        return self.change is not None and self.change.is_joining and self.plan is None
+
+    def seats_in(self, plan: MembershipPlan) -> list[int]:
+        """The seats of this node's workers by a plan, in the order of their ranks."""
+        return [member.seat for member in plan.members if member.node_id == self._node_id]
 
     def has_member_at(self, place: int) -> bool:
         """Whether the node at a place of the present round has workers that train by the plan in force."""
@@ -242,75 +260,25 @@ class Membership:
             return self.places_of([self._node_id])
         return self.places_of([node.node_id for node in self.plan.nodes])
 
-    def why_restart(self, *, is_dynamic: bool) -> str:
-        """Why members can change by a restart alone, as far as this node knows, a sentence; empty where they can live.
-
-        ``is_dynamic`` says whether the rendezvous is of a kind that nodes join and leave.
-        """
-        if self.plan is None:  # who joins has nothing to lose
-            return why_restart_of(self.choice, {}, {}, host=self._host)
-        if not is_dynamic:
-            return "the nodes of a static rendezvous meet together or not at all"
-        ranks = {member.seat: member.rank for member in self.plan.members}
-        records = member_records(self._run_dir, self.seats)
-        return why_restart_of(self.choice, records, ranks, host=self._host) or self.refusal
-
-    def how_in_words(self, *, is_dynamic: bool) -> str:
-        """How members can change, in a sentence; empty as long as workers do not say it."""
-        records = member_records(self._run_dir, self.seats).values()
-        if not records or None in records:
-            return ""
-        why = self.why_restart(is_dynamic=is_dynamic)
-        return f"nodes join and leave {f'by a restart of all workers: {why}' if why else 'while workers go on'}"
-
-    def leave(self, board: RoundBoard, *, is_live: bool, why_restart: str) -> None:
-        """Tell the other nodes that this one leaves; with ``is_live`` its workers go on until a plan without it."""
-        if is_live:
-            self.drain(board, why_restart=why_restart)
-        board.tell_quietly(_LEAVING, self._node_id)
-
-    def drain(self, board: RoundBoard, *, why_restart: str) -> None:
-        """Tell the other nodes that this one leaves as they meet again, and that its workers go on until then."""
-        board.tell_quietly(_DRAINING, asdict(LeavingNode(node_id=self._node_id, why_restart=why_restart)))
-
-    def leaving(self, board: RoundBoard | None) -> tuple[LeavingNode, ...]:
-        """The nodes that have told on a board that they leave, and whose workers go on until then."""
-        if board is None:
-            return ()
-        try:
-            return tuple(record_of(LeavingNode, row) for row in board.told(_DRAINING).values())
-        except (BoardGone, ValueError):
-            return ()
-
-    def settle(self) -> LiveChange | None:
-        """Let go of the change under way, as nodes meet again; gives one that the workers of this node have come to.
-
-        ``refusal`` and ``unsettled`` say what is left of another one.
-        """
-        change, self.change = self.change, None
-        if change is None or not (change.is_told or change.is_joining):
-            return None
-        outcome = change.outcome
-        if outcome == "applied":
-            return change
-        if outcome == "refused" and not (self.choice == "live" and change.joined):
-            self.refusal = f"the ranks have refused membership {change.plan.version}: {change.why_refused}"
-        elif outcome != "refused" and change.is_told:
-            self.unsettled = self.unsettled or f"membership {change.plan.version} was under way as nodes met again"
-        return None
-
     def begin(self, settled: RoundStart) -> None:
-        """Take the plan with which all workers are started."""
-        self.plan, self.version = settled.plan, settled.plan.version
-        self.refusal = self.unsettled = ""
+        """Take the plan with which all workers are started, and tell of it."""
+        self.plan, self.leavers = settled.plan, []
+        self._refusal = self._unsettled = ""
+        self.write(settled.plan)
 
     def take(self, plan: MembershipPlan) -> None:
-        """Take a plan that the workers of this node have come to."""
-        self.plan, self.refusal = plan, ""
+        """Take a plan that the workers of this node have come to, and release what served those before."""
+        if self.plan is None or not plan.has_members_of(self.plan):  # else groups need not have been formed anew
+            self._meeting.forget_earlier(but=plan.store)
+        self.plan, self.change, self._refusal = plan, None, ""
+        self._meeting.passed_over = frozenset()
+        for each in self.leavers:
+            each.post_quietly("begun", True)
+        self.leavers = []
 
     def write(self, plan: MembershipPlan) -> None:
         """Write the plan's file, then tell of it: who reads the event finds the plan that it names."""
-        self.version, self.written = max(self.version, plan.version), plan.version
+        self._version, self._written = max(self._version, plan.version), plan.version
         try:
             write_whole(self._run_dir / MEMBERSHIP_FILE, f"{plan.to_json()}\n".encode(), durable=False)
         except OSError as error:
@@ -324,19 +292,176 @@ class Membership:
         for file in self._run_dir.glob("member-*.json"):
             file.unlink(missing_ok=True)
 
-    def tell_planned(self, settled: RoundStart) -> None:
-        """Write an event of how members are to change, where that is not as after a failure or at the start."""
+    # ---- how members can change ----
+
+    def why_restart(self) -> str:
+        """Why members can change by a restart alone, by this node, a sentence; empty where it needs none."""
+        host = self._launch.host
+        if self.plan is None:  # who joins has nothing to lose
+            return why_restart_of(self.choice, {}, {}, host=host)
+        if not self._meeting.is_dynamic:
+            return "the nodes of a static rendezvous meet together or not at all"
+        ranks = {member.seat: member.rank for member in self.plan.members}
+        records = member_records(self._run_dir, self.seats_in(self.plan))
+        return why_restart_of(self.choice, records, ranks, host=host) or self._refusal
+
+    def tell_how(self) -> None:
+        """Tell how members can change, as soon as the workers of this node say it."""
+        if self._launch.max_nodes == 1 or self.change is not None or self.plan is None:
+            return
+        if None in member_records(self._run_dir, self.seats_in(self.plan)).values():
+            return
+        why = self.why_restart()
+        how = f"nodes join and leave {f'by a restart of all workers: {why}' if why else 'while workers go on'}"
+        if how != self._how_told:
+            self._how_told = how
+            self._journal.tell("members", how)
+
+    def hold_back_joins(self, board: RoundBoard) -> None:
+        """Have nodes wait that want to join, while a change is under way, or as long as they would need a restart."""
+        if self.choice != "live" or self.plan is None:
+            self._meeting.holds_back_joins = self.change is not None
+            return
+        own = self.why_restart()
+        if own != self._why_told:
+            self._why_told = own
+            board.tell_quietly("why-restart", own)
+        try:
+            told = board.told("why-restart")
+        except BoardGone:
+            told = {}
+        silent = self.member_places() - told.keys()
+        why = next((each for each in told.values() if each), "some nodes are not ready for it" if silent else "")
+        self._meeting.holds_back_joins = self.change is not None or bool(why)
+        if why and self._meeting.held_back() and why != self._why_held:
+            self._why_held = why
+            self._journal.tell("members-waiting", f"a node waits to join, as all workers would be restarted: {why}")
+
+    # ---- as nodes meet ----
+
+    def words(self, own: NodeWords, boards: Sequence[RoundBoard]) -> NodeWords:
+        """What this node says of members besides ``own``; ``boards`` are those on which others may have left."""
+        return replace(
+            own,
+            version=self._version,
+            plan=self.plan,
+            written=0 if self.plan is None else self._written,
+            why_restart=self.why_restart(),
+            unsettled=self._unsettled,
+            choice=self.choice,
+            leaving=tuple(node for board in boards for node in _leaving_on(board)),
+        )
+
+    def see(self, words: Sequence[NodeWords], settled: RoundStart) -> None:
+        """Note who has met, and tell how members are to change, where that is not after a failure or at the start."""
+        self.places = tuple(each.node_id for each in words)
+        self.wants_meeting, self._why_told = False, None
         decision = settled.decision
-        if (words := planned_in_words(settled)) is not None:
+        if (told := planned_in_words(settled)) is not None:
             self._journal.tell(
                 "members-planned",
-                words,
+                told,
                 plan=settled.plan.version,
                 mode="restart" if decision.kind == "start" else "live",
                 joined=list(decision.joined),
                 left=list(decision.left),
                 why=decision.why,
             )
+
+    def change_to(self, settled: RoundStart, board: RoundBoard, earlier: Sequence[RoundBoard]) -> None:
+        """Begin a change to the plan that nodes have settled on; nodes may have left on the ``earlier`` boards."""
+        decision, plan = settled.decision, settled.plan
+        self._version = plan.version
+        self.leavers = [each for each in earlier if _leaving_on(each)] if decision.left else []
+        joined = decision.joined if decision.kind == "live" else ()
+
+        def tell_workers() -> None:
+            self.write(plan)
+            for each in self.leavers:
+                each.post_quietly("plan", plan.to_json())
+            self._meeting.passed_over = self.places_of(joined)
+
+        self.change = LiveChange(
+            plan,
+            joined=joined,
+            node_id=self._node_id,
+            board=board,
+            run_dir=self._run_dir,
+            limit_seconds=self._launch.shutdown_seconds,
+            sends_away=self.choice == "live",
+            on_ready=tell_workers,
+        )
+        if self.change.is_joining:
+            self.write(plan)
+
+    def settle(self) -> MembershipPlan | None:
+        """Let go of the change under way, as nodes meet again; gives its plan if workers here have come to it."""
+        change, self.change = self.change, None
+        if change is None or not (change.is_told or change.is_joining):
+            return None
+        outcome, version = change.outcome, change.plan.version
+        if outcome == "applied":
+            return change.plan
+        if outcome == "refused" and not (self.choice == "live" and change.joined):
+            self._refusal = f"the ranks have refused membership {version}: {change.why_refused}"
+        elif outcome != "refused" and change.is_told:
+            self._unsettled = self._unsettled or f"membership {version} was under way as nodes met again"
+        return None
+
+    # ---- while a change is under way ----
+
+    def follow(self) -> MembershipPlan | None:
+        """Look how far the change is that is under way, and end it where it has; gives its plan if that is in force.
+
+        Of workers that join the agent decides what becomes of them where they are not taken in.
+        """
+        change = self.change
+        end = None if change is None else change.look()
+        if change is None or end is None or (change.is_joining and end.kind != "applied"):
+            return None
+        version = change.plan.version
+        if end.kind == "applied":
+            words = f"membership {version} is in force on all nodes {change.seconds:.1f} s after it was planned"
+            words += "; the workers of this node are in" if change.is_joining else "; no worker was restarted"
+            self._journal.tell("membership-in-force", words, plan=version)
+            return change.plan
+        if end.kind == "late" and self.plan is not None and change.plan.has_members_of(self.plan):
+            return change.plan  # by which nothing changes
+        words = f"membership {version} does not come"
+        if end.kind in ("refused", "late"):
+            self._fall_back(version, end)
+            words += ", and all nodes meet again"
+        self.change, self._meeting.passed_over = None, frozenset()
+        self._journal.tell("members-refused", f"{words}: {end.why}", plan=version)
+        return None
+
+    def _fall_back(self, version: int, end: ChangeEnd) -> None:
+        """Have all nodes meet again, and all workers started anew."""
+        if end.kind == "refused":
+            self._refusal = f"the ranks have refused membership {version}: {end.why}"
+        else:
+            self._unsettled = end.why
+        self.wants_meeting = True
+
+    # ---- leaving ----
+
+    def leave(self, board: RoundBoard, *, is_live: bool) -> None:
+        """Tell the other nodes that this one leaves; with ``is_live`` its workers go on until a plan without it."""
+        if is_live:
+            self.drain(board)
+        board.tell_quietly(_LEAVING, self._node_id)
+
+    def drain(self, board: RoundBoard) -> None:
+        """Tell the other nodes that this one leaves as they meet again, and that its workers go on until then."""
+        board.tell_quietly(_DRAINING, asdict(LeavingNode(node_id=self._node_id, why_restart=self.why_restart())))
+
+
+def _leaving_on(board: RoundBoard) -> list[LeavingNode]:
+    """The nodes that have told on a board that they leave, and whose workers go on until then."""
+    try:
+        return [record_of(LeavingNode, row) for row in board.told(_DRAINING).values()]
+    except (BoardGone, ValueError):
+        return []
 
 
 def planned_in_words(settled: RoundStart) -> str | None:

@@ -247,7 +247,7 @@ class NodeRendezvous(RendezvousHandler):
             info.store, place=info.rank, num_nodes=info.world_size, number=number, is_lost=self._has_lost
         )
         self._members = participants(self._inner) or {}
-        self._expected = self.passed_over = frozenset()
+        self._expected, self.passed_over = frozenset(), frozenset()
         if not self._is_dynamic and self._num_rounds == 1:
             return info  # a static one has a store for workers, and the same again in later rounds, with what is in it
         self._earlier += [] if self._server is None else [self._server]

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from elastic_ext.agent.config_writer import agent_in
 from elastic_ext.agent.control import AgentRefused, ControlError, ask
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.members import member_records
@@ -179,15 +180,21 @@ def _read(job: JobHere) -> tuple[MembershipPlan, list[MemberRecord | None], list
     plans = {folder: plan for folder in folders if (plan := _plan_in(folder)) is not None}
     if not plans:
         raise ValueError("there is no membership plan: an agent (elastic-run) makes one as the nodes of a job meet")
-    seats = {member.seat for plan in plans.values() for member in plan.members}
-    found = {folder: [each for each in member_records(folder, seats).values() if each] for folder in plans}
-    joining = {folder for folder, records in found.items() if records and not any(each.version for each in records)}
+    found = {folder: _records_in(folder, plan) for folder, plan in plans.items()}
+    known = {folder: [each for each in records if each is not None] for folder, records in found.items()}
+    joining = {folder for folder, records in known.items() if records and not any(each.version for each in records)}
     newest = max(plans, key=lambda folder: (folder not in joining, plans[folder].version))
-    records = {each.seat: each for folder in plans for each in found[folder]}
-    here = [None] * (not all(found.values()))
+    records = [each for folder in plans for each in found[folder]]
     events = [event for folder in plans for event in EventFiles(folder, most_bytes=_MOST_EVENT_BYTES).look().events]
     events = sorted((each for each in events if each.kind in _KINDS), key=lambda event: event.time)
-    return plans[newest], [*records.values(), *here], _once(events)
+    return plans[newest], records, _once(events)
+
+
+def _records_in(folder: Path, plan: MembershipPlan) -> list[MemberRecord | None]:
+    """What the workers of the agent of a run directory say, None for one that says nothing."""
+    agent = agent_in(folder)
+    seats = [member.seat for member in plan.members if agent is None or member.node_id == agent.node_id]
+    return [*member_records(folder, seats).values()] or [None]
 
 
 def _once(events: Sequence[JobEvent]) -> list[JobEvent]:

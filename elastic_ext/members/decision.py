@@ -75,7 +75,7 @@ class NodeWords:
     """Whether the round before ended with a failure of this node's workers."""
     is_finished: bool
     """Whether all of this node's workers have ended well."""
-    version: int
+    version: int = 0
     """The version of the newest membership plan that this node knows of; 0 before its first."""
     plan: MembershipPlan | None = None
     """The membership plan by which this node's workers train; None where they are in none."""
@@ -316,7 +316,7 @@ def stage_of(plan: MembershipPlan, joined: Collection[str], rows: Sequence[Chang
         found = [each for each in states.values() if each.state == kind]
         if found:
             who = f"{', '.join(sorted(each.node_id for each in found))}: " if kind == "failed" else ""
-            return ChangeStage(kind=kind, why=f"{who}{found[0].why}")  # type: ignore[arg-type]
+            return ChangeStage(kind=kind, why=f"{who}{found[0].why}")
     reached = [states[node.node_id].state if node.node_id in states else "waiting" for node in plan.nodes]
     if all(each == "applied" for each in reached):
         return ChangeStage(kind="applied")

@@ -1,17 +1,19 @@
-"""Members that come and go while the workers of the others go on, by real agents; the workers are a stand-in.
+"""Members that come and go while the workers of the others go on, by real agents.
 
-They are tests/support/member_job.py, which speaks of members with its agent by itself and is no trainer: what a trainer
-does with a plan is shown elsewhere.
+In all but the last part the workers are a stand-in, tests/support/member_job.py, which speaks of members with its agent
+by itself and is no trainer: what a trainer does with a plan is shown elsewhere.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.arguments import without_outer
-from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.agent.members import Drain, drained_node
+from elastic_ext.cli import main
+from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.processes import is_alive
 from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, WorkersRecord
+from tests.support.elastic_job import GLOBAL_BATCH, NUM_SAMPLES
 from tests.support.nodes import FORKING_RUN, Node, nodes, until
 from tests.support.ports import free_port
 
@@ -33,10 +38,11 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.nodes: list[Node] = []
         self._port = free_port()
         self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
 
-    def node(self, number: int, *options: str, num_workers: int = 1) -> Node:
+    def node(self, number: int, *options: str, num_workers: int = 1, script: Sequence[str] = JOB) -> Node:
         launch = [
             "--nnodes=1:4",
             f"--nproc-per-node={num_workers}",
@@ -48,13 +54,15 @@ class Job:
             "--shutdown-timeout=20",
             *options,
         ]
-        return Node(self.folder / f"node-{number}", [*launch, *JOB, str(self.folder)], launcher=FORKING_RUN)
+        arguments = [*launch, *script[:2], str(self.folder), *script[2:]]
+        self.nodes.append(Node(self.folder / f"node-{number}", arguments, launcher=FORKING_RUN))
+        return self.nodes[-1]
 
     @contextmanager
     def started(self, *options: str, num_workers: int = 1) -> Iterator[Node]:
         """The first node, whose workers train."""
         with nodes(self.node(0, *options, num_workers=num_workers)) as (first,):
-            self.wait_for(num_workers)
+            self.wait_for(num_workers, of=first)
             until(lambda: len([*first.run_dir.glob("member-*.json")]) == num_workers)
             yield first
 
@@ -72,10 +80,13 @@ class Job:
             found[int(file.stem.removeprefix("seen-"))] = rows
         return found
 
-    def wait_for(self, world_size: int, *, version: int | None = None) -> dict[int, tuple[int, int, int, int]]:
+    def wait_for(
+        self, world_size: int, *, version: int | None = None, of: Node | None = None
+    ) -> dict[int, tuple[int, int, int, int]]:
         """Until as many workers live and are in one world, whose plan has that version; the last row of each by pid."""
 
         def together() -> dict[int, tuple[int, int, int, int]] | None:
+            assert of is None or of.process.poll() is None, of.text
             last = {pid: rows[-1] for pid, rows in self.seen().items() if rows and _is_there(pid)}
             is_one = len({row[0] for row in last.values()}) == 1 and len(last) == world_size
             is_one = is_one and all(row[2] == world_size for row in last.values())
@@ -97,8 +108,11 @@ def _is_there(pid: int) -> bool:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    for node in made.nodes:  # which is seen where a test fails
+        print(f"---- {node.run_dir.name}\n{node.text}")
 
 
 def plan_of(node: Node) -> MembershipPlan:
@@ -307,6 +321,118 @@ def test_a_job_that_ends_while_a_node_warms_up_ends_there_too(job: Job) -> None:
         wait_for_kind(second, "workers-started")
         end(job, first, second)
         assert "have ended well before this node was in" in second.text
+
+
+# ---- requests over the control socket ----
+
+
+def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        for node in (first, second):
+            wait_for_kind(node, "membership-in-force")
+        assert main(["members", "--run-dir", str(first.run_dir), "--json"]) == 0
+        told_of = json.loads(capsys.readouterr().out)
+        assert told_of["is_live"] is True and told_of["plan"]["version"] == 2 and told_of["planned"] is None
+        assert main(["members", "drain", "nobody", "--run-dir", str(first.run_dir)]) == 2
+        assert "refused: node nobody is not in the job; its nodes are " in capsys.readouterr().err
+        name = second.record().node_id
+        assert main(["members", "drain", name, "--run-dir", str(first.run_dir)]) == 0
+        assert f"{name} is told to leave now" in capsys.readouterr().out
+        assert second.end() == 0, second.text
+        (stays,) = job.wait_for(1, version=3)
+        assert stays in before
+        wait_for_kind(first, "membership-in-force", times=2)
+        assert main(["members", "drain", first.record().node_id, "--run-dir", str(first.run_dir)]) == 2
+        assert "is the only one of the job" in capsys.readouterr().err
+        assert main(["members", "--run-dir", str(first.run_dir)]) == 0
+        words = capsys.readouterr().out
+        assert words.startswith(f"membership 3: 1 node, 1 rank: {name} leaves\n")
+        assert "members change while workers go on" in words and "membership 3 is in force" in words
+        end(job, first)
+
+
+def test_a_node_leaves_as_another_joins_by_one_plan(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        wait_for_kind(second, "membership-in-force")
+        command = ["members", "drain", second.record().node_id, "--after-join", "--run-dir", str(first.run_dir)]
+        assert main(command) == 0
+        assert "is told to leave as another node joins" in capsys.readouterr().out
+        wait_for_kind(second, "leaving")
+        assert second.process.poll() is None and job.wait_for(2, version=2) == before
+        with nodes(job.node(2)) as (third,):
+            assert second.end() == 0, second.text
+            after = job.wait_for(2, version=3)
+            (stays,) = before.keys() & after.keys()
+            assert after[stays] == (3, 0, 2, 0) and sorted(row[3] for row in after.values()) == [0, 2]
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 1
+    job.check_steps()
+
+
+@pytest.mark.parametrize(
+    ("drain", "min_nodes", "why"),
+    [
+        (Drain(node="z"), 1, "node z is not in the job; its nodes are a, b, c"),
+        (Drain(node="one"), 1, "one has several nodes of the job; name one of a, b"),
+        (Drain(node="c"), 3, r"the job has 3 nodes and needs 3 \(--nnodes\); with --after-join"),
+    ],
+)
+def test_a_node_that_cannot_leave_is_refused_in_words(drain: Drain, min_nodes: int, why: str) -> None:
+    hosts = {"a": "one", "b": "one", "c": "two"}
+    shares = [
+        NodeShare(node_id=name, host=host, first_rank=rank, num_workers=1)
+        for rank, (name, host) in enumerate(hosts.items())
+    ]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+    with pytest.raises(ValueError, match=why):
+        drained_node(plan, drain, min_nodes=min_nodes)
+    assert drained_node(plan, Drain(node="two", after_join=True), min_nodes=3) == "c"
+    with pytest.raises(ValueError, match="node a is the only one of the job"):
+        drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a", after_join=True), min_nodes=1)
+
+
+# ---- a training ----
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    """The samples of each step that all processes together have taken."""
+    found: dict[int, list[int]] = {}
+    for file in folder.glob("samples-*.txt"):
+        for line in file.read_text().splitlines():
+            if line[0].isdigit():
+                step, *samples = (int(each) for each in line.split())
+                found.setdefault(step, []).extend(samples)
+    return dict(sorted(found.items()))
+
+
+def test_a_training_under_ddp_goes_on_in_its_processes_as_a_node_joins_and_leaves(job: Job) -> None:
+    script = ("-m", "tests.support.elastic_job", "--steps=1000000", "--every=1000000", "--pace=0.05")
+    with nodes(job.node(0, num_workers=2, script=script)) as (first,):
+        assert "while workers go on" in wait_for_kind(first, "members")["text"]
+        until(lambda: len(samples_by_step(job.folder)) > 3 or None, what="steps of the first node")
+        workers = first.workers()
+        with nodes(job.node(1, script=script)) as (second,):
+            wait_for_kind(first, "membership-in-force")
+            at_join = max(samples_by_step(job.folder))
+            until(lambda: len(samples_by_step(job.folder)) > at_join + 3 or None, what="steps of three ranks")
+            until(lambda: ranks_seen(second) == [(2, 2, 2)] or None, what="the rank of the second node")
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            wait_for_kind(first, "membership-in-force", times=2)
+        at_leave = max(samples_by_step(job.folder))
+        until(lambda: len(samples_by_step(job.folder)) > at_leave + 3 or None, what="steps of two ranks again")
+        assert first.workers() == workers and all(is_alive(each) for each in workers.values())
+        assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
+        first.send(signal.SIGTERM)
+        assert first.end() == 143
+    steps = samples_by_step(job.folder)
+    whole = [step for step in steps if step < max(steps)]
+    assert whole == list(range(1, len(whole) + 1)) and all(len({*steps[step]}) == GLOBAL_BATCH for step in whole)
+    taken = [sample for step in whole for sample in steps[step]]
+    for start in range(0, len(taken) - NUM_SAMPLES + 1, NUM_SAMPLES):
+        assert sorted(taken[start : start + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
 
 
 def test_what_a_worker_is_told_does_not_reach_an_agent_that_it_starts() -> None:

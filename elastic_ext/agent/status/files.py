@@ -138,7 +138,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         membership=reader.record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json),
         workers=workers,
         metrics=found,
-        members=tuple(each for name in names if _MEMBER.fullmatch(name) and (each := reader.member(name))),
+        members=tuple(one for name in names if _MEMBER.fullmatch(name) and (one := reader.member(name))),
         living=_living(agent, workers, found, host),
         model=next((each for name in names if _MODEL.fullmatch(name) and (each := reader.model(name))), None),
         profiles=read_profiles(path, profiled_seats(path)[:_MOST_TAILS], num_windows=_MOST_WINDOWS),

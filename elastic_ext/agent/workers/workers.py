@@ -251,19 +251,15 @@ def place_workers(
 
     ``ranks`` are by local rank, and ``place`` is that of the node among ``num_nodes``.
     """
-    group.workers = [
-        Worker(
-            local_rank=local_rank,
-            global_rank=rank,
-            role_rank=rank,
-            world_size=world_size,
-            role_world_size=world_size,
+    group.workers = []
+    for local_rank, rank in enumerate(ranks):
+        worker: Any = Worker(
+            local_rank=local_rank, global_rank=rank, role_rank=rank, world_size=world_size, role_world_size=world_size
         )
-        for local_rank, rank in enumerate(ranks)
-    ]
-    for worker in group.workers:
-        worker.id = pids.get(worker.local_rank)
-    group.group_rank, group.group_world_size = place, num_nodes
+        worker.id = pids.get(local_rank)
+        group.workers.append(worker)
+    placed: Any = group  # torch's types have None there for good
+    placed.group_rank, placed.group_world_size = place, num_nodes
 
 
 def free_seats(ranks: Sequence[int], *, taken: Collection[int]) -> list[int]:
