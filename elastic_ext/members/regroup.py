@@ -18,12 +18,14 @@ from elastic_ext.ranks.board import Board
 from elastic_ext.ranks.group import Ranks
 
 from .plan import MembershipPlan
-from .store import GROUPS, GROUPS_BEFORE, prefix_of
+from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
 
-__all__ = ["Generation", "present_backend"]
+__all__ = ["FORM_SECONDS", "Generation", "present_backend"]
 
 _CONNECT_SECONDS = 10.0
-_FORM_SECONDS = 30.0
+_PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
+FORM_SECONDS = 30.0
+"""How long ranks wait for each other where they form groups, by default."""
 _BACKEND = "gloo"
 
 
@@ -35,7 +37,15 @@ def present_backend() -> str:
 class Generation:
     """The process groups of a plan's members, formed in the place of those that are there: a ``Regroup`` of a model."""
 
-    def __init__(self, ranks: Ranks, plan: MembershipPlan, *, old: int | None, new: int | None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: MembershipPlan,
+        *,
+        old: int | None,
+        new: int | None,
+        form_seconds: float = FORM_SECONDS,
+    ) -> None:
         """``old`` and ``new`` are this process's ranks, None where it has none. ElasticError without the store."""
         host, _, port = plan.store.rpartition(":")
         try:
@@ -48,17 +58,25 @@ class Generation:
                 f"the store {plan.store} of membership {plan.version} does not answer ({first_line})"
             ) from None
         self._ranks = ranks
-        self._generation = plan.generation
+        self._prefix = prefix_of(plan.generation, plan.version)
         self._new = None if new is None else (new, plan.world_size)
         self._old = None if old is None else (old, ranks.world_size)
+        self._form_seconds = form_seconds
         self._timeout = _timeout_now()
-        self.board = Board(self._store, prefix_of(plan.generation), what=f"the store {plan.store}", waits_inside=True)
+        self.board = Board(self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=_PAUSE_SECONDS)
         """What ranks that train and workers that join tell each other by."""
+        self.quick_board = Board(self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=0.002)
+        """The same, for what others wait for, and which comes within a step or so."""
 
     def form(self) -> None:
-        """Form the default group, and the control group, of the plan's members, in place of those that are there."""
+        """Form the default group, and the control group, of the plan's members, in place of those that are there.
+
+        The first of them has the joiners do so too.
+        """
         assert self._new is not None, "who leaves forms nothing"
         place = self._new
+        if place[0] == 0:  # one of those who stay, and the others of them have come as far
+            self.board.post(GO, {"why": ""})
         self._ranks.regroup(lambda: self._form(GROUPS, place))
 
     def form_again(self) -> None:
@@ -77,9 +95,9 @@ class Generation:
         if dist.is_initialized():
             dist.destroy_process_group()
         rank, size = place
-        store = dist.PrefixStore(f"{prefix_of(self._generation)}/{name}", self._store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"{self._prefix}/{name}", self._store)  # type: ignore[attr-defined]
         hook = sys.excepthook  # torch puts one of its own around it, each time
-        seconds = timedelta(seconds=_FORM_SECONDS)
+        seconds = timedelta(seconds=self._form_seconds)
         dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=seconds)
         sys.excepthook = hook
         if self._timeout is not None:

@@ -19,9 +19,12 @@ GROUPS_BEFORE = "before"
 """The prefix of what the groups of the generation before need, where they have to be formed anew."""
 
 
-def prefix_of(generation: int) -> str:
-    """The prefix of all names of a generation in its store."""
-    return f"members/{generation}"
+def prefix_of(generation: int, version: int) -> str:
+    """The prefix of all names in the store of a generation, by which the plan of a version comes into force.
+
+    Where a plan was refused, the one after it may be of the same generation, and finds nothing of the first.
+    """
+    return f"members/{generation}/{version}"
 
 
 def here(seat: int) -> str:

@@ -175,6 +175,10 @@ class Ranks:
         """The machine that this rank runs on."""
         return self.world.name.host
 
+    def has_group(self, group: object) -> bool:
+        """Whether a process group is the one on which these ranks exchange words."""
+        return group is self._group
+
     def speaks_for(self, thing: str) -> bool:
         """Whether this rank is the one to log what all ranks of its machine that have the same ``thing`` would log.
 

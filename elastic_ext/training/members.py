@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from elastic_ext.config.agreement import JoinedAgreement
@@ -34,26 +35,30 @@ from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
 from elastic_ext.members.checks import Answer, decide, differences, digest_of, why_not_members
 from elastic_ext.members.plan import MembershipPlan
-from elastic_ext.members.regroup import Generation, present_backend
+from elastic_ext.members.regroup import FORM_SECONDS, Generation, present_backend
 from elastic_ext.members.store import CALL, GO, here
 from elastic_ext.members.watcher import PlanWatcher
-from elastic_ext.ranks.board import BoardGone
+from elastic_ext.ranks.board import Board, BoardGone
 from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.text import counted, size_in_words
+from elastic_ext.torch_private.groups import groups_made
 
 from .checkpoints.signals import EXIT_STATUS
 
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["MembersChange", "TrainingMembers", "plan_until_joined", "version_to_join"]
+__all__ = ["JOINS", "MembersChange", "TrainingMembers", "plan_until_joined", "version_to_join"]
 
 _logger = logging.getLogger(__name__)
 
-_JOINS = "ELASTIC_EXT_JOINS"
-_ANSWER_SECONDS = 10.0  # for joiners, which do nothing but wait to be called
+JOINS = "ELASTIC_EXT_JOINS"
+"""The variable by which an agent says which plan a worker is to join."""
+ANSWER_SECONDS = 10.0  # joiners do nothing but wait to be called
+_SETTLE_SECONDS = 2.0  # for a save under way; where that takes longer the plan waits for the next boundary
+_PATIENCE_SECONDS = 20.0  # of such waiting
 _SLICE_SECONDS = 0.5  # of a joiner's waits, between two looks at its membership.json
 _HALF = (
     "a change of members failed halfway, and parts of the model lie by either world: start the job again, which "
@@ -64,9 +69,9 @@ _KINDS = "joining the ranks that train"
 
 def version_to_join(environ: Mapping[str, str]) -> int:
     """The version of the membership plan that this process was started to join; 0 where it begins a training."""
-    text = environ.get(_JOINS, "")
+    text = environ.get(JOINS, "")
     if text and not text.isdecimal():
-        raise ValueError(f"{_JOINS} is {text!r}; allowed: the version of a membership plan")
+        raise ValueError(f"{JOINS} is {text!r}; allowed: the version of a membership plan")
     return int(text or 0)
 
 
@@ -130,10 +135,15 @@ class TrainingMembers:
                 poll_seconds=settings.poll_seconds,
                 warns=training.ranks.world.is_first_here,
             )
+        self.answer_seconds = ANSWER_SECONDS
+        """How long joiners are waited for, once they are called."""
+        self.form_seconds = FORM_SECONDS
+        """How long ranks wait for each other where they form groups."""
         self._why_restart = ""
         self._ready = self._refused = 0
         self._why_refused = ""
         self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
+        self._wanted_since = 0.0
         self._pending: _Pending | None = None
 
     # ---- from the start to the end ----
@@ -175,7 +185,7 @@ class TrainingMembers:
     def pass_boundary(self, version: int) -> None:
         """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
         if version > self.version:
-            self._wanted = version
+            self._wanted, self._wanted_since = version, time.monotonic()
         if self._wanted and self._pending is None and not self._follower.agreement.leaving:
             with self._follower.heartbeat.during(Activity.CHANGING):
                 self._consider()
@@ -222,7 +232,7 @@ class TrainingMembers:
         why = rows[0][0]
         if why:
             if ranks.rank == 0:
-                self._tell_to_go(groups, why)
+                self._send_away(groups, why)
             self._refuse(plan.version, why)
             return
         worlds = self._worlds(plan)
@@ -253,7 +263,10 @@ class TrainingMembers:
 
     def _why_later(self) -> str:
         training = self._training
-        return "" if training.checkpoints is None else training.checkpoints.why_not_idle
+        is_patient = time.monotonic() - self._wanted_since < _PATIENCE_SECONDS
+        if training.checkpoints is None or not is_patient:
+            return ""  # what is under way is waited for, however long it takes
+        return training.checkpoints.why_not_idle(_SETTLE_SECONDS)
 
     def _groups_of(self, plan: MembershipPlan) -> Generation:
         """What forms the groups of a plan, with a connection to its store."""
@@ -262,7 +275,8 @@ class TrainingMembers:
             raise ElasticError(why_not)
         ranks = self._follower.ranks
         member = plan.member_at(ranks.seat)
-        return Generation(ranks, plan, old=ranks.rank, new=None if member is None else member.rank)
+        new = None if member is None else member.rank
+        return Generation(ranks, plan, old=ranks.rank, new=new, form_seconds=self.form_seconds)
 
     def _refuse(self, version: int, why: str) -> None:
         """Note that all ranks have refused a plan; training goes on as before."""
@@ -288,34 +302,33 @@ class TrainingMembers:
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
         }
-        board, seats = groups.board, [member.seat for member in joiners]
+        board, seats = groups.quick_board, [member.seat for member in joiners]
         try:
             board.post(CALL, call)
-            deadline = time.monotonic() + _ANSWER_SECONDS
+            deadline = time.monotonic() + self.answer_seconds
             for member in joiners:
                 if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
                     return (
-                        f"the worker in seat {member.seat} on {member.host} has not answered in {_ANSWER_SECONDS:g} s"
+                        f"the worker in seat {member.seat} on {member.host} has not answered in "
+                        f"{self.answer_seconds:g} s"
                     )
             answers = {seat: str(board.read(here(seat))["why"]) for seat in seats}
         except BoardGone as error:
             return str(error)
         return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
 
-    def _tell_to_go(self, groups: Generation, why_not: str) -> None:
-        """Tell joiners to form the groups, or why they are not to."""
+    def _send_away(self, groups: Generation, why: str) -> None:
+        """Tell joiners why the ranks do without them."""
         try:
-            groups.board.post(GO, {"why": why_not})
+            groups.board.post(GO, {"why": why})
         except BoardGone as error:
-            _logger.debug("joiners are not told to go on: %s", error)
-            if not why_not:
-                raise
+            _logger.debug("joiners are not told that they are not to come: %s", error)
 
     def drop(self, why: str) -> None:
         """Forget a plan that was agreed on and not applied, for the reason ``why``, and tell its joiners."""
         pending, self._pending = self._pending, None
         if pending is not None and self._follower.ranks.rank == 0:
-            self._tell_to_go(pending.groups, why)
+            self._send_away(pending.groups, why)
 
     # ---- as a step or an epoch begins ----
 
@@ -340,8 +353,6 @@ class TrainingMembers:
         try:
             training.spread.wait()
             change = self._prepared(pending.worlds, pending.holder, None)
-            if ranks.rank == 0:
-                self._tell_to_go(pending.groups, "")
         except Exception as caught:
             error = caught
         try:
@@ -379,7 +390,7 @@ class TrainingMembers:
     def _stay(self, pending: _Pending, why: str) -> None:
         """Go on as before, since a change failed before anything had moved."""
         if self._follower.ranks.rank == 0:
-            self._tell_to_go(pending.groups, why)
+            self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says()
         self._refuse(pending.plan.version, why)
 
@@ -495,7 +506,7 @@ class TrainingMembers:
     def arrive(self) -> None:
         """Join the ranks that train, instead of beginning or resuming; returns within their run, between two steps."""
         if self._watcher is None:
-            raise ElasticError(f"{_JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
+            raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
             pending, parallel = self._called()
         began = time.perf_counter()
@@ -522,7 +533,7 @@ class TrainingMembers:
             self._ready = plan.version
             self._why_restart = why_restart(self._training)
             self._write()
-            call = self._awaited(groups, CALL, plan)
+            call = self._awaited(groups.board, CALL, plan)
             if call is None:
                 continue
             why, pending, parallel = "", None, None
@@ -534,7 +545,7 @@ class TrainingMembers:
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
             groups.board.post(here(ranks.seat), {"why": why})
-            go = self._awaited(groups, GO, plan)
+            go = self._awaited(groups.quick_board, GO, plan)
             if go is not None and not go["why"]:
                 assert pending is not None and parallel is not None
                 return pending, parallel
@@ -559,7 +570,7 @@ class TrainingMembers:
                 return plan
             watcher.wait_for_version(max(self.joins, after + 1), _SLICE_SECONDS)
 
-    def _awaited(self, groups: Generation, name: str, plan: MembershipPlan) -> Any:
+    def _awaited(self, board: Board, name: str, plan: MembershipPlan) -> Any:
         """What the ranks that train post under a name, once they do; None where a newer plan has come before."""
         watcher = self._watcher
         assert watcher is not None
@@ -567,10 +578,10 @@ class TrainingMembers:
         def is_old() -> bool:
             return watcher.held is not plan
 
-        while not groups.board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
+        while not board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
             if is_old():
                 return None
-        return groups.board.read(name)
+        return board.read(name)
 
     def _pending_of(self, plan: MembershipPlan, groups: Generation, call: Mapping[str, Any]) -> _Pending:
         new = [member.seat for member in plan.members]
@@ -626,6 +637,8 @@ def why_restart(training: Training) -> str:
     batches, loader = training.batches, training.batches.loader
     if training.accelerated is not None:
         return "accelerate has prepared the model, and keeps a world of its own"
+    if loader is not None and batches.source is None and getattr(loader, "batch_size", 0) is None:
+        return "a batch sampler of the script's own says which batches each rank has"
     if batches.source is None or not isinstance(loader, CountedSource) or not isinstance(loader, RewindableSource):
         kind = "no dataloader was given to the trainer" if loader is None else f"a {type(loader).__name__}"
         return f"{kind}: only an ElasticDataLoader can be told how many ranks there are, and hand samples out again"
@@ -641,7 +654,20 @@ def why_restart(training: Training) -> str:
     if backend != "gloo":
         return f"the process groups are of {backend}, which was not tried; members change live on gloo"
     why_not = training.spread.why_not_other_ranks()
-    return why_not or ""
+    return why_not or why_not_other_groups(training) or ""
+
+
+def why_not_other_groups(training: Training) -> str | None:
+    """Why the process groups of the script stand against it; None where it has none, or makes them anew by itself."""
+    made = groups_made() or []
+    ours = {id(dist.group.WORLD), *map(id, training.spread.groups)}
+    others = [group for group in made if id(group) not in ours and not training.ranks.has_group(group)]
+    if not others or training.on_members:
+        return None
+    return (
+        f"the script has made {counted(len(others), 'process group')} of its own, which would end; have it make them "
+        "anew in a function that trainer.on_members() is given"
+    )
 
 
 def facts_of(training: Training) -> dict[str, Any]:

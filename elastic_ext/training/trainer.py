@@ -302,11 +302,13 @@ class ElasticTrainer:
         Several optimizers, or schedulers, come and go as a list; one ``torch.amp.GradScaler`` is for all of them. All
         ranks call this, once.
         """
+        from .members import JOINS
         from .prepare import prepare
 
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         prepare(self._training, optimizer, lr_scheduler, scaler, environ=os.environ)
+        os.environ.pop(JOINS, None)  # done, and no other trainer of this process is to join
         self._session = session = self._training.session
         weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
         self._micro_step = self._training.steps  # one object for all: making one costs more than entering it

@@ -1,39 +1,47 @@
 """A training whose members come and go while its processes live, with the tests in the part of its agents.
 
-Each worker is a function that a RankPool runs, with a run directory of its own, as on a node of its own. ``Plans``
-writes the membership plans that its agent would write; ``live`` is what a worker runs.
+Each worker is a function that a RankPool runs, with a run directory of its own, as on a node of its own. ``Agents``
+write the membership plans that their agents would write; ``live`` is what a worker runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
+import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.members.store import prefix_of
+from elastic_ext.ranks.board import Board
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
+from elastic_ext.training.steps.state import StepPhase
 from tests.support.resharding import Net, all_of_it
 from tests.support.training import bits_of, trainer_of
 
 __all__ = [
+    "Agents",
     "Job",
     "Lived",
-    "Plans",
     "Row",
     "events_of",
     "in_segments",
@@ -65,8 +73,8 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 class Plain(Net):
     """A net whose buffers are the same on all ranks, whatever each of them sees, and that draws nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks=num_blocks)
         self.batch_norm = nn.Identity()  # type: ignore[assignment]
         for block in self.blocks:
             block.dropout = nn.Identity()
@@ -97,6 +105,25 @@ class Job:
     draws: bool = False
     """Whether the model has dropout."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    num_blocks: Mapping[int, int] = field(default_factory=dict)
+    """By seat, of a worker whose script has another model."""
+    configs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By step, configs that ranks wait for there; each worker's agent has them written."""
+    waits_for: Mapping[int, str] = field(default_factory=dict)
+    """By step, the name of a file in the folder that ranks wait for there."""
+    answer_seconds: float = 20.0
+    """How long joiners are waited for, once they are called."""
+    form_seconds: float = 20.0
+    """How long ranks wait for each other where they form groups."""
+    looks: bool = False
+    """Whether a worker looks at its plan by itself where it has waited for a file."""
+    way: Literal["with", "run", "batches", "ahead"] = "with"
+    """How the loop takes steps."""
+    num_workers: int = 0
+    keeps_mean: bool = False
+    """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
+    last_version: int = 0
+    """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
     def run_dir(self, seat: int) -> Path:
         return self.folder / str(seat)
@@ -118,6 +145,10 @@ class Lived:
     ids_stay: bool
     """Whether the parameters, and the iterator over the loader, are the objects that they were."""
     exit_status: int | None = None
+    held: list[dict[str, int]] = field(default_factory=list)
+    """Descriptors, sockets and threads of the process after each change."""
+    num_undone: int = 0
+    """Batches of steps that were taken back as they were entered."""
 
 
 def plan_of(seats: Sequence[int]) -> MembershipPlan:
@@ -152,7 +183,7 @@ def plan_after(
 
 def write_plan(job: Job, seat: int, plan: MembershipPlan) -> None:
     """Write a plan into the run directory of a worker, as its agent does."""
-    job.run_dir(seat).mkdir(exist_ok=True)
+    job.run_dir(seat).mkdir(parents=True, exist_ok=True)
     write_whole(job.run_dir(seat) / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)
 
 
@@ -169,53 +200,109 @@ def events_of(job: Job, seat: int, kind: str) -> list[JobEvent]:
     return [event for event in map(JobEvent.from_json, lines) if event.kind == kind]
 
 
-class Plans:
-    """The agents' part: a thread that writes each plan once its joiners are ready and the one before is in force."""
+class Agents:
+    """The agents' part: plans that lie there from the start, and a script that a thread of the tests goes through."""
 
-    def __init__(self, job: Job, plans: Sequence[MembershipPlan]) -> None:
-        """``plans`` are in order, the first one that by which the job begins."""
-        self._job, self._plans = job, plans
+    def __init__(
+        self, job: Job, plans: Sequence[MembershipPlan], script: Callable[[Agents], None] | None = None
+    ) -> None:
+        """``plans`` are in order, the first one that by which the job begins; by default each follows the one before.
+
+        The script ends where the workers have, at the next thing that it waits for.
+        """
+        self.job, self.plans = job, plans
+        self._script = script or Agents.follow
         self._is_over = threading.Event()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="agents of a test")
 
-    def __enter__(self) -> Plans:
-        for seat in self._job.first:
-            write_plan(self._job, seat, self._plans[0])
-        for plan in self._plans[1:]:
+    def __enter__(self) -> Agents:
+        for seat in self.job.first:
+            write_plan(self.job, seat, self.plans[0])
+        for plan in self.plans[1:]:
             for member in plan.members:
-                if self._job.joins.get(member.seat) == plan.version:
-                    write_plan(self._job, member.seat, plan)
+                if self.job.joins.get(member.seat) == plan.version:
+                    write_plan(self.job, member.seat, plan)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        for before, plan in zip(self._plans, self._plans[1:], strict=False):
-            old = [member.seat for member in before.members]
-            new = [member.seat for member in plan.members if member.seat not in old]
-            if not self._wait(lambda: all(self._is_at(seat, before.version) for seat in old)):  # noqa: B023
-                return
-            if not self._wait(lambda: all(self._is_ready(seat, plan.version) for seat in new)):  # noqa: B023
-                return
-            for seat in old:
-                write_plan(self._job, seat, plan)
+        try:
+            self._script(self)
+        except _Over:
+            pass
+        except BaseException as error:  # for the test, whose thread this is not
+            self._error = error
 
-    def _is_at(self, seat: int, version: int) -> bool:
-        record = record_of(self._job, seat)
-        return record is not None and record.version >= version
+    # ---- what scripts are made of ----
 
-    def _is_ready(self, seat: int, version: int) -> bool:
-        record = record_of(self._job, seat)
-        return record is not None and record.ready == version
+    def follow(self) -> None:
+        """Write each plan once its joiners are ready, and the one before is in force."""
+        for before, plan in itertools.pairwise(self.plans):
+            for member in before.members:
+                self.wait_for(member.seat, lambda record: record.version >= before.version)  # noqa: B023
+            self.tell(before, plan)
 
-    def _wait(self, is_so: Callable[[], bool]) -> bool:
+    def tell(self, before: MembershipPlan, plan: MembershipPlan) -> None:
+        """Write a plan for the workers of the one before, once they wait for it, and those that join are ready."""
+        old = [member.seat for member in before.members]
+        for seat in old if plan.version in self.job.holds.values() else ():
+            self.wait_until((self.job.folder / _held(plan.version, seat)).exists)
+        for seat in [member.seat for member in plan.members if member.seat not in old]:
+            self.wait_for(seat, lambda record: record.ready == plan.version)
+        self.write(old, plan)
+
+    def write(self, seats: Sequence[int], plan: MembershipPlan) -> None:
+        """Write a plan for these workers."""
+        for seat in seats:
+            write_plan(self.job, seat, plan)
+
+    def wait_for(self, seat: int, is_so: Callable[[MemberRecord], bool]) -> MemberRecord:
+        """Wait until a worker's record is as is asked; gives it."""
+        while True:
+            record = record_of(self.job, seat)
+            if record is not None and is_so(record):
+                return record
+            self._pause()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so."""
         while not is_so():
-            if self._is_over.wait(0.005):
-                return False
-        return True
+            self._pause()
+
+    def kill(self, seat: int) -> None:
+        """End a worker at once."""
+        record = record_of(self.job, seat)
+        assert record is not None
+        os.kill(record.pid, signal.SIGKILL)
+
+    def touch(self, name: str) -> None:
+        """Make a file in the job's folder, for which workers wait."""
+        (self.job.folder / name).touch()
+
+    def board_of(self, plan: MembershipPlan) -> Board:
+        """The board on which a plan's workers tell each other things."""
+        store = dist.TCPStore("127.0.0.1", self.job.port, is_master=False)  # type: ignore[attr-defined]
+        return Board(store, prefix_of(plan.generation, plan.version))
+
+    def _pause(self) -> None:
+        if self._is_over.wait(0.005):
+            raise _Over
+
+
+def _held(version: int, seat: int) -> str:
+    """The name of the file by which a worker says that it waits for a plan."""
+    return f"{seat} waits for plan {version}"
+
+
+class _Over(Exception):
+    """The workers have ended."""
 
 
 @contextlib.contextmanager
@@ -256,11 +343,18 @@ class Training:
     def __init__(self, seat: int, job: Job) -> None:
         self.seat, self.job = seat, job
         self.rows: list[Row] = []
+        self.num_undone = 0
         self.changes: list[tuple[int, int, int, int]] = []
+        self.held: list[dict[str, int]] = []
+        self.last_step = job.last_step
         torch.manual_seed(0)
-        self.model = Net(num_blocks=2) if job.draws else Plain()
+        self.model = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
         self.loader = ElasticDataLoader(
-            Numbered(job.num_samples), batch_size=2 if job.accumulates else 4, shuffle=True, seed=5
+            Numbered(job.num_samples),
+            batch_size=2 if job.accumulates else 4,
+            shuffle=True,
+            seed=5,
+            num_workers=job.num_workers,
         )
         options = dict(job.options)
         if job.saves:
@@ -271,14 +365,22 @@ class Training:
         )
         self.trainer.on_members(self._note)
         self.trainer.parallelize(self.model, ParallelPlan(strategy=job.strategy, shard_degree=job.shard_degree))
+        self.mean: dict[str, torch.Tensor] = {}
+        if job.keeps_mean:
+            self.mean = {name: part.detach().clone() for name, part in self.model.named_parameters()}
+            self.trainer.register_state("mean", self.mean)
         trained = [part for part in self.model.parameters() if part.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
         self.ids = [id(part) for part in self.model.parameters()]
-        self.iterators: set[tuple[int, int]] = set()
+        self.trainer._training.members.answer_seconds = job.answer_seconds
+        self.trainer._training.members.form_seconds = job.form_seconds
 
     def _note(self, change: Any) -> None:
         self.changes.append((change.version, change.step, change.rank, change.world_size))
+        self.held.append(held())
+        if change.version == self.job.last_version:
+            self.last_step = change.step + 3
 
     def run(self) -> Lived:
         status = None
@@ -291,30 +393,73 @@ class Training:
         return self._lived([], status)
 
     def _train(self) -> None:
+        if self.job.way == "batches":
+            for data, numbers in self.trainer.batches(max_steps=self.last_step):
+                self.take(data, numbers)
+            return
+        if self.job.way == "ahead":
+            self._take_ahead()
+            return
         for epoch in range(self.trainer.start_epoch, self.job.num_epochs):
             with self.trainer.epoch(epoch):
                 for data, numbers in self.loader:
                     self.take(data, numbers)
-                    if self.trainer.global_step >= self.job.last_step and self.trainer.sync_gradients:
+                    if self.trainer.global_step >= self.last_step and self.trainer.sync_gradients:
                         return
 
     def take(self, data: torch.Tensor, numbers: torch.Tensor) -> None:
         step = self.trainer.global_step
-        with self.trainer.step():
-            self.rows.append((step, dist.get_world_size(), tuple(numbers.tolist())))
-            loss = functional.mse_loss(self.model(data), data)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        if self.job.way == "run":
+            self.trainer.run(self._pass, step, data, numbers)
+        else:
+            with self.trainer.step():
+                self._pass(step, data, numbers)
         if self.trainer.sync_gradients and self.trainer.global_step > step:
             self.schedule.step()
+            for name, part in self.model.named_parameters() if self.job.keeps_mean else ():
+                self.mean[name].lerp_(part.detach(), 0.1)
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
                 self.trainer.save_checkpoint()
             self._hold(self.trainer.global_step)
 
+    def _take_ahead(self) -> None:
+        """Take each batch within the step of the one before."""
+        batches = iter(self.loader)
+        batch = next(batches)
+        while self.trainer.global_step < self.last_step:
+            step = self.trainer.global_step
+            with self.trainer.step():
+                coming = next(batches)
+                self._pass(step, *batch)
+                batch = coming
+            if self.trainer.global_step > step:
+                self._hold(self.trainer.global_step)
+
+    def _pass(self, step: int, data: torch.Tensor, numbers: torch.Tensor) -> None:
+        if self.trainer._training.state.phase is StepPhase.UNDONE:
+            self.num_undone += 1
+        else:
+            self.rows.append((step, dist.get_world_size(), tuple(numbers.tolist())))
+        loss = functional.mse_loss(self.model(data), data)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def _hold(self, step: int) -> None:
+        config = self.job.configs.get(step)
+        if config is not None:
+            write_whole(self.job.run_dir(self.seat) / "config.json", json.dumps(config).encode(), durable=False)
+            assert self.trainer._training.follower._watcher.wait_for_version(config["version"], SECONDS)
+        name = self.job.waits_for.get(step)
+        deadline = time.monotonic() + SECONDS
+        while name is not None and not (self.job.folder / name).exists():
+            assert time.monotonic() < deadline, f"seat {self.seat} waits for {name}"
+            time.sleep(0.005)
+        if name is not None and self.job.looks:
+            self.trainer._training.members._watcher.refresh()
         version = self.job.holds.get(step)
         if version is not None:
+            (self.job.folder / _held(version, self.seat)).touch()
             watcher = self.trainer._training.members._watcher
             assert watcher.wait_for_version(version, SECONDS), f"seat {self.seat} waits for plan {version}"
 
@@ -329,13 +474,34 @@ class Training:
             "rates": rates,
             "schedule": self.schedule.state_dict(),
             "position": self.loader.state_dict(),
+            "mean": {
+                name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in self.mean.items()
+            },
         }
 
     def _lived(self, state: list[Any], status: int | None) -> Lived:
         stay = self.ids == [id(part) for part in self.model.parameters()]
         return Lived(
-            pid=os.getpid(), rows=self.rows, changes=self.changes, state=state, ids_stay=stay, exit_status=status
+            pid=os.getpid(),
+            rows=self.rows,
+            changes=self.changes,
+            state=state,
+            ids_stay=stay,
+            exit_status=status,
+            held=self.held,
+            num_undone=self.num_undone,
         )
+
+
+def held() -> dict[str, int]:
+    """How much of what process groups take this process has: descriptors, sockets among them, and threads."""
+    gc.collect()
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    sockets = sum(link.startswith("socket:") for link in links)
+    return {"descriptors": len(links), "sockets": sockets, "threads": len(os.listdir("/proc/self/task"))}
 
 
 def samples_by_step(lived: Sequence[Lived | None]) -> dict[int, list[int]]:

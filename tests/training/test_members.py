@@ -3,17 +3,22 @@ the same worlds at the same steps give, bit for bit, and the samples of each ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_ext import CheckpointInterval
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.store import here
 from tests.support.living import (
+    Agents,
     Job,
     Lived,
-    Plans,
     events_of,
     in_segments,
     live,
@@ -22,7 +27,7 @@ from tests.support.living import (
     record_of,
     samples_by_step,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import Outcome, RankPool, RanksFailed
 from tests.support.worlds import agents_store
 
 
@@ -33,9 +38,30 @@ def port() -> Iterator[int]:
         yield number
 
 
-def lived(ranks: RankPool, job: Job, plans: Sequence[MembershipPlan], num_workers: int) -> list[Lived]:
-    with Plans(job, plans):
-        return [each for each in ranks.run(num_workers, live, job, process_group=False, deadline_seconds=90.0) if each]
+def outcomes(
+    ranks: RankPool,
+    job: Job,
+    plans: Sequence[MembershipPlan],
+    num_workers: int,
+    script: Callable[[Agents], None] | None = None,
+) -> list[Outcome]:
+    """What became of the workers in the seats from 0 on, while agents went through a script."""
+    with Agents(job, plans, script):
+        return ranks.run_outcomes(num_workers, live, job, process_group=False, deadline_seconds=90.0)
+
+
+def lived(
+    ranks: RankPool,
+    job: Job,
+    plans: Sequence[MembershipPlan],
+    num_workers: int,
+    script: Callable[[Agents], None] | None = None,
+) -> list[Lived]:
+    """What the workers in the seats from 0 on have lived through; all of them have ended well."""
+    found = outcomes(ranks, job, plans, num_workers, script)
+    if not all(each.ok for each in found):
+        raise RanksFailed(found, 90.0)
+    return [each.value for each in found if each.value is not None]
 
 
 def restarted(ranks: RankPool, job: Job, worlds: Sequence[tuple[int, int]]) -> list[Lived]:
@@ -44,6 +70,30 @@ def restarted(ranks: RankPool, job: Job, worlds: Sequence[tuple[int, int]]) -> l
     for each in in_segments(job, worlds):
         found = [one for one in ranks.run(each.first[-1] + 1, live, each, process_group=False) if one is not None]
     return found
+
+
+def check_samples(ranks: RankPool, job: Job, found: Sequence[Lived]) -> None:
+    """The samples of each step are those of one process."""
+    alone = replace(
+        job,
+        folder=job.folder / "alone",
+        first=(0,),
+        joins={},
+        holds={},
+        saves=False,
+        strategy="no_shard",
+        shard_degree=None,
+        configs={},
+        waits_for={},
+    )
+    with Agents(alone, [plan_of([0])]):
+        one = ranks.run(1, live, alone, process_group=False)
+    assert samples_by_step(found) == samples_by_step(one)
+
+
+def steps_of(each: Lived) -> dict[int, int]:
+    """The steps at which a worker has lived through changes, by version."""
+    return {version: step for version, step, *_ in each.changes}
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
@@ -58,7 +108,7 @@ def test_two_ranks_become_three_and_two_again_as_by_checkpoints_and_restarts(
     )
     found = lived(ranks, job, [first, joined, left], 3)
     zero, one, two = found
-    steps = {version: step for version, step, *_ in zero.changes}
+    steps = steps_of(zero)
     assert zero.changes == [(2, steps[2], 0, 3), (3, steps[3], 0, 2)]
     assert two.changes == [(2, steps[2], 2, 3), (3, steps[3], 1, 2)]
     assert one.changes == zero.changes[:1] or one.changes == [(2, steps[2], 1, 3)]
@@ -67,11 +117,387 @@ def test_two_ranks_become_three_and_two_again_as_by_checkpoints_and_restarts(
     assert zero.ids_stay and one.ids_stay
     again = restarted(ranks, job, [(steps[2], 2), (steps[3], 3), (18, 2)])
     assert zero.state == again[0].state
-    alone = restarted(ranks, Job(folder=tmp_path / "alone", port=port, first=(0,), last_step=18), [(18, 1)])
-    assert samples_by_step(found) == samples_by_step(alone)
+    check_samples(ranks, job, found)
     sizes = {step: size for step, size, _ in zero.rows}
     assert [sizes[step] for step in (steps[2] - 1, steps[2], steps[3] - 1, steps[3])] == [2, 3, 3, 2]
     for seat in (0, 2):
         record = record_of(job, seat)
         assert record is not None and (record.version, record.refused, record.why_restart) == (3, 0, "")
         assert [event.details["version"] for event in events_of(job, seat, "members-changed")] == [2, 3]
+
+
+def test_shards_of_two_copies_become_four_and_two_again(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2, 3])
+    left = plan_after(joined, port, left=[0, 1])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=14,
+        joins={2: 2, 3: 2},
+        holds={3: 2, 7: 3},
+        strategy="hybrid_shard",
+        shard_degree=2,
+    )
+    found = lived(ranks, job, [first, joined, left], 4)
+    steps = steps_of(found[2])
+    assert found[3].changes == [(2, steps[2], 3, 4), (3, steps[3], 1, 2)]
+    assert [each.exit_status for each in found] == [143, 143, None, None]
+    again = restarted(ranks, job, [(steps[2], 2), (steps[3], 4), (14, 2)])
+    assert found[2].state == found[3].state == again[0].state
+    check_samples(ranks, job, found)
+
+
+def test_one_node_leaves_as_another_joins_and_each_draws_as_the_rank_of_before(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    moved = plan_after(first, port, joined=[2], left=[0])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=9,
+        joins={2: 2},
+        holds={3: 2},
+        strategy="shard_grad_op",
+        draws=True,
+    )
+    zero, one, two = lived(ranks, job, [first, moved], 3)
+    steps = steps_of(one)
+    assert one.changes == [(2, steps[2], 0, 2)] and two.changes == [(2, steps[2], 1, 2)]
+    assert zero.exit_status == 143
+    again = restarted(ranks, job, [(steps[2], 2), (9, 2)])
+    assert one.state == again[0].state
+    check_samples(ranks, job, [zero, one, two])
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_one_rank_becomes_two_and_the_first_one_leaves(
+    ranks: RankPool, tmp_path: Path, port: int, strategy: Any
+) -> None:
+    first = plan_of([0])
+    joined = plan_after(first, port, joined=[1])
+    left = plan_after(joined, port, left=[0])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0,),
+        last_step=14,
+        joins={1: 2},
+        holds={3: 2, 7: 3},
+        strategy=strategy,
+        accumulates=True,
+    )
+    zero, one = lived(ranks, job, [first, joined, left], 2)
+    steps = steps_of(one)
+    assert one.changes == [(2, steps[2], 1, 2), (3, steps[3], 0, 1)]
+    again = restarted(ranks, job, [(steps[2], 1), (steps[3], 2), (14, 1)])
+    assert one.state == again[0].state
+    check_samples(ranks, job, [zero, one])
+
+
+def test_members_change_between_two_epochs_where_the_plan_is_agreed_on_in_the_last_step_of_one(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[0])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=14,
+        joins={2: 2},
+        holds={2: 2, 6: 3},
+        num_samples=48,
+    )
+    zero, one, two = lived(ranks, job, [first, joined, left], 3)
+    assert two.changes == [(2, 4, 2, 3), (3, 8, 1, 2)], "each at the end of an epoch of four steps"
+    assert one.state == two.state
+    again = restarted(ranks, job, [(4, 2), (8, 3), (14, 2)])
+    assert one.state == again[0].state
+    check_samples(ranks, job, [zero, one, two])
+
+
+def test_checkpoints_go_on_through_changes_and_the_folder_goes_to_the_next_first_rank(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[0])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=16,
+        joins={2: 2},
+        holds={3: 2, 8: 3},
+        saves=True,
+        strategy="full_shard",
+        options={"checkpoint_interval": CheckpointInterval(steps=2)},
+    )
+    zero, one, two = lived(ranks, job, [first, joined, left], 3)
+    assert one.state == two.state and zero.exit_status == 143
+    saved = {path.parent.name: path for path in tmp_path.glob("saved/fsdp_checkpoint/*/step_*/COMMIT")}
+    assert {f"step_{step}" for step in range(2, 17, 2)} <= saved.keys()
+    commits = [Commit.from_json(path.read_bytes(), where=name) for name, path in saved.items()]
+    assert {each.num_ranks for each in commits} == {2, 3}
+    assert len({each.run_id for each in commits}) == 1, "one run, whoever leaves"
+    more = replace(job, first=(0,), joins={}, holds={}, last_step=18, num_epochs=8)
+    with Agents(more, [plan_of([0])]):
+        (resumed,) = ranks.run(1, live, more, process_group=False)
+    assert resumed.rows[0][0] == 16
+
+
+def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    config = {"version": 5, "global_batch_size": 24, "checkpoint": {"now": True}, "optimizer": {"weight_decay": 0.5}}
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=12,
+        joins={2: 2},
+        holds={3: 2},
+        configs={3: config},
+        saves=True,
+    )
+    zero, one, two = lived(ranks, job, [first, joined], 3)
+    steps = steps_of(zero)
+    assert zero.changes and steps[2] >= 5, "the change waits for the save"
+    assert zero.state == one.state == two.state
+    sizes = {step: sum(len(numbers) for at, _, numbers in each.rows if at == step) for each in [zero] for step in (2,)}
+    assert sizes
+    taken = samples_by_step([zero, one, two])
+    assert [len(taken[step]) for step in (3, 4, 5, 11)] == [12, 24, 24, 24] or len(taken[11]) == 24
+    assert list(tmp_path.glob("saved/fsdp_checkpoint/*/step_5/COMMIT"))
+    assert (tmp_path / "2").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"way": "run", "accumulates": True},
+        {"way": "batches", "num_samples": 48},
+        {"num_workers": 1},
+        {"keeps_mean": True, "strategy": "full_shard"},
+    ],
+    ids=["run", "batches", "workers", "mean"],
+)
+def test_so_it_is_however_the_loop_takes_batches_and_whatever_it_keeps(
+    ranks: RankPool, tmp_path: Path, port: int, options: dict[str, Any]
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[1])
+    job = Job(
+        **{"folder": tmp_path, "port": port, "first": (0, 1), "last_step": 12, "joins": {2: 2}, "holds": {2: 2, 6: 3}},
+        **options,
+    )
+    zero, one, two = lived(ranks, job, [first, joined, left], 3)
+    steps = steps_of(zero)
+    assert two.changes == [(2, steps[2], 2, 3), (3, steps[3], 1, 2)]
+    assert zero.state == two.state
+    again = restarted(ranks, job, [(steps[2], 2), (steps[3], 3), (12, 2)])
+    assert zero.state == again[0].state
+    check_samples(ranks, job, [zero, one, two])
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_many_changes_leave_nothing_behind(ranks: RankPool, tmp_path: Path, port: int, strategy: Any) -> None:
+    draw, plans, members = random.Random(3), [plan_of([0, 1])], [0, 1]
+    num_seats = 2
+    while len(plans) < 9:
+        if len(members) == 3 or (len(members) == 2 and draw.random() < 0.3):
+            gone = draw.choice(members[1:])
+            members.remove(gone)
+            plans.append(plan_after(plans[-1], port, left=[gone]))
+        else:
+            members.append(num_seats)
+            plans.append(plan_after(plans[-1], port, joined=[num_seats]))
+            num_seats += 1
+    joins = {seat: next(each.version for each in plans if each.member_at(seat)) for seat in range(2, num_seats)}
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=10_000,
+        num_epochs=1000,
+        joins=joins,
+        strategy=strategy,
+        last_version=plans[-1].version,
+    )
+    found = lived(ranks, job, plans, num_seats)
+    zero = found[0]
+    assert [version for version, *_ in zero.changes] == [plan.version for plan in plans[1:]]
+    assert len({str(found[seat].state) for seat in members}) == 1
+    for size in {size for *_, size in zero.changes}:
+        counts = [each for each, change in zip(zero.held, zero.changes, strict=True) if change[3] == size][1:]
+        for what in ("descriptors", "sockets", "threads"):
+            seen = [each[what] for each in counts]
+            assert not seen or max(seen) <= seen[0] + 1, (size, what, seen)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_joiner_that_dies_before_it_is_called_is_refused_and_training_goes_on(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+
+    def script(agents: Agents) -> None:
+        agents.wait_for(2, lambda record: record.ready == 2)
+        agents.kill(2)
+        for seat in (0, 1):
+            agents.wait_for(seat, lambda record: record.version == 1)
+        agents.write([0, 1], joined)
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=9, joins={2: 2}, holds={3: 2}, answer_seconds=0.5)
+    zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
+    assert two.exit_signal == 9
+    assert zero.ok and one.ok and zero.value.state == one.value.state and not zero.value.changes
+    for seat in (0, 1):
+        record = record_of(job, seat)
+        assert record is not None and (record.version, record.refused) == (1, 2)
+        assert "the worker in seat 2 on here has not answered in 0.5 s" in record.why_refused
+        assert [each.details["version"] for each in events_of(job, seat, "members-refused")] == [2]
+    check_samples(ranks, job, [zero.value, one.value])
+
+
+def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_anew_and_the_batch_comes_again(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        board = agents.board_of(joined)
+        agents.wait_until(lambda: board.has(here(2)))
+        agents.kill(2)
+        agents.touch("is dead")
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=9,
+        joins={2: 2},
+        holds={3: 2},
+        waits_for={5: "is dead"},
+        form_seconds=2.0,
+        strategy="full_shard",
+    )
+    zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
+    assert two.exit_signal == 9
+    assert zero.ok and one.ok, RanksFailed([zero, one], 90.0)
+    assert zero.value.state == one.value.state and not zero.value.changes
+    record = record_of(job, 0)
+    assert record is not None and (record.version, record.refused) == (1, 2) and record.why_refused
+    never = replace(job, folder=tmp_path / "never", joins={}, holds={}, waits_for={})
+    with Agents(never, [first]):
+        same = ranks.run(2, live, never, process_group=False)
+    assert zero.value.state == same[0].state, "as if nothing had been"
+    assert (zero.value.num_undone, one.value.num_undone) == (1, 1)
+    check_samples(ranks, job, [zero.value, one.value])
+
+
+def test_a_plan_that_takes_another_back_ends_the_joiner_with_a_sentence(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    back = plan_after(joined, port, left=[2])
+
+    def script(agents: Agents) -> None:
+        agents.wait_for(2, lambda record: record.ready == 2)
+        agents.write([0, 1, 2], back)
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=9, joins={2: 2}, holds={3: 3})
+    zero, one, two = outcomes(ranks, job, [first, joined, back], 3, script)
+    assert two.error is not None and "membership 3 has no worker in seat 2 that joins" in two.error.message
+    assert zero.ok and one.ok and zero.value.state == one.value.state and not zero.value.changes
+    record = record_of(job, 1)
+    assert record is not None and (record.version, record.refused) == (3, 0)
+
+
+def test_of_two_plans_before_the_first_is_applied_the_newer_one_is(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    more = plan_after(joined, port, joined=[3])
+
+    def script(agents: Agents) -> None:
+        agents.wait_for(2, lambda record: record.ready == 2)
+        agents.write([2], more)
+        for seat in (2, 3):
+            agents.wait_for(seat, lambda record: record.ready == 3)
+        agents.write([0, 1], more)
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=9, joins={2: 2, 3: 3}, holds={3: 3})
+    found = lived(ranks, job, [first, joined, more], 4, script)
+    assert [each.changes[0][2:] for each in found] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert len({str(each.state) for each in found}) == 1
+
+
+def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    back = plan_after(joined, port, left=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([2], back)
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=9, joins={2: 2}, holds={3: 2}, num_blocks={2: 1})
+    zero, one, two = outcomes(ranks, job, [first, joined, back], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes
+    assert two.error is not None
+    record = record_of(job, 0)
+    assert record is not None
+    assert record.why_refused.startswith("the worker in seat 2: the parameter blocks.1.gain is null here and")
+
+
+def test_a_loop_that_takes_batches_ahead_keeps_its_members(ranks: RankPool, tmp_path: Path, port: int) -> None:
+    first = plan_of([0, 1])
+    left = plan_after(first, port, left=[1])
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=6, holds={2: 2}, way="ahead")
+    zero, one = lived(ranks, job, [first, left], 2)
+    assert zero.state == one.state and not zero.changes
+    record = record_of(job, 0)
+    assert record is not None and "the loop takes batches ahead of their steps" in record.why_refused
+
+
+@pytest.mark.parametrize("contents", ["{", '{"version": 1}', "older", "foreign"])
+def test_a_damaged_an_older_or_a_foreign_plan_is_refused_and_training_goes_on(
+    ranks: RankPool, tmp_path: Path, port: int, contents: str
+) -> None:
+    first = replace(plan_of([0, 1]), version=4)
+    written = {
+        "older": replace(plan_after(first, port, left=[1]), version=3).to_json(),
+        "foreign": replace(plan_of([7, 8]), version=9, mode="live", store=f"127.0.0.1:{port}").to_json(),
+    }.get(contents, contents)
+
+    def script(agents: Agents) -> None:
+        for seat in (0, 1):
+            agents.wait_for(seat, lambda record: record.version == 4)
+            (job.run_dir(seat) / "membership.json").write_text(written)
+        agents.touch("written")
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=12, waits_for={3: "written"}, looks=True)
+    zero, one = outcomes(ranks, job, [first], 2, script)
+    assert zero.ok and one.ok and not zero.value.changes and zero.value.state == one.value.state
+    record = record_of(job, 0)
+    assert record is not None and record.version == 4
+    if contents == "foreign":
+        assert record.refused == 9 and "none of the workers that train, in seats [0, 1]" in record.why_refused
+    else:
+        assert record.refused == 0
+    if contents in ("{", '{"version": 1}'):
+        assert zero.output.count("membership.json was refused, the members stay as they are") == 1
+    check_samples(ranks, job, [zero.value, one.value])

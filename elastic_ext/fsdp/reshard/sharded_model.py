@@ -207,6 +207,12 @@ class Spread:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that were made for this model."""
+        made = [group for mesh in self._meshes.values() for group in mesh.get_all_groups()]
+        return made if self._group is None else [*made, self._group]
+
+    @property
     def num_local(self) -> int:
         """How many ranks share a machine, as degrees of plans count them."""
         return self._num_local

@@ -312,12 +312,11 @@ class Checkpoints:
         """Whether checkpoints fall due by themselves."""
         return bool(self._interval.steps or self._interval.epochs)
 
-    @property
-    def why_not_idle(self) -> str:
-        """What has to end before the ranks may change, in words; empty for nothing. On this rank."""
+    def why_not_idle(self, seconds: float) -> str:
+        """What has to end before the ranks may change, and does not end within ``seconds``, in words; on this rank."""
         if self._due is not None:
             return "a checkpoint is due at this step"
-        return "a checkpoint is being written" if self.job.saver.is_running else ""
+        return "" if self.job.saver.wait_a_while(seconds) else "a checkpoint is being written"
 
     def settle(self) -> None:
         """End the save under way, if there is one, and forget held copies; with all ranks."""

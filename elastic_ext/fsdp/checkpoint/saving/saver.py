@@ -316,10 +316,14 @@ class Saver:
         """Whether async saves are possible: there is staging memory, and the ranks share a board."""
         return self._staging is not None and self._ranks.board is not None
 
-    @property
-    def is_running(self) -> bool:
-        """Whether an async save is under way on this rank."""
-        return self._under_way is not None and _is_running(self._under_way)
+    def wait_a_while(self, seconds: float) -> bool:
+        """Wait for an async save of this rank, if one is under way; gives whether it is over within ``seconds``."""
+        save = self._under_way
+        if save is None:
+            return True
+        self.finish_staging()
+        save.join(seconds)
+        return not _is_running(save)
 
     def take_world(self, world: World) -> None:
         """Save with the ranks of ``world`` from here on, which have exchanged nothing; no save is under way."""
