@@ -8,7 +8,6 @@ import argparse
 import logging
 import os
 import secrets
-import shutil
 import socket
 import threading
 import time
@@ -398,10 +397,7 @@ class _Launch:
         control = Control(folders.memory / _SOCKET, requests)
         slow = SlowWorkers(run_dir, host=self._host)
         on_begun = (lambda: None) if link is None else link.begin_configs
-        py_spy = shutil.which("py-spy")
-        return NodeTasks(
-            folders, self._journal, writer, control, monitor, slow, drains=drains, py_spy=py_spy, on_begun=on_begun
-        )
+        return NodeTasks(folders, self._journal, writer, control, monitor, slow, drains=drains, on_begun=on_begun)
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)

@@ -5,6 +5,7 @@ monitors workers, and finds hangs and stragglers. Also what a restart costs, in 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,6 @@ class NodeTasks:
         slow_workers: SlowWorkers,
         *,
         drains: Drains,
-        py_spy: str | None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_begun`` is called after each rendezvous, once this node's config is the job's."""
@@ -151,7 +151,6 @@ class NodeTasks:
         self._control = control
         self._monitor = monitor
         self._slow_workers = slow_workers
-        self._py_spy = py_spy
         self._board: RoundBoard | None = None
         self._membership_version = self._world_size = 0
         self._together: frozenset[int] = frozenset()
@@ -257,7 +256,11 @@ class NodeTasks:
         Called on all nodes before any worker is ended.
         """
         captured = capture(
-            workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
+            workers,
+            run_dir=self._folders.run_dir,
+            pulse_dir=self._folders.pulses,
+            reason=reason,
+            py_spy=shutil.which("py-spy"),
         )
         words = "; ".join(map(str, captured.places)) or "no worker wrote its stacks"
         if captured.look_at:

@@ -26,6 +26,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class Worker:
         self.joins = int(environ.get("ELASTIC_EXT_JOINS", "0"))
         self.step = 0
         self.plan = self.held()
-        self.store: dist.Store | None = None
+        self.store: Any = None
         self.record = MemberRecord(
             seat=self.seat,
             pid=os.getpid(),
@@ -96,11 +97,10 @@ class Worker:
             time.sleep(0.02)
         self.form(self.plan)
 
-    def store_of(self, plan: MembershipPlan) -> dist.Store:
+    def store_of(self, plan: MembershipPlan) -> Any:
         host, _, port = plan.store.rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
-        found: dist.Store = dist.PrefixStore(f"members/{plan.generation}", store)  # type: ignore[attr-defined]
-        return found
+        return dist.PrefixStore(f"members/{plan.generation}", store)  # type: ignore[attr-defined]
 
     def form(self, plan: MembershipPlan) -> None:
         """Form the group of a plan in place of the one that is there."""
