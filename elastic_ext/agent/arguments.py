@@ -20,6 +20,7 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
+from elastic_ext.members.decision import CHOICES
 from elastic_ext.version import VERSION
 
 __all__ = [
@@ -121,6 +122,14 @@ def parser() -> argparse.ArgumentParser:
         help="What the tuner of the master that this launcher starts may do: off, advise (the default) or auto. The "
         "config's tuning.mode comes before it; a master that was started otherwise has a --tuning of its own.",
     )
+    own.add_argument(
+        "--members",
+        action=env,
+        type=str,
+        default="restart",
+        help="How nodes join and leave: restart (the default): all workers are started anew; auto: the workers of the "
+        "others go on, where the job can; live: likewise, and a node that would need a restart waits instead.",
+    )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(
             "--shutdown-timeout",
@@ -197,8 +206,9 @@ def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -
 
 # --- what a worker's environment says: torchrun's words, which scripts know, and those of this library ---------------
 
-OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS", "SEAT")
-"""The variables, without ELASTIC_EXT_, by which an agent tells its workers the job's name, paths, limits and seats."""
+OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS", "SEAT", "JOINS")
+"""The variables, without ELASTIC_EXT_, by which an agent tells its workers the job's name, paths, limits and seats, and
+which membership plan they join."""
 AT_START = Path(__file__).with_name("workers") / "at_start"
 
 
@@ -301,6 +311,8 @@ def check_options(options: argparse.Namespace, environ: Mapping[str, str]) -> No
         raise ValueError(
             f"--config-file is {str(options.config_file)!r}, which is a folder; allowed: a file, such as config.json"
         )
+    if options.members not in CHOICES:
+        raise ValueError(f"--members is {options.members!r}; allowed: {', '.join(CHOICES)}")
     try:
         get_logging_handler(options.event_log_handler)
     except KeyError:

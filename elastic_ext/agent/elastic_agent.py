@@ -6,7 +6,7 @@
 
 After a failure the agent stops its workers, nodes meet (the rendezvous), what was staged becomes a checkpoint, and new
 workers start. At a change that leaves all workers well, as when a node joins, nodes meet first, and training goes on
-meanwhile.
+meanwhile. Then they decide (members/decision.py) whether all workers are started anew, or go on (members.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -25,22 +25,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from elastic_ext.members.decision import MeetingDecision, NodeWords, RoundStart, decide_members, settle
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
-from elastic_ext.records.agent import MEMBERSHIP_FILE
-from elastic_ext.records.files import write_whole
-from elastic_ext.records.text import counted
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, told
+from .members import Membership, NotTaken
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
-from .rendezvous import NodeRendezvous, NodeWords, judge, persist, settle
+from .rendezvous import NodeRendezvous, judge, persist
 from .workers.hangs import Hang
 from .workers.monitor import Watched
-from .workers.workers import Launch, StopSignals, Workers, environments, workers_of
+from .workers.workers import Launch, StopSignals, Workers, environments, place_workers, workers_of
 
 __all__ = ["ElasticAgent"]
 
@@ -49,11 +48,15 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
 _PART_SECONDS = 5.0
+_WARM_SECONDS = 1800.0  # for workers that join to become ready, where others leave as they do
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
 class ElasticAgent(LocalElasticAgent):
-    """The elastic agent of one node: it starts the node's workers, watches them, and restarts them with other nodes."""
+    """The elastic agent of one node: it starts the node's workers, watches them, and restarts them with other nodes.
+
+    It is long, as torch's agent calls hooks of one object, and what happens in one of them others have to know.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,8 @@ class ElasticAgent(LocalElasticAgent):
         self.final_failures: list[Failure] = []
         """The failures of workers on all nodes that have ended the job; empty until then."""
         self.is_change_pending = False
+        self.is_drained = False
+        """Whether this node has left as somebody has asked it to."""
         self._meeting = meeting
         self._launch = launch
         self._folders = folders
@@ -87,13 +92,21 @@ class ElasticAgent(LocalElasticAgent):
         self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
-        self._plan: MembershipPlan | None = None
+        self._members = Membership(folders.run_dir, journal, meeting, launch)
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
+        self._goes_on = False  # whether workers of before do, in a round that nodes have met for
         self._stop_by: float | None = None
         self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
         self._num_rounds = 0
+        self._drains = tasks.drains
+        self._leaves_after: RoundBoard | None = None  # of the round in which others know that it leaves as one joins
+
+    @property
+    def calls_meeting(self) -> bool:
+        """Whether this node wants all nodes to meet again."""
+        return self.is_change_pending or self._members.wants_meeting
 
     @property
     def workers(self) -> Workers | None:
@@ -118,11 +131,19 @@ class ElasticAgent(LocalElasticAgent):
         """Begin a new round: stop workers, meet, start workers; where all workers are well, nodes meet first."""
         self._signals.let_through()
         board = self._board
+        if (plan := self._members.settle()) is not None:
+            self._take_plan(plan)
+        if self._leaves_after is board and self._meeting.held_back():
+            self._leave_as_another_joins()
         board.tell_quietly("meeting", True)
-        lost = self._meeting.departed() - board.who_told("meeting", "leaving")
+        gone = self._meeting.departed() - board.who_told("meeting")
+        lost = [place for place in gone - board.who_told("leaving") if self._members.has_member_at(place)]
         is_hurt = self._has_failed or self.is_change_pending or lost or board.who_told("failed")
         self._is_planned = not is_hurt
         if self._is_planned:
+            if not self._members.why_restart():
+                leave = ("leaving", "draining") if self._meeting.held_back() else ("leaving",)
+                self._meeting.expect(gone=gone | board.who_told(*leave))
             words = "nodes join or leave: all nodes meet in a rendezvous, and training goes on meanwhile"
             self._journal.tell("membership-changing", words)
         super()._restart_workers(worker_group)
@@ -156,31 +177,62 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _meet(self, worker_group: WorkerGroup) -> None:
-        earlier = self._meeting.board
+        members = self._members
+        earlier = [*members.leavers, *([] if self._meeting.board is None else [self._meeting.board])]
         super()._rendezvous(worker_group)
-        board = self._board
-        if board.place == 0 and earlier is not None:
-            earlier.post_quietly("met-again", True)
+        board, spec = self._board, worker_group.spec
         is_finished = self._have_succeeded()
-        if self._is_planned:
-            self._is_planned = False
-            if not is_finished:
-                self._note_failures()
+        if self._is_planned and not is_finished:
+            self._note_failures()
+        words = self._exchange_words(board, spec, earlier, is_finished=is_finished)
+        decision = decide_members(words)
+        settled = settle(words, max_restarts=spec.max_restarts, store=self._store_by(decision, board))
+        members.see(words, settled)
+        for each in earlier:
+            each.post_quietly("met-again", decision.kind)
+        self._num_failures = self._journal.restart = settled.num_failures
+        self._remaining_restarts = spec.max_restarts - settled.num_failures
+        self._has_failed = self.is_change_pending = self._is_waiting = False
+        self._goes_on = decision.kind != "start" and members.plan is not None
+        if self._goes_on:
+            self._tasks.go_on(board, together=members.member_places())
+            if not settled.is_as_before:
+                members.change_to(settled, board, earlier)
+        elif decision.kind == "start":
+            if self._is_planned and not is_finished:
+                self._is_planned = False
                 self._end_workers(worker_group)
-        self._meeting.forget_earlier()
-        self._begin_round(board, worker_group.spec, is_finished=is_finished)
-        if earlier is not None and earlier.who_told("leaving"):
-            board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
-            earlier.post_quietly("begun", True)
+            self._meeting.forget_earlier()
+            self._begin_round(board, settled)
+            left = [each for each in earlier if each.who_told("leaving")]
+            if left:
+                board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
+            for each in left:
+                each.post_quietly("begun", True)
+        else:
+            super()._stop_workers(worker_group)  # which have warmed up to join by another plan
+            self._join(board, settled)
+        self._is_planned = False
+        self._meeting.holds_back_joins = members.change is not None or members.choice == "live"
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.hold()
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
-        envs = environments(self._launch, worker_group, restart_count=self._num_failures)
+        members, change = self._members, self._members.change
+        if self._goes_on and self.workers is not None and members.plan is not None:
+            self._place(members.plan)
+            return self.workers.pids()
+        seats: Sequence[int] = ()
+        if change is not None and members.plan is None:  # it joins: until then its workers are among themselves
+            self._place_alone()
+            seats = members.seats_in(change.plan)
+        joins = change.plan.version if change is not None and seats else 0
+        envs = environments(self._launch, worker_group, restart_count=self._num_failures, joins=joins, seats=seats)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
         workers = workers_of(self._launch, worker_group, envs, self._logs_specs, round_number=self._num_rounds)
+        members.forget_workers()
         self._pcontext = workers
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
@@ -190,25 +242,34 @@ class ElasticAgent(LocalElasticAgent):
         ranks = ", ".join(
             f"{worker.global_rank} (pid {workers.pids()[worker.local_rank]})" for worker in worker_group.workers
         )
-        self._journal.tell("workers-started", f"workers started: rank {ranks}")
+        among = ", among themselves until they join" if joins else ""
+        self._journal.tell("workers-started", f"workers started{among}: rank {ranks}")
         return workers.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._is_finished:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        if self._signals.told is not None:
+        change = self._members.change
+        if self._signals.told is not None and not (change is not None and change.is_told):  # it ends before long
             self._leave(self._signals.told)
         result: RunResult = super()._monitor_workers(worker_group)
+        if self._members.is_joining:
+            return self._monitor_joining(result)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY and (hang := self._tasks.look(self.watched)) is not None:
             return self._hung(hang)
+        if result.state == WorkerState.HEALTHY and (plan := self._members.follow()) is not None:
+            self._take_plan(plan)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
+            self._members.tell_how()
+            self._members.hold_back_joins(self._board)
+            self._look_for_drains()
             if (over := self._board.read_quietly("over")) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
                 self._remaining_restarts, self.is_over = 0, True
@@ -217,7 +278,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Part from the other nodes, which are all finished. Torch's own barrier would wait for nodes that are gone."""
-        self._board.part(timeout_seconds=_PART_SECONDS)
+        self._board.part(timeout_seconds=_PART_SECONDS, places=self._members.member_places() or None)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the workers as the agent ends, in the time that is left; stop signals are held back meanwhile."""
@@ -234,12 +295,10 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- rounds ----
 
-    def _begin_round(self, board: RoundBoard, spec: WorkerSpec, *, is_finished: bool) -> None:
-        """Exchange with all nodes what each has counted, agree on the membership plan, and complete staged checkpoints.
-
-        All nodes of the new round call it, after the rendezvous and before any worker starts.
-        """
-        plan = self._plan
+    def _exchange_words(
+        self, board: RoundBoard, spec: WorkerSpec, earlier: Sequence[RoundBoard], *, is_finished: bool
+    ) -> list[NodeWords]:
+        """What all nodes of a new round say of themselves, in the order of their places; all of them call it."""
         own = NodeWords(
             node_id=self._launch.node_id,
             host=self._launch.host,
@@ -247,36 +306,119 @@ class ElasticAgent(LocalElasticAgent):
             num_failures=self._num_failures,
             has_failed=self._has_failed,
             is_finished=is_finished,
-            version=0 if plan is None else plan.version,
-            nodes=() if plan is None else tuple(node.node_id for node in plan.nodes),
+            keeps_workers=self._is_planned and not is_finished,
+            time=time.time(),
         )
         seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
-        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
-        settled = settle([NodeWords.from_row(row) for row in rows], max_restarts=spec.max_restarts, time=time.time())
-        self._plan = settled.plan
-        self._num_failures = self._journal.restart = settled.num_failures
-        self._remaining_restarts = spec.max_restarts - settled.num_failures
+        rows = board.exchange("nodes", self._members.words(own, earlier).to_row(), timeout_seconds=seconds)
+        return [NodeWords.from_row(row) for row in rows]
+
+    def _store_by(self, decision: MeetingDecision, board: RoundBoard) -> str:
+        """The address of the store for workers of the next plan, which one node starts; empty where it needs none."""
+        if not decision.has_store:
+            return ""
+        if decision.holder == self._launch.node_id:
+            board.post("live-store", self._meeting.open_store())
+        address: str = board.take("live-store", seconds=_EXCHANGE_SECONDS)
+        return address
+
+    def _begin_round(self, board: RoundBoard, settled: RoundStart) -> None:
+        """Take the plan by which all workers are started, tell of it, and complete staged checkpoints.
+
+        All nodes of the new round call it, after the rendezvous and before any worker starts.
+        """
+        is_new = self._members.plan is None and settled.is_old
         self._is_finished = settled.is_finished
-        self._has_failed = self.is_change_pending = self._is_waiting = False
-        self._tell_plan(settled.plan)
+        self._members.begin(settled)
         self._tasks.begin_round(
             board,
             membership_version=settled.plan.version,
             world_size=settled.plan.world_size,
-            is_new=plan is None and settled.is_old,
+            together=self._members.member_places(),
+            is_new=is_new,
         )
-        for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=_EXCHANGE_SECONDS):
+        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # others may be stopping their workers
+        for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=seconds):
             self._journal.tell_staged(outcome.why, outcome.path)
 
-    def _tell_plan(self, plan: MembershipPlan) -> None:
-        """Write the plan's file, then tell of it: who reads the event finds the plan that it names."""
-        try:
-            write_whole(self._folders.run_dir / MEMBERSHIP_FILE, f"{plan.to_json()}\n".encode(), durable=False)
-        except OSError as error:
-            self._journal.tell("trouble", f"the membership plan cannot be written: {error}", is_bad=True)
-        num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
-        words = f"membership {plan.version}: {counted(num_nodes, 'node')}, {counted(num_ranks, 'rank')}: "
-        self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
+    # ---- changes in which workers go on ----
+
+    def _join(self, board: RoundBoard, settled: RoundStart) -> None:
+        """Begin a round in which the workers of this node are to join those of others; NotTaken where they are not."""
+        if settled.decision.kind == "same":
+            self._drop_out(settled.decision.why)
+        self._members.change_to(settled, board, ())
+        self._tasks.begin_round(
+            board,
+            membership_version=settled.plan.version,
+            world_size=self._worker_group.spec.local_world_size,
+            together=self._members.member_places(),
+            is_new=True,
+        )
+
+    def _take_plan(self, plan: MembershipPlan) -> None:
+        """Take a plan that the workers of this node have come to."""
+        self._members.take(plan)
+        self._place(plan)
+        self._tasks.take_plan(
+            membership_version=plan.version, world_size=plan.world_size, together=self._members.member_places()
+        )
+
+    def _place(self, plan: MembershipPlan) -> None:
+        """Give the workers of this node their ranks by a plan."""
+        place = [node.node_id for node in plan.nodes].index(self._launch.node_id)
+        ranks = plan.nodes[place].ranks
+        pids = {} if self.workers is None else self.workers.pids()
+        place_workers(
+            self._worker_group,
+            ranks,
+            world_size=plan.world_size,
+            place=place,
+            num_nodes=len(plan.nodes),
+            pids=pids,
+        )
+        self._ranks = dict(enumerate(ranks))
+
+    def _place_alone(self) -> None:
+        """Give the workers of this node ranks of a world of their own, with a store on this node."""
+        group: Any = self._worker_group  # whose types have no address for good
+        number = group.spec.local_world_size
+        place_workers(group, range(number), world_size=number, place=0, num_nodes=1, pids={})
+        host, _, port = self._meeting.open_store(is_here=True).rpartition(":")
+        group.master_addr, group.master_port = host.strip("[]"), int(port)
+
+    def _monitor_joining(self, result: RunResult) -> RunResult:
+        """The torch result of workers that warm up to join; NotTaken where they fail, hang, or nobody takes them in."""
+        change, board = self._members.change, self._board
+        assert change is not None, "it joins"
+        others = frozenset(range(board.num_peers)) - self._members.places_of(change.joined)
+        if (over := board.read_quietly("over")) is not None:
+            self._drop_out(f"the job is over: {over}")
+        if others <= board.who_told("finished"):
+            self._end_workers(self._worker_group)
+            self._is_finished = True
+            board.tell_quietly("finished", True)
+            self._journal.tell("left-out", "the workers of the other nodes have ended well before this node was in")
+            return self._monitor_workers(self._worker_group)
+        if result.state == WorkerState.FAILED:
+            self._drop_out(told(first_of(self._failures_of(result.failures.values()))))
+        if result.state == WorkerState.SUCCEEDED:
+            self._drop_out("its workers have ended before they were in")
+        if (hang := self._tasks.look(self.watched)) is not None:
+            self._drop_out(f"its workers hang: {hang.reason}")
+        plan = self._members.follow()
+        if plan is not None:
+            self._take_plan(plan)
+        elif change.end is not None and change.end.kind in ("failed", "sent-away"):  # else all nodes meet again
+            self._drop_out(change.end.why)
+        return result
+
+    def _drop_out(self, why: str) -> NoReturn:
+        """Leave the nodes that this one was to join, which go on without it; always raises NotTaken."""
+        if self._members.change is not None:
+            self._members.change.tell("failed", why)
+        self._meeting.leave()
+        raise NotTaken(why)
 
     # ---- failures ----
 
@@ -366,7 +508,7 @@ class ElasticAgent(LocalElasticAgent):
         self._meeting.num_nodes_waiting()  # which looks
         board = self._board
         places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
-        return [self._plan.nodes[place].node_id if self._plan else str(place) for place in sorted(places)]
+        return [self._members.places[place] for place in sorted(places)]
 
     def _tell_of_others(self) -> None:
         """Tell the workers of this node of workers that have failed on other nodes."""
@@ -396,7 +538,7 @@ class ElasticAgent(LocalElasticAgent):
         try:
             if not self._is_waiting:
                 board.tell("finished", True)
-            is_over = board.has(*board.of_peers("finished"))
+            is_over = board.has(*board.of_peers("finished", self._members.member_places()))
         except BoardGone:
             return True  # there is nobody left to meet
         if not is_over and not self._is_waiting:
@@ -412,21 +554,69 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- leaving ----
 
-    def _leave(self, number: signal.Signals) -> None:
-        """Leave the job after a stop signal; always raises SignalException.
+    def _look_for_drains(self) -> None:
+        """Hand on requests that nodes leave, and follow one that this node does: SignalException is raised then."""
+        board = self._board
+        self._drains.tell(board)
+        drain = self._drains.of(self._launch.node_id, board)
+        if self._members.change is not None or (drain is None and self._leaves_after is None):
+            return
+        if drain is not None and not drain.after_join:
+            self.is_drained = True
+            self._leave(signal.SIGTERM, "elastic-ext members drain")
+        if self._leaves_after is not board:  # others meet without it
+            self._leaves_after = board
+            self._members.drain(board)
+            self._journal.tell("leaving", "elastic-ext members drain: this node leaves as another one joins")
+
+    def _leave_as_another_joins(self) -> None:
+        """Leave where others meet with one that joins, and will do without this one; always raises SignalException."""
+        self.is_drained = True
+        self._leave(signal.SIGTERM, "another node joins", patience_seconds=_WARM_SECONDS)
+
+    def _leave(self, number: signal.Signals, why: str = "", *, patience_seconds: float = 0.0) -> None:
+        """Leave the job after a stop signal, or for another reason; always raises SignalException.
 
         At SIGTERM the other nodes meet while the workers here still train with theirs; then the workers here are ended.
+        ``patience_seconds`` is how much longer these may train.
         """
         is_term = number == signal.SIGTERM
-        self._stop_by = time.monotonic() + self._launch.shutdown_seconds
+        self._stop_by = time.monotonic() + self._launch.shutdown_seconds + patience_seconds
         how = "told to end" if is_term else f"sent {number.name} too"
         if is_term and self._tasks.saves_on_signals(each.seat for each in self.watched):
             how = "told to save a checkpoint and to end"
-        self._journal.tell("leaving", f"{number.name}: this node leaves the job; its workers are {how}")
+        self._journal.tell("leaving", f"{why or number.name}: this node leaves the job; its workers are {how}")
         board = self._board
-        if board.num_peers > 1:
-            board.tell_quietly("leaving", self._launch.node_id)
-            if self._meeting.leave() and is_term and board.num_peers > self._launch.min_nodes:
-                has_met = self._wait_until(board, "met-again", seconds=self._launch.shutdown_seconds / 3)
+        if self._members.is_joining:
+            self._meeting.leave()
+        elif board.num_peers > 1:
+            self._members.leave(board, is_live=is_term)
+            are_enough = board.num_peers > self._launch.min_nodes or patience_seconds > 0
+            if self._meeting.leave() and is_term and are_enough:
+                seconds = self._launch.shutdown_seconds / 3 + min(patience_seconds, _EXCHANGE_SECONDS)
+                has_met = self._wait_until(board, "met-again", seconds=seconds)
                 self._left = board if has_met else None
+                if has_met:
+                    self._leave_live(board)
+                self._stop_by = min(self._stop_by, time.monotonic() + self._launch.shutdown_seconds)
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
+
+    def _leave_live(self, board: RoundBoard) -> None:
+        """Wait until the workers of this node have left those of others, which go on, and have ended by themselves.
+
+        It gives up, and they are ended, where all workers are started anew, some fail, or the time runs out.
+        """
+        end = time.monotonic() + self._seconds_left() - self._launch.shutdown_seconds / 3
+        is_told = False
+        while time.monotonic() < end and board.read_quietly("met-again") == "live" and self.workers is not None:
+            self.workers.wait(0)
+            states = {each.state for each in self.watched}
+            if "failed" in states:
+                return
+            if "running" not in states:
+                self._journal.tell("left", "the workers of this node have left those of others, which go on")
+                return
+            if not is_told and (text := board.read_quietly("plan")) is not None:
+                self._members.write(MembershipPlan.from_json(text))
+                is_told = True
+            time.sleep(_POLL_SECONDS)

@@ -8,7 +8,6 @@ import argparse
 import logging
 import os
 import secrets
-import shutil
 import socket
 import threading
 import time
@@ -31,6 +30,7 @@ from elastic_ext.doctor.hardware import version_of
 from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.errors import in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
+from elastic_ext.members.decision import MembersChoice
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import this_process
@@ -56,6 +56,7 @@ from .folder import NODES, NodeFolders, NodeTaken, is_held, keep_newest, with_ca
 from .journal import Failure, Journal, first_of, told
 from .master.embedded import link_with, master_choice, tuning_mode
 from .master.link import MasterLink
+from .members import Drains, NotTaken, members_requests
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
 from .rendezvous import NodeRendezvous, handler_for, on_loopback, persist
@@ -211,6 +212,7 @@ class _Launch:
         self._is_checked = bool(options.node_check)
         self._master = master_choice(options)
         self._tuning = tuning_mode(options, self._master)
+        self._members: MembersChoice = options.members
         self._hang_limits = HangLimits.of(options.hang_seconds)
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
@@ -252,8 +254,9 @@ class _Launch:
             launch, loopback = on_loopback(self._launch)
             meeting = NodeRendezvous(
                 handler_for(launch),
-                is_pending=lambda: agent is not None and agent.is_change_pending,
+                is_pending=lambda: agent is not None and agent.calls_meeting,
                 loopback=loopback,
+                local_addr=launch.local_addr,
             )
             tasks.start()
             agent = self._agent(meeting, warden, tasks)
@@ -265,8 +268,12 @@ class _Launch:
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
             left = "" if agent is None else tasks.words_of_leaving(each.seat for each in agent.watched)
-            self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
-            status = _OF_SIGNALS + int(error.sigval)
+            is_drained = agent is not None and agent.is_drained
+            why = "it was told to leave" if is_drained else error.sigval.name
+            self._journal.tell("ended", f"this node {what} after {why}{f'; {left}' if left else ''}")
+            status = 0 if is_drained else _OF_SIGNALS + int(error.sigval)
+        except NotTaken as error:
+            self._journal.tell("not-taken", f"this node has not joined the others: {error}", is_bad=True)
         except WorkerNotStarted as error:
             self._journal.tell("failed", f"workers could not be started: {error}", is_bad=True)
         finally:
@@ -329,7 +336,7 @@ class _Launch:
                 return 0
             self._tell_failed(agent.final_failures)
             return 1
-        except SignalException:
+        except (SignalException, NotTaken):
             self._signals.hold()
             is_over = False  # others may go on without this node
             events.record(agent.get_event_failed(), handler)
@@ -381,11 +388,16 @@ class _Launch:
             return status_of(read_run_directory(run_dir, now=time.time(), host=self._host)).to_dict()
 
         monitor = Monitor(run_dir=run_dir, pulse_dir=folders.pulses, limits=self._hang_limits, gpus=NvidiaGpus.open())
-        control = Control(folders.memory / _SOCKET, {**config_requests(writer), "status": status})
+        drains = Drains()
+        requests = {
+            **config_requests(writer),
+            **members_requests(run_dir, drains, min_nodes=self._launch.min_nodes),
+            "status": status,
+        }
+        control = Control(folders.memory / _SOCKET, requests)
         slow = SlowWorkers(run_dir, host=self._host)
         on_begun = (lambda: None) if link is None else link.begin_configs
-        py_spy = shutil.which("py-spy")
-        return NodeTasks(folders, self._journal, writer, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
+        return NodeTasks(folders, self._journal, writer, control, monitor, slow, drains=drains, on_begun=on_begun)
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
@@ -428,6 +440,8 @@ class _Launch:
             shutdown_seconds=self._shutdown_seconds,
             silence_seconds=beats * beat_seconds + 1.0,
             min_nodes=launch.min_nodes,
+            max_nodes=launch.max_nodes,
+            members=self._members,
         )
         assert launch.logs_specs is not None
         return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal, tasks, self._signals)

@@ -5,6 +5,7 @@ monitors workers, and finds hangs and stragglers. Also what a restart costs, in 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .control import Control
 from .event_files import newest_event
 from .folder import NodeFolders
 from .journal import Journal
+from .members import Drains
 from .workers.hangs import Hang, WaitingNews, find_hang, standings_from_json, standings_to_json
 from .workers.monitor import Monitor, Watched, WorkersLook
 from .workers.stacks import capture
@@ -136,10 +138,12 @@ class NodeTasks:
         monitor: Monitor,
         slow_workers: SlowWorkers,
         *,
-        py_spy: str | None,
+        drains: Drains,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_begun`` is called after each rendezvous, once this node's config is the job's."""
+        self.drains = drains
+        """The requests over the control socket that nodes leave."""
         self._on_begun = on_begun
         self._folders = folders
         self._journal = journal
@@ -147,9 +151,9 @@ class NodeTasks:
         self._control = control
         self._monitor = monitor
         self._slow_workers = slow_workers
-        self._py_spy = py_spy
         self._board: RoundBoard | None = None
         self._membership_version = self._world_size = 0
+        self._together: frozenset[int] = frozenset()
         self._waiting_news = WaitingNews()
         self._has_warned = False
         self._ended: LastProgress | None = None
@@ -162,12 +166,16 @@ class NodeTasks:
         self._config_writer.look()
         self._control.start()
 
-    def begin_round(self, board: RoundBoard, *, membership_version: int, world_size: int, is_new: bool) -> None:
+    def begin_round(
+        self, board: RoundBoard, *, membership_version: int, world_size: int, together: frozenset[int], is_new: bool
+    ) -> None:
         """Begin the tasks of a new round, after the rendezvous: forget the workers before, and sync the config.
 
-        ``is_new`` says that this node joins a job that has worked already; it then takes the job's config.
+        ``together`` are the places of the nodes whose workers train together with those of this node. ``is_new`` says
+        that this node joins a job that has worked already; it then takes the job's config.
         """
-        self._board, self._membership_version, self._world_size = board, membership_version, world_size
+        self._board = board
+        self._take(membership_version, world_size, together)
         self._monitor.forget()
         self._waiting_news = WaitingNews()
         self._round = Since(time.time())
@@ -177,6 +185,21 @@ class NodeTasks:
             self._set_config_aside()
         self._hand_config(offers=not is_new)
         self._on_begun()
+
+    def go_on(self, board: RoundBoard, *, together: frozenset[int]) -> None:
+        """Go on in a new round with the same workers, as nodes have met and none were started here."""
+        self._board = board
+        self._take(self._membership_version, self._world_size, together)
+        self._hand_config(offers=True)
+
+    def take_plan(self, *, membership_version: int, world_size: int, together: frozenset[int]) -> None:
+        """Go on with the same workers in another world, which they have come to."""
+        self._take(membership_version, world_size, together)
+        self._waiting_news = WaitingNews()
+        self._slow_workers.forget(since=time.time())
+
+    def _take(self, membership_version: int, world_size: int, together: frozenset[int]) -> None:
+        self._membership_version, self._world_size, self._together = membership_version, world_size, together
 
     def look(self, workers: Sequence[Watched]) -> Hang | None:
         """Do every task that is due: config, workers' records, events, stragglers. Gives a hang where there is one."""
@@ -233,16 +256,20 @@ class NodeTasks:
         Called on all nodes before any worker is ended.
         """
         captured = capture(
-            workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
+            workers,
+            run_dir=self._folders.run_dir,
+            pulse_dir=self._folders.pulses,
+            reason=reason,
+            py_spy=shutil.which("py-spy"),
         )
         words = "; ".join(map(str, captured.places)) or "no worker wrote its stacks"
         if captured.look_at:
             words += f"; look at this first: {captured.look_at}"
         words += f"; all stacks are in {captured.path}" if captured.path else "; the file of stacks cannot be written"
         self._journal.tell("stacks", words, path=str(captured.path or ""))
-        if self._board is not None and self._board.num_peers > 1:
+        if self._board is not None and len(self._together) > 1:
             try:
-                self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS)
+                self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS, places=self._together)
             except BoardGone:
                 return  # they are not heard of, and nothing is gained by waiting
 
@@ -306,16 +333,16 @@ class NodeTasks:
     def _judge(self, seen: WorkersLook) -> Hang | None:
         """The hang that the workers of all nodes show; None if there is none."""
         board, hang, said = self._board, seen.hang, seen.said
-        if board is not None and board.num_peers > 1:
+        if board is not None and len(self._together) > 1:
             try:
                 if any(each.is_over for each in seen.standings):
                     board.post("standings-wanted", True)
                 if board.read("standings-wanted"):
                     board.tell("standings", standings_to_json(seen.standings))
-                    told = board.told("standings").values()
+                    told = [text for place, text in board.told("standings").items() if place in self._together]
                     everyone = [each for text in told for each in standings_from_json(text)]
                     verdict = find_hang(everyone, world_size=self._world_size)
-                    is_heard = len(told) == board.num_peers  # else one that has still to tell may be waited for
+                    is_heard = len(told) == len(self._together)  # else one that has still to tell may be waited for
                     hang, said = verdict.hang if is_heard else None, verdict.said
             except (BoardGone, ValueError):
                 hang = None

@@ -1,5 +1,7 @@
-"""The rendezvous before each round of workers: torch's handler and what is added to it, what nodes agree on, whether a
-round ended with a failure or a change of membership, and how staged checkpoints are completed between two rounds.
+"""The rendezvous before each round of workers: torch's handler and what is added to it, whether a round ended with a
+failure or a change of membership, and how staged checkpoints are completed between two rounds.
+
+What nodes that have met decide of their members is in members/decision.py.
 """
 
 from __future__ import annotations
@@ -41,30 +43,32 @@ from elastic_ext.fsdp.checkpoint.saving.rescue import (
     saved_in_words,
 )
 from elastic_ext.fsdp.checkpoint.saving.shared_memory import StagedCopy
-from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.deadlines import NoAnswer, within
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.records.text import counted
-from elastic_ext.torch_private.agent import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
+from elastic_ext.torch_private.agent import (
+    complete_once,
+    judge_silence_here,
+    leave,
+    participants,
+    serve_workers_by,
+    stop_heartbeats,
+    waiting,
+)
 
 from .arguments import LaunchRefused, seconds_in
 from .journal import Failure, first_of, is_consequence
 
 __all__ = [
-    "Counted",
     "FailureVerdict",
     "Loopback",
     "NodeRendezvous",
-    "NodeWords",
-    "RoundStart",
-    "count",
     "handler_for",
     "judge",
     "loopback_store",
     "on_loopback",
     "persist",
-    "settle",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -190,18 +194,34 @@ class NodeRendezvous(RendezvousHandler):
     """
 
     def __init__(
-        self, inner: RendezvousHandler, *, is_pending: Callable[[], bool], loopback: Loopback | None = None
+        self,
+        inner: RendezvousHandler,
+        *,
+        is_pending: Callable[[], bool],
+        loopback: Loopback | None = None,
+        local_addr: str | None = None,
     ) -> None:
-        """``is_pending`` says whether this node wants all to meet again; ``loopback`` is for nodes of one machine."""
+        """``is_pending`` says whether this node wants all to meet again; ``loopback`` is for nodes of one machine.
+
+        ``local_addr`` is the address at which other nodes reach this one, by default its name.
+        """
+        self.holds_back_joins = False
+        """Whether nodes that want to join wait: no round ends because of them."""
+        self.passed_over: frozenset[int] = frozenset()
+        """The places of nodes whose departure ends no round by itself."""
         self._inner = inner
         self._loopback = loopback
+        self._local_addr = local_addr
         serve_workers_by(inner, lambda: loopback_store("127.0.0.1"))  # in whose place comes one for each round
         judge_silence_here(inner)
+        self._expected: frozenset[str] = frozenset()
+        complete_once(inner, lambda: self._expected)
         self._is_pending = is_pending
         self._is_dynamic = participants(inner) is not None and not inner.use_agent_store
         self._members: dict[str, int] = {}
         self._server: TCPStore | None = None
         self._earlier: list[TCPStore] = []
+        self._opened: dict[str, TCPStore] = {}  # of plans that are come to live, by their addresses
         self._is_lost = False
         self._num_rounds = 0
         self._look_at = 0.0
@@ -227,6 +247,7 @@ class NodeRendezvous(RendezvousHandler):
             info.store, place=info.rank, num_nodes=info.world_size, number=number, is_lost=self._has_lost
         )
         self._members = participants(self._inner) or {}
+        self._expected, self.passed_over = frozenset(), frozenset()
         if not self._is_dynamic and self._num_rounds == 1:
             return info  # a static one has a store for workers, and the same again in later rounds, with what is in it
         self._earlier += [] if self._server is None else [self._server]
@@ -248,7 +269,9 @@ class NodeRendezvous(RendezvousHandler):
         except RendezvousConnectionError as error:
             self._tell_lost(error)
             return int(self._is_pending())
-        return num_waiting + len(self.departed()) + self._is_pending() + self._is_called_again()
+        if self.holds_back_joins:
+            num_waiting -= len(self.held_back())
+        return num_waiting + len(self.departed() - self.passed_over) + self._is_pending() + self._is_called_again()
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()
@@ -267,6 +290,23 @@ class NodeRendezvous(RendezvousHandler):
         gone = frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
         return gone - self.board.who_told("finished") if gone and self.board is not None else gone
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether nodes can come and go."""
+        return self._is_dynamic
+
+    def held_back(self) -> frozenset[str]:
+        """The nodes that wait to join, as of the last ``num_nodes_waiting``."""
+        return waiting(self._inner) - self._members.keys()
+
+    def expect(self, *, gone: Collection[int]) -> None:
+        """Have the next meeting begin its round once all nodes are there that are known to come: it waits for no more.
+
+        These are those of the present round, but for those at the places ``gone``, and those that wait.
+        """
+        stay = {node for node, place in self._members.items() if place not in gone}
+        self._expected = waiting(self._inner).union(stay)
+
     def _has_lost(self) -> bool:
         """Whether a node has left this round or fell silent, by a new look."""
         self.num_nodes_waiting()
@@ -279,9 +319,28 @@ class NodeRendezvous(RendezvousHandler):
         except RendezvousError:  # whoever has the rendezvous is gone
             return False
 
-    def forget_earlier(self) -> None:
-        """Release the stores of earlier rounds' workers, which have ended."""
+    def forget_earlier(self, *, but: str = "") -> None:
+        """Release the stores of workers of earlier rounds and plans, which have ended, or need them no more.
+
+        That with the address ``but`` stays.
+        """
         self._earlier.clear()
+        self._opened = {address: store for address, store in self._opened.items() if address == but}
+
+    def open_store(self, *, is_here: bool = False) -> str:
+        """Start a store for the workers of a plan that is come to live, and give its address, HOST:PORT.
+
+        It is kept until ``forget_earlier``. With ``is_here`` workers of this node alone use it.
+        """
+        if is_here or self._loopback is not None:
+            host = self._loopback.address if self._loopback is not None else "127.0.0.1"
+            store = loopback_store(host)
+        else:
+            host = self._local_addr or socket.getfqdn()
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
+        self._opened[address] = store
+        return address
 
     def _is_called_again(self) -> bool:
         """Whether another node of a static rendezvous has called all nodes to meet again; looked up once a second."""
@@ -372,16 +431,6 @@ class FailureVerdict:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counted:
-    """One node's part of the count of failures, as a round begins."""
-
-    num_failures: int
-    """How many failures this node has counted, not yet that of the round before."""
-    has_failed: bool
-    """Whether the round before ended with a failure of this node's workers."""
-
-
 def judge(
     failures: Sequence[Failure],
     *,
@@ -410,96 +459,8 @@ def judge(
     )
 
 
-def count(rows: Sequence[Counted], *, num_lost: int) -> int:
-    """The number of failures up to now, the same on all nodes; a round that ended as nodes were lost does not count."""
-    has_failed = any(row.has_failed for row in rows) and num_lost == 0
-    return max(row.num_failures for row in rows) + has_failed
-
-
 def _listed(nodes: Collection[str]) -> str:
     return f"{counted(len(nodes), 'node')} ({', '.join(sorted(nodes))})"
-
-
-# --- what the nodes that have met settle among them before workers start ---------------------------------------------
-# Every node says the same things of itself, hears all, and comes to the same.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeWords:
-    """What one node tells the others about itself as a round begins."""
-
-    node_id: str
-    host: str
-    num_workers: int
-    num_failures: int
-    """How many failures this node has counted so far."""
-    has_failed: bool
-    """Whether the round before ended with a failure of this node's workers."""
-    is_finished: bool
-    """Whether all of this node's workers have ended well."""
-    version: int
-    """The version of the newest membership plan that this node has; 0 before its first."""
-    nodes: tuple[str, ...]
-    """The ids of the nodes in that membership plan."""
-
-    def to_row(self) -> dict[str, Any]:
-        """These values for JSON, by field."""
-        return asdict(self)
-
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> NodeWords:
-        """The NodeWords that ``to_row`` made ``row`` of, once JSON has carried it."""
-        return cls(**{**row, "nodes": tuple(row["nodes"])})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundStart:
-    """What a new round starts with, agreed on by its nodes and the same on all: membership plan, count of failures."""
-
-    plan: MembershipPlan
-    num_failures: int
-    is_finished: bool
-    """Whether the job is done: the workers of all nodes that were in it had ended well as the nodes met."""
-    is_old: bool
-    """Whether any of the nodes was in an earlier round; a node that was not then joins a job under way."""
-
-
-def settle(words: Sequence[NodeWords], *, max_restarts: int, time: float) -> RoundStart:
-    """The plan and the count of failures for a new round, from the words of all its nodes in the order of their places.
-
-    Pure, so that every node comes to the same; ``time`` goes into the plan.
-    """
-    newest = max(words, key=lambda each: each.version)
-    now = [each.node_id for each in words]
-    lost = [node for node in newest.nodes if node not in now]
-    joined = [node for node in now if node not in newest.nodes]
-    has_failed = any(each.has_failed for each in words)
-    counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
-    is_old = newest.version > 0
-    return RoundStart(
-        plan=MembershipPlan(
-            version=newest.version + 1,
-            nodes=_shares(words),
-            reason=_why(joined, lost, has_failed) if is_old else "the job starts",
-            time=time,
-        ),
-        num_failures=min(count(counted, num_lost=len(lost)), max_restarts),
-        is_finished=is_old and all(each.is_finished for each in words if each.version > 0),
-        is_old=is_old,
-    )
-
-
-def _shares(words: Sequence[NodeWords]) -> tuple[NodeShare, ...]:
-    shares, first = [], 0
-    for each in words:
-        shares.append(NodeShare(node_id=each.node_id, host=each.host, first_rank=first, num_workers=each.num_workers))
-        first += each.num_workers
-    return tuple(shares)
-
-
-def _why(joined: Sequence[str], lost: Sequence[str], has_failed: bool) -> str:
-    reasons = [f"{name} joined" for name in joined] + [f"{name} left or was lost" for name in lost]
-    return ", ".join(reasons) or ("workers failed" if has_failed else "nodes met again")
 
 
 # --- staged copies made a checkpoint between two rounds --------------------------------------------------------------

@@ -12,6 +12,9 @@
     elastic-ext status [RUN_DIR] --watch       who runs, how far it is, what is wrong; again and again
     elastic-ext events [RUN_DIR] --follow      what has happened, and what does
 
+    elastic-ext members [--job NAME]           who trains, who warms up to join, how members can change, and have
+    elastic-ext members drain NODE             have a node leave; with --after-join as another joins
+
     elastic-ext tuning log                     what the tuner has decided, why, and what came of it
     elastic-ext tuning pause|resume|undo       have it wait, go on, or take its last change back
     elastic-ext tuning memory [RUN_DIR]        what the model takes of memory, and what other sizes and plans would
@@ -62,6 +65,8 @@ from .completion import SHELLS, completed, script_for
 from .config import COMMANDS, ConfigPlace, FilesConfig, RefusedByJob, parse_assignment
 from .doctor import add_doctor, run_doctor
 from .jobs import JobHere, add_job, one_job
+from .members import add_members
+from .members import run_members as run_members_command
 from .memory import add_memory, run_memory
 from .report import add_report
 from .report import run as run_report
@@ -232,6 +237,10 @@ def _run_memory(options: argparse.Namespace) -> int:
     return run_memory(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
 
 
+def _run_members(options: argparse.Namespace) -> int:
+    return run_members_command(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+
+
 def _quiet_grpc() -> None:
     """Keep grpc from printing what goes wrong with connections, since commands say that themselves."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -255,6 +264,9 @@ def _parser() -> argparse.ArgumentParser:
     events = groups.add_parser("events", help="what has happened to a job", description=_EVENTS)
     add_arguments_of_events(events)
     events.set_defaults(run=_run_events)
+    members = groups.add_parser("members", help="which nodes train, and how they join and leave", description=_MEMBERS)
+    add_members(members)
+    members.set_defaults(run=_run_members)
     report = groups.add_parser("report", help="where the time of a training went, on one page")
     add_report(report)
     report.set_defaults(run=_run_report)
@@ -336,6 +348,9 @@ _HELP = {
 
 _COMPLETION = 'the script by which a shell completes command lines: eval "$(elastic-ext completion bash)"'
 _SCHEMA = "the JSON Schema of the config file, by which an editor completes and checks it"
+_MEMBERS = """Show which nodes train by which membership plan, who warms up to join, how members can change, and the
+last changes, from the files of run directories; or have a node leave. Exit status: 0 done, 1 nobody answers, 2
+refused."""
 _EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
 _STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
 of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default: the only one that runs in full, the

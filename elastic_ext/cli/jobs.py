@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_ext.agent.config_writer import agent_in, is_running
 from elastic_ext.agent.event_files import event_files_in, newest_event
@@ -88,9 +89,9 @@ def _last_began(run_dir: Path) -> float:
 # --- arguments, and the job that they mean ---------------------------------------------------------------------------
 
 
-def add_job(parser: argparse._ActionsContainer) -> None:
-    """Give ``parser`` the argument that names a job."""
-    parser.add_argument("--job", help="the name of a job whose run directory is where it is by default")
+def add_job(parser: argparse._ActionsContainer, **options: Any) -> None:
+    """Give ``parser`` the argument that names a job, with ``options`` of argparse besides."""
+    parser.add_argument("--job", help="the name of a job whose run directory is where it is by default", **options)
 
 
 def add_places(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:

@@ -3,8 +3,14 @@
     failed/<node>     how workers of that node failed
     meeting/<node>    that node has left this round for the rendezvous of the next one
     leaving/<node>    that node leaves the job
-    met-again         the rendezvous of the next round is over, without the node that leaves
+    draining/<node>   that node leaves, and its workers train until others have a membership plan without it
+    met-again         the rendezvous of the next round is over, without the node that leaves: "start" where all workers
+                      are started anew, "live" where they go on
+    plan              the membership plan by which workers of a node that leaves do so, where those of others go on
     begun             the nodes of the next round have begun it; until then a node that leaves waits
+    change/<node>     how far the workers of that node are with a change in which they go on
+    why-restart/<node>  why members can change by a restart alone, as far as that node knows; empty where they can live
+    drain/<id>        the node with that id is to leave
     any-failed        some node has said under `failed` that workers of it did
     over              why the job has failed and ends on all nodes, from the node that found it
     finished/<node>   all workers of that node have ended well
@@ -21,7 +27,7 @@ long.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from .board import Board, BoardGone, Store
@@ -56,25 +62,28 @@ class RoundBoard(Board):
         )
         self._is_lost = is_lost
 
-    def exchange(self, name: str, row: object, *, timeout_seconds: float) -> list[Any]:
+    def exchange(
+        self, name: str, row: object, *, timeout_seconds: float, places: Collection[int] | None = None
+    ) -> list[Any]:
         """Post ``row`` for this node, and wait for the rows of all nodes, in the order of their places.
 
-        BoardGone if a node has not posted its row in time, or is lost meanwhile.
+        With ``places`` it waits for the nodes there alone. BoardGone if a node has not posted its row in time, or is
+        lost meanwhile.
         """
         self.tell(name, row)
-        names = self.of_peers(name)
+        names = self.of_peers(name, None if places is None else sorted(places))
         if not self.wait(names, seconds=timeout_seconds, stop=self._is_lost):
             why = ": a node was lost" if self._is_lost() else f" within {timeout_seconds:.0f} seconds"
             raise BoardGone(f"not every node has posted its {name}{why}")
         return [self.read(each) for each in names]
 
-    def part(self, *, timeout_seconds: float) -> None:
+    def part(self, *, timeout_seconds: float, places: Collection[int] | None = None) -> None:
         """Wait until all nodes call this, as the last thing they do in the round: this node may host the store.
 
-        Nothing is raised if a node does not come in time.
+        With ``places`` it waits for the nodes there alone. Nothing is raised if a node does not come in time.
         """
         with contextlib.suppress(BoardGone):
-            self.exchange("parted", True, timeout_seconds=timeout_seconds)
+            self.exchange("parted", True, timeout_seconds=timeout_seconds, places=places)
 
     # ---- where a store that is gone is no error ----
 

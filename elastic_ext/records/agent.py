@@ -1,7 +1,8 @@
 """Records of the agent, as they stand in the run directory's files; each of them has one writer, the agent.
 
     agent.json         AgentRecord        who the agent of this node is, and where its things lie
-    membership.json    MembershipPlan     which nodes the job runs on, and since when (members/plan.py)
+    membership.json    MembershipPlan     which nodes the job runs on, and since when (members/plan.py); some workers
+                                          come to another one while they train, and watch it
     hardware.json      NodeHardware       what the machine has, as the doctor knows it
     master.json        MasterRecord       the master that the agent speaks with, if there is one
     workers.json       WorkersRecord      what the agent sees of its workers, every few seconds

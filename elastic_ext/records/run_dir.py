@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 #       config.json              what training should be doing; one writer: a person, or the agent where there is one
 #       metrics-<seat>.json      what a worker is doing; one writer: that worker
 #       model-<seat>.json        what a worker trains; one writer: that worker
+#       member-<seat>.json       whether members can change while a worker trains; one writer: that worker (member.py)
 #       job.json                 what can be changed in the job, for whoever tunes it; one writer: rank 0
 #       census-<seat>.json       what a step asks of its machine; one writer: that worker
 #       trace-<seat>.json        what torch's profiler saw of a step; one writer: that worker

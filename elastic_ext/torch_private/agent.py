@@ -18,12 +18,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rend
 __all__ = [
     "bound_command",
     "bound_function",
+    "complete_once",
     "handling_signals_by",
     "judge_silence_here",
     "leave",
     "participants",
     "serve_workers_by",
     "stop_heartbeats",
+    "waiting",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -36,6 +38,34 @@ def participants(handler: RendezvousHandler) -> dict[str, int] | None:
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     found = getattr(state, "participants", None)
     return None if found is None else {str(node): place for node, place in found.items()}
+
+
+def waiting(handler: RendezvousHandler) -> frozenset[str]:
+    """The nodes that wait for the next rendezvous round, as last read; none where torch does not tell."""
+    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    return frozenset(map(str, getattr(state, "wait_list", ())))
+
+
+def complete_once(handler: RendezvousHandler, expected: Callable[[], frozenset[str]]) -> bool:
+    """Have a dynamic rendezvous complete a round as soon as all nodes that ``expected`` names have come to it; False
+    where torch has no such rendezvous.
+
+    It would wait for more of them until its last call is over. Where ``expected`` names none, it does.
+    """
+    holder = getattr(handler, "_state_holder", None)
+    look = getattr(holder, "_sanitize", None)
+    if holder is None or look is None:
+        return False
+
+    def look_and_complete() -> None:
+        look()
+        state, names = holder.state, expected()
+        if names and state.deadline is not None and names <= {str(node) for node in state.participants}:
+            now = datetime.fromtimestamp(time.time(), timezone.utc)
+            state.deadline = min(state.deadline, now - timedelta(seconds=1))
+
+    holder._sanitize = look_and_complete
+    return True
 
 
 def serve_workers_by(handler: RendezvousHandler, make_store: Callable[[], object]) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from elastic_ext.agent.rendezvous import NodeWords, settle
-from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.decision import NodeWords, settle
+from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
 
@@ -25,9 +25,18 @@ NEW = NodeWords(
     has_failed=False,
     is_finished=False,
     version=0,
-    nodes=(),
+    time=5.0,
 )
-OLD = replace(NEW, version=4, nodes=("one", "two"))
+PLAN = MembershipPlan(
+    version=4,
+    nodes=(
+        NodeShare(node_id="one", host="one", first_rank=0, num_workers=2),
+        NodeShare(node_id="two", host="two", first_rank=2, num_workers=1),
+    ),
+    reason="the job starts",
+    time=1.0,
+)
+OLD = replace(NEW, version=4, plan=PLAN)
 
 
 def two(**changes: object) -> NodeWords:
@@ -35,7 +44,7 @@ def two(**changes: object) -> NodeWords:
 
 
 def test_at_the_start_nodes_get_their_ranks_in_their_order() -> None:
-    settled = settle([NEW, replace(NEW, node_id="two", num_workers=3)], max_restarts=2, time=5.0)
+    settled = settle([NEW, replace(NEW, node_id="two", num_workers=3)], max_restarts=2)
     assert settled.plan.version == 1 and settled.plan.reason == "the job starts" and settled.plan.time == 5.0
     assert [(node.node_id, node.first_rank, node.num_workers) for node in settled.plan.nodes] == [
         ("one", 0, 2),
@@ -60,20 +69,20 @@ def test_at_the_start_nodes_get_their_ranks_in_their_order() -> None:
 def test_a_later_round_says_why_it_came_and_counts_failures_alone(
     words: list[NodeWords], reason: str, num_failures: int
 ) -> None:
-    settled = settle(words, max_restarts=3, time=0.0)
+    settled = settle(words, max_restarts=3)
     assert (settled.plan.version, settled.plan.reason, settled.num_failures) == (5, reason, num_failures)
     assert settled.is_old
 
 
 def test_where_all_that_worked_have_finished_nothing_is_left_for_who_joins() -> None:
     done = replace(OLD, is_finished=True)
-    assert settle([done, two(is_finished=True), replace(NEW, node_id="three")], max_restarts=0, time=0.0).is_finished
-    assert not settle([done, two()], max_restarts=0, time=0.0).is_finished
+    assert settle([done, two(is_finished=True), replace(NEW, node_id="three")], max_restarts=0).is_finished
+    assert not settle([done, two()], max_restarts=0).is_finished
 
 
 @given(st.permutations([OLD, two(num_failures=1), replace(NEW, node_id="three"), replace(NEW, node_id="four")]))
 def test_whatever_their_order_nodes_come_to_the_same(words: list[NodeWords]) -> None:
-    settled = settle(words, max_restarts=3, time=0.0)
+    settled = settle(words, max_restarts=3)
     assert settled.plan.world_size == 7 and settled.num_failures == 1 and settled.plan.version == 5
     assert {node.node_id for node in settled.plan.nodes} == {"one", "two", "three", "four"}
 

@@ -34,7 +34,8 @@ class Cluster:
 
     A node is lost that is silent for ``silence`` seconds: on a machine under load others are for a while. A round
     begins some seconds after the first node has come to it: one that comes later ends it again, and where that takes
-    less than the nodes of a loaded machine are apart, they might never all be in one.
+    less than the nodes of a loaded machine are apart, they might never all be in one. Members change by a restart, by
+    which the processes of a round begin together; how they change live is seen in test_agent_members.py.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Cluster:
             f"keep_alive_max_attempt={silence}{conf}",
             f"--max-restarts={max_restarts}",
             "--local-addr=127.0.0.1",
+            "--members=restart",
         ]
 
     def node(self, number: int, arguments: Sequence[str] = FOR_EVER, *, num_workers: int = 1) -> Node:

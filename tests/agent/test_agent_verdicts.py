@@ -16,7 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_ext.agent.arguments import AT_START
 from elastic_ext.agent.journal import FailedNode, Failure, first_of, hung, is_consequence, told
-from elastic_ext.agent.rendezvous import Counted, count, judge
+from elastic_ext.agent.rendezvous import judge
+from elastic_ext.members.decision import Counted, count
 
 FAILURE = Failure(
     rank=3,

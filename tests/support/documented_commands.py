@@ -35,6 +35,7 @@ ENDED_BY_US = (0, 130, 143, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of what a scene starts and then ends."""
 
 ELSEWHERE: Mapping[str, str] = {
+    r"elastic-ext members": "tests/agent/test_agent_members.py, with nodes of its own",
     r"pip install ": "what `make test-wheel` did before",
     r"make ": "each target is called by .ci/run or by a workflow, or needs a GPU",
     r"\.venv/bin/python -m pytest": "a developer's, in the environment that make makes",

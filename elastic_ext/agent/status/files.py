@@ -31,6 +31,7 @@ from elastic_ext.records.agent import (
 )
 from elastic_ext.records.files import open_regular, read_at_most, stamp_of
 from elastic_ext.records.json import MAX_BYTES, object_of, record_of
+from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.metrics import ModelProfile, RankMetrics
 
 __all__ = ["CONFIG_FILE", "EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
@@ -38,6 +39,7 @@ __all__ = ["CONFIG_FILE", "EventSeen", "RunFiles", "is_run_directory", "read_run
 CONFIG_FILE = "config.json"
 _METRICS = re.compile(r"metrics-\d{1,9}\.json")
 _MODEL = re.compile(r"model-\d{1,9}\.json")
+_MEMBER = re.compile(r"member-\d{1,9}\.json")
 _EVENTS = re.compile(r"events-(\d{1,9}|agent)\.jsonl")
 _MOST_METRICS_BYTES = 64 << 10
 _MOST_METRICS = 4096
@@ -86,6 +88,8 @@ class RunFiles:
     membership: MembershipPlan | None = None
     workers: WorkersRecord | None = None
     metrics: tuple[RankMetrics, ...] = ()
+    members: tuple[MemberRecord, ...] = ()
+    """What the workers say of themselves as members of the job."""
     living: frozenset[int] = frozenset()
     """The pids in the workers' record and in the metrics whose processes are alive on this machine."""
     model: ModelProfile | None = None
@@ -134,6 +138,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         membership=reader.record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json),
         workers=workers,
         metrics=found,
+        members=tuple(one for name in names if _MEMBER.fullmatch(name) and (one := reader.member(name))),
         living=_living(agent, workers, found, host),
         model=next((each for name in names if _MODEL.fullmatch(name) and (each := reader.model(name))), None),
         profiles=read_profiles(path, profiled_seats(path)[:_MOST_TAILS], num_windows=_MOST_WINDOWS),
@@ -169,6 +174,9 @@ class _Reader:
 
     def model(self, name: str) -> ModelProfile | None:
         return self.record(name, _MOST_METRICS_BYTES, ModelProfile.from_json)
+
+    def member(self, name: str) -> MemberRecord | None:
+        return self.record(name, _MOST_METRICS_BYTES, MemberRecord.from_json)
 
     def config(self, path: Path) -> tuple[ElasticConfig | None, str]:
         """The config in a config file, and why it is refused if it is; None and empty where there is no file."""

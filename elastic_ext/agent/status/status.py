@@ -305,6 +305,8 @@ def status_of(files: RunFiles) -> NodeStatus:
             (troubles if is_trouble else notes).append(words)
     elif config.refusal:
         troubles.append(_refused_in_words(config))
+    if is_running and membership is not None and len(membership.nodes) > 1:
+        notes += _members_in_words(files)
     if any(each.exit_code == _INTERRUPTED for each in ranks):
         notes.append("its ranks were ended by SIGINT (Ctrl-C)")
     if goes_on_from is not None:
@@ -332,6 +334,12 @@ def status_of(files: RunFiles) -> NodeStatus:
         notes=tuple(notes),
         events=files.events,
     )
+
+
+def _members_in_words(files: RunFiles) -> list[str]:
+    """Why all workers are started anew as nodes join and leave, where one of them says so."""
+    whys = [each.why_restart for each in files.members if each.why_restart]
+    return [f"as nodes join or leave, all workers are started anew: {whys[0]}"] if whys else []
 
 
 def _without_former_agent(files: RunFiles) -> RunFiles:

@@ -16,7 +16,7 @@ from string import Template
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 from torch.distributed.elastic.multiprocessing import (
     LogsDest,
     LogsSpecs,
@@ -29,6 +29,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from elastic_ext.agent.arguments import WorkerPlace, devices_of, environment_of, with_start
 from elastic_ext.errors import ElasticError, in_words
+from elastic_ext.members.decision import MembersChoice
 from elastic_ext.ranks.processes import ProcessIdentity, end_groups, process_of
 from elastic_ext.records.agent import WorkerState
 from elastic_ext.torch_private.agent import bound_command, bound_function, handling_signals_by
@@ -36,7 +37,16 @@ from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .monitor import Watched
 
-__all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments", "free_seats", "workers_of"]
+__all__ = [
+    "Launch",
+    "StopSignals",
+    "WorkerNotStarted",
+    "Workers",
+    "environments",
+    "free_seats",
+    "place_workers",
+    "workers_of",
+]
 
 
 # --- the workers of one node, each behind a process context of its own, as torch's agent sees one for all ------------
@@ -46,6 +56,7 @@ __all__ = ["Launch", "StopSignals", "WorkerNotStarted", "Workers", "environments
 _LEFT_SECONDS = 3.0  # for what a worker has started and left behind
 _MOST_THREADS = 32
 _SEAT = "ELASTIC_EXT_SEAT"
+_JOINS = "ELASTIC_EXT_JOINS"
 
 
 class WorkerNotStarted(ElasticError):
@@ -212,15 +223,43 @@ class Launch:
     silence_seconds: float
     """How long it takes until the other nodes know that a node is gone."""
     min_nodes: int
+    max_nodes: int = 1
+    members: MembersChoice = "auto"
+    """How members may change while workers go on."""
 
 
-def environments(launch: Launch, group: WorkerGroup, *, restart_count: int) -> dict[int, dict[str, str]]:
-    """The environment variables for each worker of a round, by local rank."""
-    seats = free_seats([worker.global_rank for worker in group.workers], taken=())  # the round before has ended
+def environments(
+    launch: Launch, group: WorkerGroup, *, restart_count: int, joins: int = 0, seats: Sequence[int] = ()
+) -> dict[int, dict[str, str]]:
+    """The environment variables for each worker of a round, by local rank.
+
+    Workers that join those of other nodes by the membership plan of version ``joins`` have ``seats`` by that.
+    """
+    if not joins:
+        seats = free_seats([worker.global_rank for worker in group.workers], taken=())  # the round before has ended
+    others = {_JOINS: str(joins)} if joins else {}
     return {
-        worker.local_rank: {**_environment(launch, group, worker, restart_count), _SEAT: str(seat)}
+        worker.local_rank: {**_environment(launch, group, worker, restart_count), _SEAT: str(seat), **others}
         for worker, seat in zip(group.workers, seats, strict=True)
     }
+
+
+def place_workers(
+    group: WorkerGroup, ranks: Sequence[int], *, world_size: int, place: int, num_nodes: int, pids: Mapping[int, int]
+) -> None:
+    """Give the workers of a node their ranks in another way than torch's rendezvous has, and those that run their pids.
+
+    ``ranks`` are by local rank, and ``place`` is that of the node among ``num_nodes``.
+    """
+    group.workers = []
+    for local_rank, rank in enumerate(ranks):
+        worker: Any = Worker(
+            local_rank=local_rank, global_rank=rank, role_rank=rank, world_size=world_size, role_world_size=world_size
+        )
+        worker.id = pids.get(local_rank)
+        group.workers.append(worker)
+    placed: Any = group  # torch's types have None there for good
+    placed.group_rank, placed.group_world_size = place, num_nodes
 
 
 def free_seats(ranks: Sequence[int], *, taken: Collection[int]) -> list[int]:

@@ -1,0 +1,327 @@
+"""What nodes that have met decide: who trains, and whether workers go on while that changes or are started anew. Pure.
+
+Every node says the same things of itself, hears all, and comes to the same. Words: who *stays* was in the membership
+plan in force and is in the next one, who *joins* only in the next, and who *leaves* only in that before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from elastic_ext.records.json import record_of
+from elastic_ext.records.member import MemberRecord
+
+from .plan import MembershipPlan, NodeShare
+
+__all__ = [
+    "CHOICES",
+    "ChangeRow",
+    "ChangeStage",
+    "Counted",
+    "LeavingNode",
+    "MeetingDecision",
+    "MembersChoice",
+    "NodeWords",
+    "RoundStart",
+    "RowState",
+    "count",
+    "decide_members",
+    "in_force",
+    "settle",
+    "stage_of",
+    "why_restart_of",
+]
+
+MembersChoice = Literal["auto", "live", "restart"]
+"""How members may change: ``auto``: live where the job can, else by a restart; ``live``: a node that would need a
+restart does not join; ``restart``: always by a restart."""
+CHOICES: tuple[MembersChoice, ...] = ("auto", "live", "restart")
+
+
+# --- what a node says as it meets the others -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeavingNode:
+    """A node that leaves, and whose workers train until a plan without it is come to."""
+
+    node_id: str
+    why_restart: str = ""
+    """Why its workers cannot leave live, a sentence; empty where they can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """One node's part of the count of failures, as a round begins."""
+
+    num_failures: int
+    """How many failures this node has counted, not yet that of the round before."""
+    has_failed: bool
+    """Whether the round before ended with a failure of this node's workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeWords:
+    """What one node tells the others about itself as a round begins."""
+
+    node_id: str
+    host: str
+    num_workers: int
+    num_failures: int
+    """How many failures this node has counted so far."""
+    has_failed: bool
+    """Whether the round before ended with a failure of this node's workers."""
+    is_finished: bool
+    """Whether all of this node's workers have ended well."""
+    version: int = 0
+    """The version of the newest membership plan that this node knows of; 0 before its first."""
+    plan: MembershipPlan | None = None
+    """The membership plan by which this node's workers train; None where they are in none."""
+    written: int = 0
+    """The version of the newest plan that this node's workers have been told; at least that of ``plan``."""
+    keeps_workers: bool = False
+    """Whether this node's workers run, are well, and could go on."""
+    why_restart: str = ""
+    """Why members can change by a restart alone, as far as this node knows, a sentence; empty where they can live."""
+    unsettled: str = ""
+    """Why nobody knows by which plan this node's workers train, a sentence; empty where that is known."""
+    choice: MembersChoice = "auto"
+    time: float = 0.0
+    """When this is said, seconds since 1970; the plan has the time of the first node."""
+    leaving: tuple[LeavingNode, ...] = ()
+    """The nodes that leave, as this node has heard of them."""
+
+    def to_row(self) -> dict[str, Any]:
+        """These values for JSON, by field."""
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> NodeWords:
+        """The NodeWords that ``to_row`` made ``row`` of, once JSON has carried it."""
+        return record_of(cls, row)
+
+
+def why_restart_of(
+    choice: MembersChoice, records: Mapping[int, MemberRecord | None], ranks: Mapping[int, int], *, host: str
+) -> str:
+    """Why members can change by a restart alone, as far as one node knows, a sentence; empty where they can live.
+
+    ``records`` are of the node's workers by seat, None where a worker has written none, and ``ranks`` their ranks.
+    """
+    if choice == "restart":
+        return f"--members=restart asks for that on {host}"
+    silent = [ranks[seat] for seat, record in records.items() if record is None]
+    if silent:
+        return f"the workers do not say that they can change live (rank {min(silent)} on {host})"
+    first = min((seat for seat, record in records.items() if record is not None and record.why_restart), default=None)
+    record = None if first is None else records[first]
+    return "" if first is None or record is None else f"{record.why_restart} (rank {ranks[first]} on {host})"
+
+
+# --- what they decide ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetingDecision:
+    """How workers come to the next membership plan, and why not live."""
+
+    kind: Literal["start", "live", "same"]
+    """``start``: all workers are started, those that run are ended first. ``live``: the workers of who stays go on.
+    ``same``: they go on, and nobody joins or leaves."""
+    why: str = ""
+    """Of ``start``, why members do not change live, or of ``same``, why who wants to join does not: a sentence. Empty
+    where there is nothing to say, as after a failure."""
+    joined: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    holder: str = ""
+    """The node that has the store in which the workers of the next plan find each other."""
+    takes_back: bool = False
+    """Whether workers have been told a plan that does not come: they are told one with the members of now."""
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the next plan has a store of its own."""
+        return self.kind == "live" or self.takes_back
+
+
+def in_force(words: Sequence[NodeWords]) -> MembershipPlan | None:
+    """The newest plan by which workers of these nodes train; None where none of them do."""
+    plans = [each.plan for each in words if each.plan is not None]
+    return max(plans, key=lambda plan: plan.version, default=None)
+
+
+def decide_members(words: Sequence[NodeWords]) -> MeetingDecision:
+    """How the workers of nodes that have met come to the next plan, from the words of all in the order of places."""
+    plan = in_force(words)
+    if plan is None:
+        return MeetingDecision(kind="start")
+    known, now = [node.node_id for node in plan.nodes], [each.node_id for each in words]
+    stay = [each for each in words if each.node_id in known]
+    leaving = {one.node_id: one for each in stay for one in each.leaving}
+    joined = tuple(node for node in now if node not in known)
+    left = tuple(node for node in known if node not in now)
+    start = MeetingDecision(kind="start", joined=joined, left=left)
+    if {*left} - leaving.keys() or not all(each.keeps_workers and not each.has_failed for each in stay):
+        return start  # some have failed or are lost, and nobody could go on
+    if unsettled := _first([each.unsettled for each in stay]):
+        return replace(start, why=unsettled)
+    whys = [each.why_restart for each in words] + [leaving[node].why_restart for node in left]
+    others = [each for each in stay if each.plan is None or each.plan.version != plan.version]
+    whys += [f"{each.node_id} has another membership plan in force" for each in others]
+    goes_on = MeetingDecision(
+        kind="same",
+        joined=joined,
+        holder=next((node for node in known if node in now), ""),
+        takes_back=any(each.written > plan.version for each in stay),
+    )
+    if why := _first(whys):
+        is_kept_out = joined and not left and any(each.choice == "live" for each in stay)
+        return replace(goes_on, why=why) if is_kept_out else replace(start, why=why)
+    return replace(goes_on, kind="live", left=left, takes_back=False) if joined or left else goes_on
+
+
+def _first(sentences: Sequence[str]) -> str:
+    return next((each for each in sentences if each), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundStart:
+    """What a new round starts with, agreed on by its nodes and the same on all: membership plan, count of failures."""
+
+    plan: MembershipPlan
+    decision: MeetingDecision
+    num_failures: int
+    is_finished: bool
+    """Whether the job is done: the workers of all nodes that were in it had ended well as the nodes met."""
+    is_old: bool
+    """Whether any of the nodes was in an earlier round; a node that was not then joins a job under way."""
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether the plan is the one in force before."""
+        return self.decision.kind == "same" and not self.decision.takes_back
+
+
+def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") -> RoundStart:
+    """The plan and the count of failures for a new round, from the words of all its nodes in the order of their places.
+
+    Pure, so that every node comes to the same; ``store`` goes into the plan where the decision has one.
+    """
+    decision, plan = decide_members(words), in_force(words)
+    version = max(each.version for each in words) + 1
+    has_failed = any(each.has_failed for each in words)
+    counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
+    if decision.kind == "start":
+        now = [each.node_id for each in words]
+        lost = [] if plan is None else [node.node_id for node in plan.nodes if node.node_id not in now]
+        reason = "the job starts" if version == 1 else _why(decision.joined, lost, has_failed)
+        next_plan = MembershipPlan(version=version, nodes=_shares(words), reason=reason, time=words[0].time)
+    else:
+        lost = []
+        assert plan is not None, "somebody trains who goes on"
+        next_plan = plan
+        if decision.has_store:
+            next_plan = _live(plan, words, decision, version=version, store=store)
+    return RoundStart(
+        plan=next_plan,
+        decision=decision,
+        num_failures=min(count(counted, num_lost=len(lost)), max_restarts),
+        is_finished=plan is not None and all(each.is_finished for each in words if each.plan is not None),
+        is_old=version > 1,
+    )
+
+
+def _live(
+    plan: MembershipPlan,
+    words: Sequence[NodeWords],
+    decision: MeetingDecision,
+    *,
+    version: int,
+    store: str,
+) -> MembershipPlan:
+    """The plan to be come to live; with the members of now where it takes another one back.
+
+    Its generation is as far ahead as its version: those of plans that did not come are used by nobody else.
+    """
+    joined = decision.joined if decision.kind == "live" else ()
+    shares = [
+        NodeShare(node_id=each.node_id, host=each.host, first_rank=0, num_workers=each.num_workers)
+        for each in words
+        if each.node_id in joined
+    ]
+    reasons = [f"{node} joins" for node in joined] + [f"{node} leaves" for node in decision.left]
+    found = plan.changed(
+        joined=shares,
+        left=decision.left,
+        reason=", ".join(reasons) or f"the membership stays as it was: {decision.why or 'nobody joins or leaves'}",
+        time=words[0].time,
+        store=store,
+    )
+    return replace(found, version=version, generation=plan.generation + version - plan.version)
+
+
+def count(rows: Sequence[Counted], *, num_lost: int) -> int:
+    """The number of failures up to now, the same on all nodes; a round that ended as nodes were lost does not count."""
+    has_failed = any(row.has_failed for row in rows) and num_lost == 0
+    return max(row.num_failures for row in rows) + has_failed
+
+
+def _shares(words: Sequence[NodeWords]) -> tuple[NodeShare, ...]:
+    shares, first = [], 0
+    for each in words:
+        shares.append(NodeShare(node_id=each.node_id, host=each.host, first_rank=first, num_workers=each.num_workers))
+        first += each.num_workers
+    return tuple(shares)
+
+
+def _why(joined: Collection[str], lost: Collection[str], has_failed: bool) -> str:
+    reasons = [f"{name} joined" for name in joined] + [f"{name} left or was lost" for name in lost]
+    return ", ".join(reasons) or ("workers failed" if has_failed else "nodes met again")
+
+
+# --- how far a change is that workers go on in, by what the nodes say while it goes on -------------------------------
+
+RowState = Literal["waiting", "warming", "ready", "failed", "told", "applied", "refused", "sent-away"]
+"""What a node's workers have come to. Of one that stays: ``waiting`` for those that join, ``told`` the plan, then
+``applied`` or ``refused``, which is ``sent-away`` where the others are to go on without those that join. Of one that
+joins: ``warming`` up, ``ready``, then ``applied``; or ``failed`` before that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeRow:
+    """How far one node is with the plan of a version."""
+
+    node_id: str
+    version: int
+    state: RowState
+    why: str = ""
+    """Of ``failed``, ``refused`` and ``sent-away``: the reason, a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeStage:
+    """How far a change is on all nodes together."""
+
+    kind: Literal["warming", "ready", "failed", "refused", "sent-away", "applied"]
+    """``ready``: all that join are, and workers are told the plan. ``failed``: who joins did before that."""
+    why: str = ""
+
+
+def stage_of(plan: MembershipPlan, joined: Collection[str], rows: Sequence[ChangeRow]) -> ChangeStage:
+    """How far the change to ``plan`` is, by the newest rows of all nodes that have said something."""
+    states = {each.node_id: each for each in rows if each.version == plan.version}
+    for kind in ("sent-away", "refused", "failed"):
+        found = [each for each in states.values() if each.state == kind]
+        if found:
+            who = f"{', '.join(sorted(each.node_id for each in found))}: " if kind == "failed" else ""
+            return ChangeStage(kind=kind, why=f"{who}{found[0].why}")
+    reached = [states[node.node_id].state if node.node_id in states else "waiting" for node in plan.nodes]
+    if all(each == "applied" for each in reached):
+        return ChangeStage(kind="applied")
+    are_ready = all(node in states and states[node].state in ("ready", "applied") for node in joined)
+    if are_ready:
+        return ChangeStage(kind="ready")
+    num_ready = sum(node in states and states[node].state in ("ready", "applied") for node in joined)
+    return ChangeStage(kind="warming", why=f"of the nodes that join {num_ready} of {len(joined)} are ready")

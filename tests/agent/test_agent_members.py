@@ -1,0 +1,440 @@
+"""Members that come and go while the workers of the others go on, by real agents.
+
+In all but the last part the workers are a stand-in, tests/support/member_job.py, which speaks of members with its agent
+by itself and is no trainer: what a trainer does with a plan is shown elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from elastic_ext.agent.arguments import without_outer
+from elastic_ext.agent.members import Drain, drained_node
+from elastic_ext.cli import main
+from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.ranks.processes import is_alive
+from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, WorkersRecord
+from tests.support.elastic_job import GLOBAL_BATCH, NUM_SAMPLES
+from tests.support.nodes import FORKING_RUN, Node, nodes, until
+from tests.support.ports import free_port
+
+JOB = ("-m", "tests.support.member_job")
+
+
+class Job:
+    """A job whose nodes meet in a store that none of them has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: list[Node] = []
+        self._port = free_port()
+        self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+
+    def node(self, number: int, *options: str, num_workers: int = 1, script: Sequence[str] = JOB) -> Node:
+        launch = [
+            "--nnodes=1:4",
+            f"--nproc-per-node={num_workers}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self._port}",
+            "--rdzv-id=job",
+            "--rdzv-conf=is_host=0,last_call_timeout=2,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=30",
+            "--local-addr=127.0.0.1",
+            "--shutdown-timeout=20",
+            "--members=auto",
+            *options,
+        ]
+        arguments = [*launch, *script[:2], str(self.folder), *script[2:]]
+        self.nodes.append(Node(self.folder / f"node-{number}", arguments, launcher=FORKING_RUN))
+        return self.nodes[-1]
+
+    @contextmanager
+    def started(self, *options: str, num_workers: int = 1) -> Iterator[Node]:
+        """The first node, whose workers train."""
+        with nodes(self.node(0, *options, num_workers=num_workers)) as (first,):
+            self.wait_for(num_workers, of=first)
+            until(lambda: len([*first.run_dir.glob("member-*.json")]) == num_workers)
+            yield first
+
+    def say(self, name: str, words: str = "planted") -> None:
+        (self.folder / name).write_text(words)
+
+    def seen(self) -> dict[int, list[tuple[int, int, int, int]]]:
+        """By pid: version, rank, number of ranks and seat in each world that a worker has been in."""
+        return {pid: [row[:4] for row in rows] for pid, rows in self._rows().items()}
+
+    def _rows(self) -> dict[int, list[Any]]:
+        found = {}
+        for file in self.folder.glob("seen-*.txt"):
+            rows = [tuple(int(each) for each in line.split()) for line in file.read_text().splitlines()]
+            found[int(file.stem.removeprefix("seen-"))] = rows
+        return found
+
+    def wait_for(
+        self, world_size: int, *, version: int | None = None, of: Node | None = None
+    ) -> dict[int, tuple[int, int, int, int]]:
+        """Until as many workers live and are in one world, whose plan has that version; the last row of each by pid."""
+
+        def together() -> dict[int, tuple[int, int, int, int]] | None:
+            assert of is None or of.process.poll() is None, of.text
+            last = {pid: rows[-1] for pid, rows in self.seen().items() if rows and _is_there(pid)}
+            is_one = len({row[0] for row in last.values()}) == 1 and len(last) == world_size
+            is_one = is_one and all(row[2] == world_size for row in last.values())
+            return last if is_one and (version is None or next(iter(last.values()))[0] == version) else None
+
+        return until(together, what=f"{world_size} workers in one world: {self.seen()}")
+
+    def check_steps(self) -> None:
+        """No step is taken again."""
+        for rows in self._rows().values():
+            assert [row[4] for row in rows] == sorted(row[4] for row in rows)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    for node in made.nodes:  # which is seen where a test fails
+        print(f"---- {node.run_dir.name}\n{node.text}")
+
+
+def plan_of(node: Node) -> MembershipPlan:
+    return MembershipPlan.from_json((node.run_dir / MEMBERSHIP_FILE).read_text())
+
+
+def told(node: Node, kind: str) -> list[dict[str, Any]]:
+    return [event for event in node.events() if event["kind"] == kind]
+
+
+def wait_for_kind(node: Node, kind: str, *, times: int = 1) -> dict[str, Any]:
+    def found() -> dict[str, Any] | None:
+        events = told(node, kind)
+        return events[times - 1] if len(events) >= times else None
+
+    return until(found, what=f"{kind} in {node.run_dir.name}:\n{node.text}")
+
+
+def ranks_seen(node: Node) -> list[tuple[int, int, int]]:
+    """Rank, seat and membership version of a node's workers, as its agent has written them last."""
+    record = WorkersRecord.from_json((node.run_dir / WORKERS_FILE).read_text())
+    return [(each.rank, each.seat or 0, record.membership_version) for each in record.workers]
+
+
+def end(job: Job, *made: Node) -> None:
+    job.say("end")
+    assert [node.end() for node in made] == [0] * len(made), "\n".join(node.text for node in made)
+
+
+def test_a_node_joins_and_leaves_again_and_the_workers_of_the_other_go_on(job: Job) -> None:
+    with job.started(num_workers=2) as first:
+        before = job.wait_for(2, version=1)
+        with nodes(job.node(1)) as (second,):
+            together = job.wait_for(3, version=2)
+            assert {pid: together[pid] for pid in before} == {
+                pid: (2, rank, 3, rank) for pid, (_, rank, _, _) in before.items()
+            }
+            (joined,) = together.keys() - before.keys()
+            assert together[joined] == (2, 2, 3, 2)
+            planned = wait_for_kind(first, "members-planned")
+            assert planned["details"]["mode"] == "live" and "its workers warm up" in planned["text"]
+            for node in (first, second):
+                assert "membership 2 is in force on all nodes" in wait_for_kind(node, "membership-in-force")["text"]
+            plan = plan_of(first)
+            assert plan == plan_of(second) and (plan.mode, plan.generation) == ("live", 1)
+            until(lambda: ranks_seen(first) == [(0, 0, 2), (1, 1, 2)] or None, what="the ranks of the first node")
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            assert "the workers of this node have left those of others" in second.text
+            assert job.wait_for(2, version=3).keys() == before.keys()
+            wait_for_kind(first, "membership-in-force", times=2)
+            assert [event["plan"] for event in (each["details"] for each in told(first, "membership"))] == [1, 2, 3]
+            assert job.seen()[joined][-1][0] == 2, "who leaves is in no world of the new plan"
+        end(job, first)
+        assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
+    job.check_steps()
+
+
+def test_the_node_of_rank_0_leaves_and_the_others_go_on_and_take_in_another(job: Job) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        (stays,) = [pid for pid, row in before.items() if row[1] == 1]
+        wait_for_kind(second, "membership-in-force")
+        first.send(signal.SIGTERM)
+        assert first.end() == 143
+        assert job.wait_for(1, version=3) == {stays: (3, 0, 1, 1)}
+        until(lambda: ranks_seen(second) == [(0, 1, 3)] or None, what="the rank of the second node")
+        wait_for_kind(second, "membership-in-force", times=2)
+        with nodes(job.node(2)) as (third,):
+            after = job.wait_for(2, version=4)
+            assert after[stays] == (4, 0, 2, 1) and sorted(row[3] for row in after.values()) == [1, 2]
+            end(job, second, third)
+        assert second.kinds().count("workers-started") == 1
+    job.check_steps()
+
+
+def test_who_joins_and_dies_before_it_is_ready_is_dropped_and_nobody_notices(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        job.say("die", "another model")
+        with nodes(job.node(1)) as (second,):
+            assert second.end() == 1
+            assert re.search("this node has not joined the others: .*another model", second.text), second.text
+        refused = wait_for_kind(first, "members-refused")
+        assert "another model" in refused["text"] and second.record().node_id in refused["text"]
+        (job.folder / "die").unlink()
+        with nodes(job.node(2)) as (third,):
+            after = job.wait_for(2, version=3)
+            assert before.keys() < after.keys() and {row[3] for row in after.values()} == {0, 1}
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 1
+        assert [each["details"]["plan"] for each in told(first, "membership")] == [1, 3], "of 2 no worker has heard"
+
+
+def test_who_joins_and_is_lost_before_it_is_ready_is_done_without(job: Job) -> None:
+    job.say("hold")
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1)) as (second,):
+            wait_for_kind(second, "workers-started")
+            (worker,) = second.workers().values()
+            second.send(signal.SIGINT)  # it leaves at once
+            assert second.end() == 130
+            assert not is_alive(worker)
+        (job.folder / "hold").unlink()
+        with nodes(job.node(2)) as (third,):
+            assert before.keys() < job.wait_for(2).keys()
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 1
+
+
+def test_where_the_ranks_refuse_a_plan_all_workers_are_started_anew_and_it_is_said_why(job: Job) -> None:
+    job.say("refuse", "rank 0 has a loader that cannot replay")
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1)) as (second,):
+            after = job.wait_for(2)
+            assert not before.keys() & after.keys() and sorted(row[1] for row in after.values()) == [0, 1]
+            planned = wait_for_kind(first, "members-planned", times=2)
+            assert planned["details"]["mode"] == "restart"
+            assert "the ranks have refused membership 2: rank 0 has a loader that cannot replay" in planned["text"]
+            assert plan_of(first).mode == "restart" and plan_of(first).version == 3
+            end(job, first, second)
+        assert first.kinds().count("workers-started") == 2 and "worker-failed" not in first.kinds()
+
+
+def test_where_members_change_live_alone_who_joins_is_sent_away_that_the_ranks_refuse(job: Job) -> None:
+    job.say("refuse", "rank 0 has a loader that cannot replay")
+    with job.started("--members=live") as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1)) as (second,):
+            assert second.end() == 1
+            assert "has not joined the others: rank 0 has a loader that cannot replay" in second.text, second.text
+        until(lambda: plan_of(first).version == 3 or None, what="the plan that takes the refused one back")
+        assert plan_of(first).world_size == 1 and plan_of(first).mode == "live"
+        (job.folder / "refuse").unlink()
+        with nodes(job.node(2)) as (third,):
+            after = job.wait_for(2, version=4)
+            assert before.keys() < after.keys()
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 1
+
+
+def test_where_no_boundary_comes_in_time_all_workers_are_started_anew(job: Job) -> None:
+    job.say("deaf")
+    with job.started("--shutdown-timeout=2") as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1, "--shutdown-timeout=2")) as (second,):
+            after = job.wait_for(2)
+            assert not before.keys() & after.keys()
+            assert "no boundary between two steps has come within 2 seconds of membership 2" in first.text
+            end(job, first, second)
+        assert first.kinds().count("workers-started") == 2 and "worker-failed" not in first.kinds()
+
+
+def test_a_worker_that_fails_while_members_change_is_a_failure_as_ever(job: Job) -> None:
+    job.say("hold")
+    with job.started("--max-restarts=1") as first, nodes(job.node(1, "--max-restarts=1")) as (second,):
+        wait_for_kind(second, "workers-started")
+        (warming,) = second.workers().values()
+        (worker,) = first.workers().values()
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_for_kind(second, "workers-started", times=2)
+        job.wait_for(2)
+        assert not is_alive(warming)
+        assert plan_of(first).mode == "restart" and plan_of(first).world_size == 2
+        assert told(first, "membership")[-1]["generation"] == 1, "it is counted"
+        (worker,) = first.workers().values()
+        os.kill(worker.pid, signal.SIGKILL)
+        assert (first.end(), second.end()) == (1, 1)
+
+
+def test_a_node_waits_to_join_as_long_as_it_would_need_a_restart_where_members_change_live_alone(job: Job) -> None:
+    job.say("why", "the dataset is an IterableDataset")
+    with job.started("--members=live") as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1)) as (second,):
+            waiting = wait_for_kind(first, "members-waiting")
+            assert "the dataset is an IterableDataset (rank 0 on" in waiting["text"]
+            since = time.monotonic()
+            until(lambda: time.monotonic() > since + 3 or None)
+            assert "membership" not in second.kinds() and job.wait_for(1, version=1) == before
+            second.send(signal.SIGTERM)
+            second.end()
+        end(job, first)
+    assert first.kinds().count("workers-started") == 1 and "membership-changing" not in first.kinds()
+
+
+@pytest.mark.parametrize("by", ["the workers", "--members"])
+def test_where_members_change_by_a_restart_it_is_said_why(job: Job, by: str) -> None:
+    if by == "the workers":
+        job.say("why", "the dataset is an IterableDataset")
+    options = () if by == "the workers" else ("--members=restart",)
+    with job.started(*options) as first, nodes(job.node(1)) as (second,):
+        after = job.wait_for(2, version=2)
+        (planned,) = told(first, "members-planned")
+        why = "the dataset is an IterableDataset (rank 0 on" if by == "the workers" else "--members=restart asks"
+        assert why in planned["text"] and planned["details"]["mode"] == "restart"
+        assert sorted(row[3] for row in after.values()) == [0, 1] and plan_of(second).mode == "restart"
+        end(job, first, second)
+
+
+def test_a_job_that_ends_while_a_node_warms_up_ends_there_too(job: Job) -> None:
+    job.say("hold")
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        wait_for_kind(second, "workers-started")
+        end(job, first, second)
+        assert "have ended well before this node was in" in second.text
+
+
+# ---- requests over the control socket ----
+
+
+def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        for node in (first, second):
+            wait_for_kind(node, "membership-in-force")
+        assert main(["members", "--run-dir", str(first.run_dir), "--json"]) == 0
+        told_of = json.loads(capsys.readouterr().out)
+        assert told_of["is_live"] is True and told_of["plan"]["version"] == 2 and told_of["planned"] is None
+        assert main(["members", "drain", "nobody", "--run-dir", str(first.run_dir)]) == 2
+        assert "refused: node nobody is not in the job; its nodes are " in capsys.readouterr().err
+        name = second.record().node_id
+        assert main(["members", "drain", name, "--run-dir", str(first.run_dir)]) == 0
+        assert f"{name} is told to leave now" in capsys.readouterr().out
+        assert second.end() == 0, second.text
+        (stays,) = job.wait_for(1, version=3)
+        assert stays in before
+        wait_for_kind(first, "membership-in-force", times=2)
+        assert main(["members", "drain", first.record().node_id, "--run-dir", str(first.run_dir)]) == 2
+        assert "is the only one of the job" in capsys.readouterr().err
+        assert main(["members", "--run-dir", str(first.run_dir)]) == 0
+        words = capsys.readouterr().out
+        assert words.startswith(f"membership 3: 1 node, 1 rank: {name} leaves\n")
+        assert "members change while workers go on" in words and "membership 3 is in force" in words
+        end(job, first)
+
+
+def test_a_node_leaves_as_another_joins_by_one_plan(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        wait_for_kind(second, "membership-in-force")
+        command = ["members", "drain", second.record().node_id, "--after-join", "--run-dir", str(first.run_dir)]
+        assert main(command) == 0
+        assert "is told to leave as another node joins" in capsys.readouterr().out
+        wait_for_kind(second, "leaving")
+        assert second.process.poll() is None and job.wait_for(2, version=2) == before
+        with nodes(job.node(2)) as (third,):
+            assert second.end() == 0, second.text
+            after = job.wait_for(2, version=3)
+            (stays,) = before.keys() & after.keys()
+            assert after[stays] == (3, 0, 2, 0) and sorted(row[3] for row in after.values()) == [0, 2]
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 1
+    job.check_steps()
+
+
+@pytest.mark.parametrize(
+    ("drain", "min_nodes", "why"),
+    [
+        (Drain(node="z"), 1, "node z is not in the job; its nodes are a, b, c"),
+        (Drain(node="one"), 1, "one has several nodes of the job; name one of a, b"),
+        (Drain(node="c"), 3, r"the job has 3 nodes and needs 3 \(--nnodes\); with --after-join"),
+    ],
+)
+def test_a_node_that_cannot_leave_is_refused_in_words(drain: Drain, min_nodes: int, why: str) -> None:
+    hosts = {"a": "one", "b": "one", "c": "two"}
+    shares = [
+        NodeShare(node_id=name, host=host, first_rank=rank, num_workers=1)
+        for rank, (name, host) in enumerate(hosts.items())
+    ]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+    with pytest.raises(ValueError, match=why):
+        drained_node(plan, drain, min_nodes=min_nodes)
+    assert drained_node(plan, Drain(node="two", after_join=True), min_nodes=3) == "c"
+    with pytest.raises(ValueError, match="node a is the only one of the job"):
+        drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a", after_join=True), min_nodes=1)
+
+
+# ---- a training ----
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    """The samples of each step that all processes together have taken."""
+    found: dict[int, list[int]] = {}
+    for file in folder.glob("samples-*.txt"):
+        for line in file.read_text().splitlines():
+            if line[0].isdigit():
+                step, *samples = (int(each) for each in line.split())
+                found.setdefault(step, []).extend(samples)
+    return dict(sorted(found.items()))
+
+
+def test_a_training_under_ddp_goes_on_in_its_processes_as_a_node_joins_and_leaves(job: Job) -> None:
+    script = ("-m", "tests.support.elastic_job", "--steps=1000000", "--every=1000000", "--pace=0.05")
+    with nodes(job.node(0, num_workers=2, script=script)) as (first,):
+        assert "while workers go on" in wait_for_kind(first, "members")["text"]
+        until(lambda: len(samples_by_step(job.folder)) > 3 or None, what="steps of the first node")
+        workers = first.workers()
+        with nodes(job.node(1, script=script)) as (second,):
+            wait_for_kind(first, "membership-in-force")
+            at_join = max(samples_by_step(job.folder))
+            until(lambda: len(samples_by_step(job.folder)) > at_join + 3 or None, what="steps of three ranks")
+            until(lambda: ranks_seen(second) == [(2, 2, 2)] or None, what="the rank of the second node")
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            wait_for_kind(first, "membership-in-force", times=2)
+        at_leave = max(samples_by_step(job.folder))
+        until(lambda: len(samples_by_step(job.folder)) > at_leave + 3 or None, what="steps of two ranks again")
+        assert first.workers() == workers and all(is_alive(each) for each in workers.values())
+        assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
+        first.send(signal.SIGTERM)
+        assert first.end() == 143
+    steps = samples_by_step(job.folder)
+    whole = [step for step in steps if step < max(steps)]
+    assert whole == list(range(1, len(whole) + 1)) and all(len({*steps[step]}) == GLOBAL_BATCH for step in whole)
+    taken = [sample for step in whole for sample in steps[step]]
+    for start in range(0, len(taken) - NUM_SAMPLES + 1, NUM_SAMPLES):
+        assert sorted(taken[start : start + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+
+
+def test_what_a_worker_is_told_does_not_reach_an_agent_that_it_starts() -> None:
+    assert without_outer({"ELASTIC_EXT_JOINS": "3", "HOME": "/"}) == {"HOME": "/"}

@@ -1,0 +1,94 @@
+"""What `elastic-ext members` tells, by the files of run directories alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ext.cli import main
+from elastic_ext.cli.members import members_in_words, view_of
+from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.records.agent import EVENTS_FILE, MEMBERSHIP_FILE
+from elastic_ext.records.member import MemberRecord, member_file
+from elastic_ext.records.metrics import JobEvent
+
+PLAN = MembershipPlan(
+    version=3,
+    nodes=(
+        NodeShare(node_id="a-1", host="a", first_rank=0, num_workers=2, seats=(0, 1)),
+        NodeShare(node_id="b-1", host="b", first_rank=2, num_workers=1, seats=(4,)),
+    ),
+    reason="b-1 joins",
+    time=1.0,
+    mode="live",
+    generation=2,
+)
+
+
+def record(seat: int, **changes: Any) -> MemberRecord:
+    return replace(MemberRecord(seat=seat, pid=10 + seat, time=1.0, why_restart="", version=3), **changes)
+
+
+def event(kind: str, text: str, time: float, **details: object) -> JobEvent:
+    return JobEvent(time=time, generation=0, rank=-1, step=-1, kind=kind, text=text, details=details)
+
+
+PLANNED = event("members-planned", "membership 4 is planned", 5.0, mode="live", plan=4)
+
+
+def test_members_are_told_with_ranks_and_seats_and_how_they_can_change() -> None:
+    view = view_of(PLAN, [record(0), record(1)], [])
+    assert members_in_words(view) == [
+        "membership 3: 2 nodes, 3 ranks: b-1 joins",
+        "  a-1 on a: ranks 0 (seat 0), 1 (seat 1)",
+        "  b-1 on b: rank 2 (seat 4)",
+        "members change while workers go on",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "how"),
+    [
+        ([record(0), record(1, why_restart="FSDP1 cannot")], "by a restart of all workers: FSDP1 cannot"),
+        ([record(0), None], "by a restart of all workers: these do not say that they can go on"),
+        ([None], "by a restart of all workers: these do not say that they can go on"),
+    ],
+)
+def test_it_is_told_why_all_workers_would_be_started_anew(records: list[MemberRecord | None], how: str) -> None:
+    assert f"members change {how}" in members_in_words(view_of(PLAN, records, []))
+
+
+def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:
+    joining = record(5, version=0, ready=4)
+    view = view_of(PLAN, [record(0), joining], [PLANNED])
+    assert "under way: membership 4 is planned" in members_in_words(view)
+    assert "  seat 5 (pid 15) ready to join by membership 4" in members_in_words(view)
+    for kind in ("membership-in-force", "members-refused"):
+        view = view_of(PLAN, [record(0)], [PLANNED, event(kind, "it has ended", 6.0)])
+        assert view.planned is None and "it has ended" in members_in_words(view)[-1]
+    anew = replace(PLANNED, details={"mode": "restart"})
+    assert view_of(PLAN, [record(0)], [anew]).planned is None
+
+
+def test_what_files_say_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
+    member_file(tmp_path, 0).write_text(record(0).to_json())
+    member_file(tmp_path, 1).write_text("damaged")
+    (tmp_path / EVENTS_FILE).write_text(f"{PLANNED.to_json()}\n")
+    assert main(["members", "--run-dir", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["version"] == 3 and told["is_live"] is None and told["warming"] == []
+    assert told["planned"]["text"] == told["changes"][0]["text"] == "membership 4 is planned"
+
+
+def test_where_there_is_no_plan_or_no_agent_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / EVENTS_FILE).write_text("")
+    assert main(["members", "--run-dir", str(tmp_path)]) == 2
+    assert "there is no membership plan" in capsys.readouterr().err
+    (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
+    assert main(["members", "drain", "a-1", "--run-dir", str(tmp_path)]) == 2
+    assert "no agent of job" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""What nodes that have met decide of their members, and how far a change is in which workers go on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext.members.decision import (
+    CHOICES,
+    ChangeRow,
+    LeavingNode,
+    NodeWords,
+    decide_members,
+    settle,
+    stage_of,
+    why_restart_of,
+)
+from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.records.member import MemberRecord
+
+STORE = "127.0.0.1:29500"
+PLAN = MembershipPlan(
+    version=3,
+    nodes=(
+        NodeShare(node_id="a", host="ha", first_rank=0, num_workers=2),
+        NodeShare(node_id="b", host="hb", first_rank=2, num_workers=1),
+    ),
+    reason="the job starts",
+    time=1.0,
+)
+WHY = "the loader cannot replay (rank 0 on ha)"
+
+
+def stays(name: str, **changes: Any) -> NodeWords:
+    """The words of a node of the plan in force, whose workers can go on."""
+    words = NodeWords(
+        node_id=name,
+        host=f"h{name}",
+        num_workers=2 if name == "a" else 1,
+        num_failures=0,
+        has_failed=False,
+        is_finished=False,
+        version=3,
+        plan=PLAN,
+        written=3,
+        keeps_workers=True,
+        time=7.0,
+    )
+    return replace(words, **changes)
+
+
+def joins(name: str, **changes: Any) -> NodeWords:
+    return stays(name, **{"version": 0, "plan": None, "written": 0, "keeps_workers": False, **changes})
+
+
+def leaving(*names: str, why: str = "") -> tuple[LeavingNode, ...]:
+    return tuple(LeavingNode(node_id=name, why_restart=why) for name in names)
+
+
+def seats_of(words: list[NodeWords]) -> list[tuple[int, int, str]]:
+    plan = settle(words, max_restarts=0, store=STORE).plan
+    plan.check()
+    return [(member.rank, member.seat, member.node_id) for member in plan.members]
+
+
+# ---- live, the same, or all workers started anew ----
+
+
+def test_a_node_joins_live_where_all_workers_can_and_none_is_started_but_its_own() -> None:
+    words = [joins("c"), stays("b"), stays("a")]  # in whatever order they meet
+    settled = settle(words, max_restarts=2, store=STORE)
+    assert (settled.decision.kind, settled.decision.joined, settled.decision.holder) == ("live", ("c",), "a")
+    plan = settled.plan
+    assert (plan.version, plan.generation, plan.mode, plan.store) == (4, 1, "live", STORE)
+    assert (plan.reason, plan.time, settled.is_old, settled.num_failures) == ("c joins", 7.0, True, 0)
+    assert seats_of(words) == [(0, 0, "a"), (1, 1, "a"), (2, 2, "b"), (3, 3, "c")]
+
+
+def test_the_first_node_leaves_live_and_another_has_the_store() -> None:
+    words = [stays("b", leaving=leaving("a"))]
+    settled = settle(words, max_restarts=0, store=STORE)
+    assert (settled.decision.kind, settled.decision.left, settled.decision.holder) == ("live", ("a",), "b")
+    assert settled.plan.reason == "a leaves" and seats_of(words) == [(0, 2, "b")]
+
+
+def test_one_joins_as_another_leaves_in_one_plan() -> None:
+    words = [stays("a", leaving=leaving("b")), joins("c")]
+    assert settle(words, max_restarts=0, store=STORE).plan.reason == "c joins, b leaves"
+    assert seats_of(words) == [(0, 0, "a"), (1, 1, "a"), (2, 3, "c")]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([stays("a"), stays("b", why_restart=WHY), joins("c")], WHY),
+        (
+            [stays("a"), stays("b"), joins("c", why_restart="--members=restart asks for that on hc")],
+            "--members=restart",
+        ),
+        ([stays("a", leaving=leaving("b", why=WHY))], WHY),
+        ([stays("a", unsettled="membership 4 was under way"), stays("b")], "membership 4 was under way"),
+        ([stays("a"), stays("b", plan=replace(PLAN, version=2)), joins("c")], "b has another membership plan in force"),
+        ([stays("a", why_restart=WHY), stays("b")], WHY),  # as ever where they meet for no reason
+        ([stays("a", choice="live", why_restart=WHY, leaving=leaving("b"))], WHY),  # who leaves is not made to stay
+    ],
+)
+def test_where_members_cannot_change_live_all_workers_are_started_and_it_is_said_why(
+    words: list[NodeWords], why: str
+) -> None:
+    settled = settle(words, max_restarts=0)
+    assert settled.decision.kind == "start" and settled.decision.why.startswith(why)
+    assert settled.plan.mode == "restart" and not settled.decision.has_store
+    assert [member.seat for member in settled.plan.members] == [*range(settled.plan.world_size)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [stays("a", has_failed=True), stays("b")],
+        [stays("a"), stays("b", keeps_workers=False), joins("c")],
+        [stays("a", choice="live")],  # b is lost: nobody has heard that it leaves
+        [stays("a", keeps_workers=False, is_finished=True), stays("b")],
+        [joins("c"), joins("d")],
+    ],
+)
+def test_after_a_failure_a_loss_or_at_the_start_nothing_is_said_of_members(words: list[NodeWords]) -> None:
+    decision = decide_members(words)
+    assert decision.kind == "start" and decision.why == ""
+
+
+def test_where_who_would_join_is_gone_the_workers_go_on_by_their_plan() -> None:
+    settled = settle([stays("a", version=4), stays("b", version=4)], max_restarts=0)
+    assert settled.decision.kind == "same" and settled.is_as_before and settled.plan == PLAN
+
+
+def test_who_would_need_a_restart_does_not_join_where_members_change_live_alone() -> None:
+    words = [stays("a", choice="live"), stays("b", why_restart=WHY), joins("c")]
+    settled = settle(words, max_restarts=0)
+    assert (settled.decision.kind, settled.decision.why) == ("same", WHY) and settled.plan == PLAN
+
+
+def test_a_plan_that_workers_were_told_and_does_not_come_is_taken_back_in_a_generation_of_its_own() -> None:
+    words = [stays("a", written=4, version=4), stays("b", written=4, version=4)]
+    settled = settle(words, max_restarts=0, store=STORE)
+    assert settled.decision.takes_back and settled.decision.has_store and not settled.is_as_before
+    plan = settled.plan
+    assert plan.has_members_of(PLAN) and (plan.version, plan.generation, plan.store) == (5, 2, STORE)
+
+
+def test_a_plan_that_did_not_come_leaves_its_version_and_generation_to_nobody() -> None:
+    words = [stays("a", version=4), stays("b", version=4), joins("d")]
+    plan = settle(words, max_restarts=0, store=STORE).plan
+    assert (plan.version, plan.generation) == (5, 2)
+    assert [member.seat for member in plan.members] == [0, 1, 2, 3]
+
+
+@given(st.permutations([stays("a", leaving=leaving("b")), joins("c"), joins("d")]))
+def test_whatever_their_order_who_stays_comes_first(words: list[NodeWords]) -> None:
+    settled = settle(words, max_restarts=0, store=STORE)
+    assert settled.plan.nodes[0].node_id == "a" and settled.plan.world_size == 4
+    assert [member.seat for member in settled.plan.members] == [0, 1, 3, 4]
+
+
+def test_what_a_node_says_of_members_comes_through_json() -> None:
+    words = stays("a", leaving=leaving("b", why=WHY), choice="live")
+    assert NodeWords.from_row(json.loads(json.dumps(words.to_row()))) == words
+
+
+# ---- why not live, by what workers say ----
+
+
+def record(seat: int, **changes: Any) -> MemberRecord:
+    return replace(MemberRecord(seat=seat, pid=1, time=1.0, why_restart="", version=3), **changes)
+
+
+def test_workers_can_change_live_where_each_of_them_says_so() -> None:
+    assert why_restart_of("auto", {2: record(2), 5: record(5)}, {2: 0, 5: 1}, host="ha") == ""
+    assert why_restart_of("live", {}, {}, host="ha") == ""
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [
+        ({2: record(2), 5: None}, "the workers do not say that they can change live (rank 1 on ha)"),
+        ({2: record(2), 5: record(5, why_restart="FSDP1 cannot")}, "FSDP1 cannot (rank 1 on ha)"),
+    ],
+)
+def test_why_they_cannot_names_the_rank(records: dict[int, MemberRecord | None], why: str) -> None:
+    assert why_restart_of("auto", records, {2: 0, 5: 1}, host="ha") == why
+    assert why_restart_of("restart", records, {2: 0, 5: 1}, host="ha") == "--members=restart asks for that on ha"
+
+
+# ---- how far a change is ----
+
+NEXT = settle([stays("a"), stays("b"), joins("c")], max_restarts=0, store=STORE).plan
+
+
+@pytest.mark.parametrize(
+    ("states", "kind", "why"),
+    [
+        ("", "warming", "of the nodes that join 0 of 1 are ready"),
+        ("a=waiting b=waiting c=warming", "warming", "of the nodes that join 0 of 1 are ready"),
+        ("a=waiting c=ready", "ready", ""),
+        ("a=told b=applied c=ready", "ready", ""),
+        ("a=applied b=applied c=applied", "applied", ""),
+        ("a=applied b=applied", "warming", "of the nodes that join 0 of 1 are ready"),
+        ("a=waiting c=failed", "failed", "c: why of c"),
+        ("a=told b=refused c=failed", "refused", "why of b"),
+        ("a=sent-away b=refused c=ready", "sent-away", "why of a"),
+    ],
+)
+def test_how_far_a_change_is_follows_from_what_nodes_say(states: str, kind: str, why: str) -> None:
+    rows = []
+    for each in states.split():
+        name, _, state = each.partition("=")
+        rows.append(ChangeRow(node_id=name, version=4, state=state, why=f"why of {name}"))  # type: ignore[arg-type]
+    stage = stage_of(NEXT, ["c"], rows)
+    assert (stage.kind, stage.why) == (kind, why)
+    old = [replace(row, version=3, state="failed") for row in rows]
+    assert stage_of(NEXT, ["c"], old).kind == "warming", "what was said of another plan says nothing"
+
+
+def test_a_plan_that_nobody_joins_by_is_told_at_once() -> None:
+    plan = settle([stays("b", leaving=leaving("a"))], max_restarts=0, store=STORE).plan
+    assert stage_of(plan, [], []).kind == "ready"
+
+
+def test_the_choices_are_what_the_launcher_allows() -> None:
+    assert CHOICES == ("auto", "live", "restart")
