@@ -267,11 +267,20 @@ def _fenced(node: Node) -> str:
 
 
 # --- which nodes a job runs on, as one version after another ---------------------------------------------------------
-# Agents count the plans of one start of a job; here they are counted on where a job is started again.
+# Agents count the plans of one start of a job; here they are counted on where a job is started again. The agents' own
+# count is stored with the plan, so that a master that is started again knows an older plan by it.
 
 _MOST_NAME = 256
 _MOST_REASON = 1_000
 _MOST_SHARES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CountedPlan(MembershipPlan):
+    """A membership plan with the master's number as ``version``, and the number that it has among the agents."""
+
+    agents_version: int = 0
+    """The plan's version by the agents' own count, which begins anew at each start; 0 in stores of earlier versions."""
 
 
 class MembershipPlans:
@@ -279,8 +288,7 @@ class MembershipPlans:
 
     def __init__(self, stored: str) -> None:
         """``stored`` is the newest plan as JSON, or empty."""
-        self.newest = MembershipPlan.from_json(stored) if stored else None
-        self._told_version = 0  # of the newest plan, by the agents' own count, which begins anew at each start
+        self.newest = _CountedPlan.from_json(stored) if stored else None
 
     def take(self, told: wire.Membership, time: float) -> str | None:
         """Take a membership that an agent reports; a sentence for an event where it is a new plan, else None."""
@@ -297,12 +305,13 @@ class MembershipPlans:
         if known is not None:
             # agents have new ids at each start of the job: with one in common, the lower version is the older plan
             is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
-            if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
+            if nodes == known.nodes or (is_of_same_start and told.version < known.agents_version):
                 return None
-        self._told_version = told.version
         version = 1 if known is None else known.version + 1
         reason = on_one_line(told.reason[:_MOST_REASON])
-        self.newest = MembershipPlan(version=version, nodes=nodes, reason=reason, time=time)
+        self.newest = _CountedPlan(
+            version=version, nodes=nodes, reason=reason, time=time, agents_version=told.version
+        )
         size = f"{counted(len(nodes), 'node')}, {counted(self.newest.world_size, 'rank')}"
         return f"membership {version}: {size}: {reason}"
 

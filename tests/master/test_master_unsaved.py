@@ -57,6 +57,26 @@ def test_a_node_that_was_forgotten_and_has_come_back_is_stored(tmp_path: Path) -
     store.close()
 
 
+def test_an_older_membership_of_the_same_start_is_no_news_to_a_master_that_was_started_again(tmp_path: Path) -> None:
+    def told(found: Job, version: int, *nodes: str) -> int:
+        shares = [wire.NodeShare(node_id=each, first_rank=place, num_workers=1) for place, each in enumerate(nodes)]
+        membership = wire.Membership(version=version, nodes=shares)
+        found.beat(at(2.0), wire.BeatRequest(node_id="a", incarnation=1, membership=membership))
+        assert found.membership_plans.newest is not None
+        return found.membership_plans.newest.version
+
+    store = JobStore(tmp_path)
+    found = job(store.read())
+    found.join(at(1.0), join_request("a"))
+    assert (told(found, 1, "a-1", "b-1"), told(found, 2, "a-1")) == (1, 2)
+    kept(store, found.take_unsaved())
+    again = job(store.read())
+    assert told(again, 1, "a-1", "b-1") == 2, "another agent has not heard of the newer plan yet"
+    assert told(again, 3, "a-1", "b-1") == 3
+    assert told(again, 1, "a-2") == 4, "the job was started again"
+    store.close()
+
+
 def test_points_are_stored_also_once_the_clock_was_set_back() -> None:
     found = job()
     found.join(at(0.0), join_request("a"))
