@@ -14,7 +14,7 @@ from elastic_ext.config.history import CONFIG_EVENTS, refused_in
 from elastic_ext.records.json import JsonRecord, object_of
 from elastic_ext.records.text import counted, on_one_line
 
-__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in", "refused_versions"]
+__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "HeardRecord", "NodeRecord", "refusal_in", "refused_versions"]
 
 
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
@@ -59,6 +59,18 @@ class NodeRecord(JsonRecord):
     hardware: str
     agent_id: str = ""
     """The agent's id in membership plans."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeardRecord(JsonRecord):
+    """Which of an agent's events the master has: a beat whose answer was lost comes again, to its next process too."""
+
+    node_id: str
+    incarnation: int
+    num_heard: int
+    """The number of the last event heard from the agent, by the agent's own count."""
+    num_dropped: int
+    """How many events the agent had dropped by its last beat, since the last beat whose answer it had."""
 
 
 def refusal_in(event: EventRecord) -> tuple[int, str] | None:

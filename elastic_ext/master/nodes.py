@@ -309,9 +309,7 @@ class MembershipPlans:
                 return None
         version = 1 if known is None else known.version + 1
         reason = on_one_line(told.reason[:_MOST_REASON])
-        self.newest = _CountedPlan(
-            version=version, nodes=nodes, reason=reason, time=time, agents_version=told.version
-        )
+        self.newest = _CountedPlan(version=version, nodes=nodes, reason=reason, time=time, agents_version=told.version)
         size = f"{counted(len(nodes), 'node')}, {counted(self.newest.world_size, 'rank')}"
         return f"membership {version}: {size}: {reason}"
 

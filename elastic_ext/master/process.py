@@ -357,6 +357,7 @@ async def _keep(job: Job, service: MasterService, store: JobStore, executor: Exe
                 pairs=unsaved.pairs,
                 points=unsaved.points,
                 decisions=unsaved.decisions,
+                heard=unsaved.heard,
             ),
         )
     except Superseded:
