@@ -237,7 +237,8 @@ async def _serve(
         job.event_log.tell(moment().time, "master", "the master ends")
         service.end_streams()
         health.end()
-        await _keep(job, service, store, executor)
+        await _keep(job, service, store, executor)  # followers hear the end while they are still connected
+    await _keep(job, service, store, executor)  # what came in calls that were answered until the server had stopped
 
 
 @contextlib.asynccontextmanager
