@@ -324,8 +324,9 @@ _MOST_AHEAD_SECONDS = 86400.0
 
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
 """Why a request is refused. "fenced": a later incarnation of the node has joined; "unknown": the node has not joined;
-"other": a wrong job, protocol or machine, or what is not allowed; "limits": too many or too much; "late": a message or
-an acknowledgement did not come in time; "invalid": a value that cannot be."""
+"other": a wrong job, protocol or machine, or what is not allowed; "limits": more nodes or calls than this master takes;
+"late": a message or an acknowledgement did not come in time; "invalid": a value that cannot be, or a message that is
+too large."""
 
 
 class RequestRefused(Exception):
