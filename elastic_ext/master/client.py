@@ -118,7 +118,7 @@ class MasterClient:
     # ---- people ----
 
     def status(self, *, without_workers: bool = False, num_events: int = 0) -> pb.JobStatus:
-        """The status of the job, with its newest ``num_events`` events, or 20 for 0."""
+        """The status of the job, with its newest ``num_events`` events, at most 1000, or 20 for 0."""
         request = pb.GetStatusRequest(without_workers=without_workers, num_events=num_events)
         reply: pb.JobStatus = self._ask(self._stub.GetStatus, request, _CALL_SECONDS)
         return reply

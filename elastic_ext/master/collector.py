@@ -217,8 +217,8 @@ _LEAST_STEPS = 3
 _MOST_WINDOW_BYTES = 2048
 _FRESH_SECONDS = 45.0
 _VERDICT_SECONDS = 5.0
-_LEAST_TICK_SECONDS = 4.0
-_MOST_TICK_SECONDS = 30.0  # of a point, however long ago the one before was
+_LEAST_TICK_SECONDS = 4.0  # between two points
+_MOST_TICK_SECONDS = 30.0  # ago the point before was, else this one counts for _LEAST_TICK_SECONDS
 _LABELS = tuple(phase.label for phase in Phase)
 
 Windows = dict[int, tuple[bytes, ...]]

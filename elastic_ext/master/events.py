@@ -138,8 +138,9 @@ class EventLog:
     def settled(self) -> int:
         """The number of the newest event that the store has taken, or could not take when it was asked to.
 
-        A reader who comes back to ask for what came after an event is given no later one: another process of the master
-        counts on from the store, and may give a later number to another event.
+        A call of ReadEvents that follows is given no later one: its reader comes back to ask for what came after an
+        event, and another process of the master counts on from the store, where a later number may be another event's.
+        A call that does not follow is given all events.
         """
         return self._settled
 

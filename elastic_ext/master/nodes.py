@@ -32,11 +32,11 @@ __all__ = [
 
 
 # --- the nodes of a job as its master knows them: who they are, and whether they are still heard of ------------------
-# A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest
-# one is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node
-# counts as live without being heard of; every word from it renews the lease. Times are by the master's monotonic clock,
-# so that agents' clocks make no difference. Where the master itself was stopped for a while, nobody's lease has run
-# meanwhile.
+# A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. An agent with
+# a lower one than the node's is *fenced*: it is told so and counts for nothing. It may join only once the node is lost
+# or has left, and is the node then. A *lease* says until when a node counts as live without being heard of; every word
+# from it renews the lease. Times are by the master's monotonic clock, so that agents' clocks make no difference. Where
+# the master itself was stopped for a while, nobody's lease has run meanwhile.
 
 NodeState = Literal["live", "late", "lost", "left"]
 
@@ -53,7 +53,7 @@ class UnknownNode(Exception):
 
 
 class Fenced(Exception):
-    """A later agent has taken this node's id, and the earlier one is not listened to any more."""
+    """An agent with a higher incarnation has this node's place, and the one that calls is not listened to."""
 
 
 class TooMany(Exception):
@@ -323,7 +323,7 @@ MOST_HARDWARE = 256 << 10
 _MOST_AHEAD_SECONDS = 86400.0
 
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
-"""Why a request is refused. "fenced": a later incarnation of the node has joined; "unknown": the node has not joined;
+"""Why a request is refused. "fenced": a higher incarnation has the node's place; "unknown": the node has not joined;
 "other": a wrong job, protocol or machine, or what is not allowed; "limits": more nodes or calls than this master takes;
 "late": a message or an acknowledgement did not come in time; "invalid": a value that cannot be, or a message that is
 too large."""

@@ -122,7 +122,7 @@ class JobStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = try_lock(folder / _LOCK)
         except OSError as error:
-            raise StoreError(f"{folder} cannot be used: {error.strerror}; --state-dir names another folder") from error
+            raise StoreError(f"{folder} cannot be used: {error.strerror}; give --state-dir another folder") from error
         if lock is None:
             holders = lock_holders(folder / _LOCK)
             raise StoreError(

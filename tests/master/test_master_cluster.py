@@ -154,7 +154,7 @@ def test_groups_are_told_what_to_do_with() -> None:
     (found,) = _cluster(TWO_RACKS).recommendations
     assert found.startswith("keep ranks that exchange most")
     assert "2 groups by latency: 20 us and 2.79 GiB/s within them, 60 us and 954 MiB/s between them" in found
-    assert "each has 4 nodes, the first of them host-000, host-001, host-002, host-003" in found
+    assert "each group has 4 nodes, the first one host-000, host-001, host-002, host-003" in found
 
 
 # --- what is slow ---------------------------------------------------------------------------------------------------
