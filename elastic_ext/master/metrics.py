@@ -24,8 +24,9 @@ __all__ = ["CONTENT_TYPE", "MOST_RANKS", "MetricsServer", "exposition"]
 
 # --- what a master knows, as Prometheus reads it: its text format, version 0.0.4 -------------------------------------
 # Names and units are those of Prometheus's conventions: seconds, bytes and ratios; ``_total`` is what only grows. The
-# values of labels are names (of the job, nodes, hosts, logged numbers), numbers of ranks, and words of a fixed list, such
-# as states, phases and reasons of refusals; none is a sentence. The number of series is bounded.
+# values of labels are names (of the job, nodes, hosts, logged numbers), numbers of ranks, and words of a fixed list,
+# such as states, phases and reasons of refusals; none is a sentence. The number of series is bounded, however large a
+# job is.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 1024

@@ -103,8 +103,8 @@ class MasterServicer(object):
 
     def Watch(self, request, context):
         """Gives configs as they come, the newest at once if the node lacks it. A node has one such stream: a newer one ends
-        the older. A stream also ends where no Beat says within acknowledge_seconds that the node's file has the config that
-        was sent last; a newer one begins that time anew.
+        the older. A stream also ends where no Beat says within acknowledge_seconds that the node's file has the config
+        that was sent last; a newer one begins that time anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
