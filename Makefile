@@ -143,7 +143,7 @@ docs-online: $(READY)
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d build/doctrees-online docs build/docs-online
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b linkcheck -d build/doctrees-online docs build/links
 
-# By the oldest compiler whose code every supported protobuf loads.
+# By a compiler as old as the oldest supported protobuf, whose code newer ones load too.
 WIRE := elastic_ext/master/wire
 stubs:
 	$(PYTHON) -m venv --clear build/stubs

@@ -57,7 +57,7 @@ def _hand_in(place: MasterPlace, report: PairReport, terminal: Terminal) -> bool
 
     try:
         with MasterClient(place) as client:
-            recommendations = client.report_pairs(report.to_json())
+            recommendations = client.report_pairs(report.to_short_json())
     except (MasterError, ValueError) as error:
         terminal.complain(str(error))
         return False

@@ -176,6 +176,38 @@ class PairReport:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
+    def to_short_json(self) -> str:
+        """The report as JSON with what a master reads of it, short enough for one message to a master.
+
+        Of hardware it has what tells machines apart; agents report the whole.
+        """
+        nodes = [
+            {
+                "label": node.label,
+                "is_silent": node.is_silent,
+                "matmul": node.matmul,
+                "hardware": None
+                if node.hardware is None
+                else {
+                    "network": {"host": node.hardware.network.host},
+                    "system": {"boot_id": node.hardware.system.boot_id},
+                },
+            }
+            for node in self.nodes
+        ]
+        pairs = [
+            {
+                "first": pair.first,
+                "second": pair.second,
+                "latency_seconds": pair.latency_seconds,
+                "bandwidth": pair.bandwidth,
+                "trouble": pair.trouble,
+            }
+            for pair in self.pairs
+        ]
+        found = {"num_wanted": self.num_wanted, "nodes": nodes, "pairs": pairs, "trouble": self.trouble}
+        return json.dumps(found, separators=(",", ":"))
+
 
 def findings_of_report(report: PairReport) -> tuple[Finding, ...]:
     """The findings on the nodes of a report together, the worst first."""

@@ -50,6 +50,7 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),  # who asks knows what may be asked twice
     ("grpc.enable_http_proxy", 0),  # a proxy for the web leads to no master
 )
+_TOO_LARGE = "CLIENT: Received message larger than max"
 _Reply = TypeVar("_Reply", bound=Message)
 
 
@@ -117,7 +118,7 @@ class MasterClient:
     # ---- people ----
 
     def status(self, *, without_workers: bool = False, num_events: int = 0) -> pb.JobStatus:
-        """The status of the job, with its newest ``num_events`` events, or 20 for 0."""
+        """The status of the job, with its newest ``num_events`` events, at most 1000, or 20 for 0."""
         request = pb.GetStatusRequest(without_workers=without_workers, num_events=num_events)
         reply: pb.JobStatus = self._ask(self._stub.GetStatus, request, _CALL_SECONDS)
         return reply
@@ -180,6 +181,10 @@ class MasterClient:
         self.close()
 
     def _ask(self, call: Any, request: Message, timeout_seconds: float) -> Any:
+        num_bytes = request.ByteSize()
+        if num_bytes > MOST_MESSAGE_BYTES:
+            words = f"a message to a master has {num_bytes} bytes; allowed: {MOST_MESSAGE_BYTES}; send less in it"
+            raise MasterRefused(words, about="words")
         try:
             return call(request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -213,6 +218,8 @@ def _error_of(
         return MasterAbsent(f"the connection with the master at {address} was closed")
     if code == codes.UNIMPLEMENTED:
         return MasterAbsent(f"what answers at {address} is no master, or one of another version: {said}")
+    if code == codes.RESOURCE_EXHAUSTED and _TOO_LARGE in said:  # so gRPC says of an answer that this client refuses
+        return MasterError(f"the answer of the master at {address} is too large: {said}")
     if code == codes.RESOURCE_EXHAUSTED:
         return MasterBusy(f"the master at {address} takes no more calls for now: {said}")
     if code == codes.DEADLINE_EXCEEDED:  # which only the master can have set here

@@ -291,7 +291,8 @@ class SlowMachine:
     """A machine that is slower than the others, and why it is judged so."""
 
     host: str
-    """The host's name, or the machine's where hosts share one, such as "n1 (3f2a91c0)"."""
+    """The host's name; where several machines have the same one, the beginning of the machine's boot id stands after
+    it, as in "n1 (3f2a91c0)"."""
     evidence: tuple[str, ...]
     """The reasons in sentences, one for each measure."""
 
@@ -504,8 +505,8 @@ def _of_groups(measured: MachineMeasurements, topology: Topology) -> Iterator[st
     first = named(measured.machines[place].name for place in topology.groups[0].machines)
     yield (
         "keep ranks that exchange most, such as those one replica is spread over, on nodes that are near each other, "
-        f"and let only averaged gradients pass between groups: {topology.text}; each has {size} nodes, the first of "
-        f"them {first}"
+        f"and let only averaged gradients pass between groups: {topology.text}; each group has {size} nodes, "
+        f"the first one {first}"
     )
 
 

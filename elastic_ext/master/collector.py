@@ -217,8 +217,8 @@ _LEAST_STEPS = 3
 _MOST_WINDOW_BYTES = 2048
 _FRESH_SECONDS = 45.0
 _VERDICT_SECONDS = 5.0
-_LEAST_TICK_SECONDS = 4.0
-_MOST_TICK_SECONDS = 30.0  # of a point, however long ago the one before was
+_LEAST_TICK_SECONDS = 4.0  # between two points
+_MOST_TICK_SECONDS = 30.0  # ago the point before was, else this one counts for _LEAST_TICK_SECONDS
 _LABELS = tuple(phase.label for phase in Phase)
 
 Windows = dict[int, tuple[bytes, ...]]
@@ -229,7 +229,7 @@ class Collector:
     """Adds up what the nodes of one job report of their workers: progress, verdict, stragglers, and history."""
 
     def __init__(self, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
-        """Reports older than ``fresh_seconds`` do not count in the job's present metrics."""
+        """Reports older than ``fresh_seconds`` do not count in the job's present metrics, nor those of nodes gone."""
         self._fresh_seconds = fresh_seconds
         self._reports: dict[str, NodeReport] = {}  # by node; the report that is oldest first
         self._windows: dict[str, Windows] = {}
@@ -270,7 +270,11 @@ class Collector:
             self.forget(next(iter(self._reports)))
 
     def note_gone(self, node_id: str) -> None:
-        """Note that a node is lost or has left: its ranks and windows do not count until it reports again."""
+        """Note that a node is lost or has left: what it has reported does not count until it reports again.
+
+        Its ranks are no stragglers any more from the next ten-second point of the history on, and the verdict changes
+        once it is made again, within seconds.
+        """
         self._num_kept -= len(self._windows.pop(node_id, ()))
         report = self._reports.get(node_id)
         if report is not None and node_id not in self._gone:
@@ -368,8 +372,9 @@ class Collector:
         return 1 if self._num_ranks <= _MOST_JUDGED else -(-self._num_ranks // _MOST_JUDGED) | 1
 
     def _fresh(self, now: float) -> Iterable[tuple[str, NodeReport]]:
+        """The reports that count at ``now``, by node: fresh ones, of nodes that are neither lost nor have left."""
         for node_id, report in self._reports.items():
-            if abs(now - report.time) <= self._fresh_seconds:
+            if abs(now - report.time) <= self._fresh_seconds and node_id not in self._gone:
                 yield node_id, report
 
     def _point(self, now: float, seconds: float) -> MeanPoint:

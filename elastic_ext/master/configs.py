@@ -177,7 +177,8 @@ class ConfigStream:
     def take_news(self, newest_version: int) -> bool:
         """Whether a newer version is to be sent now; it then counts as sent.
 
-        Raises Unacknowledged where an earlier one was not acknowledged in time.
+        Raises Unacknowledged where the one that was sent last was not acknowledged in time. Sending a newer version
+        begins that time anew, whether or not the one before it was acknowledged.
         """
         now = asyncio.get_running_loop().time()
         self._newest = max(self._newest, newest_version)

@@ -14,7 +14,7 @@ from elastic_ext.config.history import CONFIG_EVENTS, refused_in
 from elastic_ext.records.json import JsonRecord, object_of
 from elastic_ext.records.text import counted, on_one_line
 
-__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "NodeRecord", "refusal_in", "refused_versions"]
+__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "HeardRecord", "NodeRecord", "refusal_in", "refused_versions"]
 
 
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
@@ -59,6 +59,18 @@ class NodeRecord(JsonRecord):
     hardware: str
     agent_id: str = ""
     """The agent's id in membership plans."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeardRecord(JsonRecord):
+    """Which of an agent's events the master has: a beat whose answer was lost comes again, to its next process too."""
+
+    node_id: str
+    incarnation: int
+    num_heard: int
+    """The number of the last event heard from the agent, by the agent's own count."""
+    num_dropped: int
+    """How many events the agent had dropped by its last beat, since the last beat whose answer it had."""
 
 
 def refusal_in(event: EventRecord) -> tuple[int, str] | None:
@@ -126,8 +138,9 @@ class EventLog:
     def settled(self) -> int:
         """The number of the newest event that the store has taken, or could not take when it was asked to.
 
-        A reader who comes back to ask for what came after an event is given no later one: another process of the master
-        counts on from the store, and may give a later number to another event.
+        A call of ReadEvents that follows is given no later one: its reader comes back to ask for what came after an
+        event, and another process of the master counts on from the store, where a later number may be another event's.
+        A call that does not follow is given all events.
         """
         return self._settled
 

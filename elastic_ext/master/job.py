@@ -20,7 +20,7 @@ from elastic_ext.tuner.decisions import Decision
 from .cluster import MachineComparison, Machines
 from .collector import Collector
 from .configs import AuthoredVersion, ConfigBook
-from .events import EventLog, EventRecord, NodeRecord, refusal_in, refused_versions
+from .events import EventLog, EventRecord, HeardRecord, NodeRecord, refusal_in, refused_versions
 from .machines import BadMachines
 from .nodes import (
     MOST_HARDWARE,
@@ -116,8 +116,9 @@ class Job:
             tuning=self.tuning,
             saved_until=now.time,
         )
+        heard = {(each.node_id, each.incarnation): each for each in stored.heard}
         for node in stored.nodes:
-            self._remember(node, now)
+            self._remember(node, heard.get((node.node_id, node.incarnation)), now)
 
     # ---- agents ----
 
@@ -186,7 +187,10 @@ class Job:
         ):
             self._unsaved.note("membership")
             self.event_log.tell(now.time, "membership", told)
+        before = node.num_heard, node.num_dropped
         self._hear(now, node.node_id, *_unheard(node, request))
+        if (node.num_heard, node.num_dropped) != before:
+            self._unsaved.note_heard(node.node_id)
         authored, wants_config = self._look_at_held(now, node, request.held)
         newest = self.book.newest
         lags = newest is not None and request.held.version < newest.config.version
@@ -400,7 +404,7 @@ class Job:
             )
             return None, False
 
-    def _remember(self, node: NodeRecord, now: Now) -> None:
+    def _remember(self, node: NodeRecord, heard: HeardRecord | None, now: Now) -> None:
         """Take up a node that had joined an earlier process of this master; it has a lease to be heard of again."""
         self.nodes.join(
             now.clock,
@@ -413,6 +417,9 @@ class Job:
             agent_id=node.agent_id,
             state="left" if node.state == "left" else "lost" if node.state == "lost" else "live",
         )
+        known = self.nodes.get(node.node_id)
+        if known is not None and heard is not None:
+            known.num_heard, known.num_dropped = heard.num_heard, heard.num_dropped
         self.machines.hear(node.node_id, node.host, node.hardware, num_nodes=self.nodes.num_with(node.node_id))
 
 

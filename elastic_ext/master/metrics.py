@@ -23,8 +23,10 @@ __all__ = ["CONTENT_TYPE", "MOST_RANKS", "MetricsServer", "exposition"]
 
 
 # --- what a master knows, as Prometheus reads it: its text format, version 0.0.4 -------------------------------------
-# Names and units are those of Prometheus's conventions: seconds, bytes and ratios; ``_total`` is what only grows. What
-# changes with every job (texts, reasons) is no label, and the number of series is bounded, however large a job is.
+# Names and units are those of Prometheus's conventions: seconds, bytes and ratios; ``_total`` is what only grows. The
+# values of labels are names (of the job, nodes, hosts, logged numbers), numbers of ranks, and words of a fixed list,
+# such as states, phases and reasons of refusals; none is a sentence. The number of series is bounded, however large a
+# job is.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 1024
@@ -43,7 +45,7 @@ _TUNER_RATES: Mapping[str, str] = {
     "measured": "The rate that was measured under that decision, once it is known.",
 }
 _COUNTERS: Mapping[str, str] = {
-    "joins": "Agents that have joined.",
+    "joins": "Times that agents have joined; one that joins again counts again.",
     "beats": "Beats of nodes that were answered.",
     "pushes": "Configs that the master has sent on the nodes' streams of configs.",
     "generated": "Versions of the config that the tuner has written.",
@@ -126,7 +128,11 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
     )
     yield _one("config_version", "The newest version of the config.", config.version)
     yield _one("config_nodes", "Nodes that should hold the newest version of the config.", config.num_nodes)
-    yield _one("config_nodes_holding", "Nodes whose file has the newest version of the config.", config.num_holding)
+    yield _one(
+        "config_nodes_holding",
+        "Nodes whose file has the newest version of the config, by its number.",
+        config.num_holding,
+    )
     yield _one("membership_version", "The version of the job's membership plan.", status.membership.version)
     yield _one("membership_nodes", "Nodes in the job's membership plan.", len(status.membership.nodes))
     yield _one("troubles", "Troubles in the job's status.", len(status.troubles))

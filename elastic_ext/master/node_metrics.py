@@ -179,8 +179,9 @@ class NodeReport:
     step: int
     """The last step of any worker of the node; -1 where none is known."""
     step_seconds: float
+    """The median of the workers' step times that are more than 0; NaN where none is."""
     middles: tuple[float, ...]
-    """The median over workers of each of METRICS_OF_A_JOB; NaN where no worker reports it."""
+    """The median of each of METRICS_OF_A_JOB over workers that report more than 0; NaN where none does."""
     config_version: int
     """The newest config version in force on any worker of the node."""
     shares: tuple[float, ...]

@@ -32,11 +32,11 @@ __all__ = [
 
 
 # --- the nodes of a job as its master knows them: who they are, and whether they are still heard of ------------------
-# A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest
-# one is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node
-# counts as live without being heard of; every word from it renews the lease. Times are by the master's monotonic clock,
-# so that agents' clocks make no difference. Where the master itself was stopped for a while, nobody's lease has run
-# meanwhile.
+# A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. An agent with
+# a lower one than the node's is *fenced*: it is told so and counts for nothing. It may join only once the node is lost
+# or has left, and is the node then. A *lease* says until when a node counts as live without being heard of; every word
+# from it renews the lease. Times are by the master's monotonic clock, so that agents' clocks make no difference. Where
+# the master itself was stopped for a while, nobody's lease has run meanwhile.
 
 NodeState = Literal["live", "late", "lost", "left"]
 
@@ -53,7 +53,7 @@ class UnknownNode(Exception):
 
 
 class Fenced(Exception):
-    """A later agent has taken this node's id, and the earlier one is not listened to any more."""
+    """An agent with a higher incarnation has this node's place, and the one that calls is not listened to."""
 
 
 class TooMany(Exception):
@@ -267,11 +267,20 @@ def _fenced(node: Node) -> str:
 
 
 # --- which nodes a job runs on, as one version after another ---------------------------------------------------------
-# Agents count the plans of one start of a job; here they are counted on where a job is started again.
+# Agents count the plans of one start of a job; here they are counted on where a job is started again. The agents' own
+# count is stored with the plan, so that a master that is started again knows an older plan by it.
 
 _MOST_NAME = 256
 _MOST_REASON = 1_000
 _MOST_SHARES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CountedPlan(MembershipPlan):
+    """A membership plan with the master's number as ``version``, and the number that it has among the agents."""
+
+    agents_version: int = 0
+    """The plan's version by the agents' own count, which begins anew at each start; 0 in stores of earlier versions."""
 
 
 class MembershipPlans:
@@ -279,8 +288,7 @@ class MembershipPlans:
 
     def __init__(self, stored: str) -> None:
         """``stored`` is the newest plan as JSON, or empty."""
-        self.newest = MembershipPlan.from_json(stored) if stored else None
-        self._told_version = 0  # of the newest plan, by the agents' own count, which begins anew at each start
+        self.newest = _CountedPlan.from_json(stored) if stored else None
 
     def take(self, told: wire.Membership, time: float) -> str | None:
         """Take a membership that an agent reports; a sentence for an event where it is a new plan, else None."""
@@ -297,12 +305,11 @@ class MembershipPlans:
         if known is not None:
             # agents have new ids at each start of the job: with one in common, the lower version is the older plan
             is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
-            if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
+            if nodes == known.nodes or (is_of_same_start and told.version < known.agents_version):
                 return None
-        self._told_version = told.version
         version = 1 if known is None else known.version + 1
         reason = on_one_line(told.reason[:_MOST_REASON])
-        self.newest = MembershipPlan(version=version, nodes=nodes, reason=reason, time=time)
+        self.newest = _CountedPlan(version=version, nodes=nodes, reason=reason, time=time, agents_version=told.version)
         size = f"{counted(len(nodes), 'node')}, {counted(self.newest.world_size, 'rank')}"
         return f"membership {version}: {size}: {reason}"
 
@@ -316,9 +323,10 @@ MOST_HARDWARE = 256 << 10
 _MOST_AHEAD_SECONDS = 86400.0
 
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
-"""Why a request is refused. "fenced": a later incarnation of the node has joined; "unknown": the node has not joined;
-"other": a wrong job, protocol or machine, or what is not allowed; "limits": too many or too much; "late": a message or
-an acknowledgement did not come in time; "invalid": a value that cannot be."""
+"""Why a request is refused. "fenced": a higher incarnation has the node's place; "unknown": the node has not joined;
+"other": a wrong job, protocol or machine, or what is not allowed; "limits": more nodes or calls than this master takes;
+"late": a message or an acknowledgement did not come in time; "invalid": a value that cannot be, or a message that is
+too large."""
 
 
 class RequestRefused(Exception):

@@ -87,7 +87,8 @@ class MeasurementRounds:
         """The measurement of a round that is over; None while ranks are waited for.
 
         A round is over once every rank has reported possible values or impossible ones (*broken*), or those missing
-        are silent. Each round is given once; of incomplete ones that follow each other, only the first.
+        are silent. Each round is given once; of incomplete ones that follow each other, only the first. A round in
+        which no rank has reported possible values has no steps, and trouble.
         """
         num_told = len(self._windows) + len(self._broken)
         is_late = not 0 <= now - self._began <= self._patience_seconds
@@ -99,8 +100,10 @@ class MeasurementRounds:
         windows, broken = self._windows, self._broken
         self._begin_round()
         was_told, self._is_silence_told = self._is_silence_told, bool(missing)
-        if (missing and was_told) or not windows:
+        if missing and was_told:
             return None
+        if not windows:
+            return self._no_steps(now, broken)
         return measured_steps(windows, now=now, expected=self._ranks, broken=broken)
 
     def _take(self, now: float, rank: int, said: master_pb2.StepWindow) -> None:
@@ -128,6 +131,22 @@ class MeasurementRounds:
         row = self._windows.setdefault(rank, [])
         row.append(window)
         del row[:-_MOST_WINDOWS]
+
+    def _no_steps(self, now: float, broken: Collection[int]) -> StepReport:
+        """The report of a round in which every rank that has reported is ``broken``."""
+        version, revision = self._config
+        return StepReport(
+            time=now,
+            version=version,
+            revision=revision,
+            step=0,
+            num_steps=0,
+            num_ranks=0,
+            world_size=self._job[1],
+            num_asked=len(self._ranks),
+            step_seconds=0.0,
+            trouble=_trouble({}, self._ranks, broken),
+        )
 
     def _begin_round(self) -> None:
         self._windows, self._broken = {}, set()

@@ -150,7 +150,7 @@ _OPTIONS = (
     ("grpc.max_concurrent_streams", 16),  # of one connection, of which an agent needs two
     ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing
-    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls: an agent sends a beat at least once a minute
+    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls; an agent's has a Watch
     ("grpc.http2.lookahead_bytes", 8 << 10),  # of a message that nobody reads yet
     # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
     # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
@@ -237,7 +237,8 @@ async def _serve(
         job.event_log.tell(moment().time, "master", "the master ends")
         service.end_streams()
         health.end()
-        await _keep(job, service, store, executor)
+        await _keep(job, service, store, executor)  # followers hear the end while they are still connected
+    await _keep(job, service, store, executor)  # what came in calls that were answered until the server had stopped
 
 
 @contextlib.asynccontextmanager
@@ -357,6 +358,7 @@ async def _keep(job: Job, service: MasterService, store: JobStore, executor: Exe
                 pairs=unsaved.pairs,
                 points=unsaved.points,
                 decisions=unsaved.decisions,
+                heard=unsaved.heard,
             ),
         )
     except Superseded:

@@ -301,7 +301,7 @@ class GuardInterceptor(_Interceptor):
             self._guard.refuse(RequestRefused("invalid", f"{name} was called without a message"))
         if len(data) > most_bytes:
             words = f"the message of {name} has {len(data)} bytes; allowed: {most_bytes}"
-            self._guard.refuse(RequestRefused("limits", words))
+            self._guard.refuse(RequestRefused("invalid", words))  # not "limits": it would be too large again
         try:
             return parse(data)
         except DecodeError:

@@ -106,7 +106,7 @@ def event_message(event: EventRecord) -> wire.JobEvent:
 
 
 def newest_events(job: Job, wanted: int) -> list[wire.JobEvent]:
-    """The newest events, ``wanted`` of them, or 20 for 0."""
+    """The newest events, ``wanted`` of them but at most 1000, or 20 for 0."""
     return [event_message(each) for each in job.event_log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
 
 

@@ -21,7 +21,7 @@ from elastic_ext.tuner.decisions import Decision
 from .cluster import Machines
 from .collector import Collector
 from .configs import Author, AuthoredVersion
-from .events import EventLog, EventRecord, NodeRecord
+from .events import EventLog, EventRecord, HeardRecord, NodeRecord
 from .nodes import MembershipPlans, Node, Nodes
 from .tuning import Tuning
 
@@ -62,6 +62,7 @@ CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
 """The first tables; those named pages are the versions of the config."""
 _ADDED = """
 CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS heard (node_id TEXT PRIMARY KEY, record TEXT NOT NULL);
 """
 """Tables that earlier versions of the library do not know, and leave alone."""
 _STRANGE = """
@@ -98,6 +99,8 @@ class Stored:
     """The points of the metrics' history as JSON, oldest first."""
     decisions: tuple[Decision, ...] = ()
     """The decisions of the tuner."""
+    heard: tuple[HeardRecord, ...] = ()
+    """Which events of nodes are among ``events``, or were."""
 
 
 class JobStore:
@@ -119,7 +122,7 @@ class JobStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = try_lock(folder / _LOCK)
         except OSError as error:
-            raise StoreError(f"{folder} cannot be used: {error.strerror}; --state-dir names another folder") from error
+            raise StoreError(f"{folder} cannot be used: {error.strerror}; give --state-dir another folder") from error
         if lock is None:
             holders = lock_holders(folder / _LOCK)
             raise StoreError(
@@ -153,6 +156,7 @@ class JobStore:
             nodes = self._db.execute("SELECT record FROM nodes ORDER BY node_id")
             points = self._db.execute("SELECT record FROM points ORDER BY time")
             decisions = self._db.execute("SELECT record FROM decisions ORDER BY number")
+            heard = self._db.execute("SELECT record FROM heard ORDER BY node_id")
             return Stored(
                 job=meta["job"],
                 job_id=meta["job_id"],
@@ -164,6 +168,7 @@ class JobStore:
                 pairs=meta["pairs"],
                 points=tuple(text for (text,) in points),
                 decisions=tuple(Decision.from_json(text) for (text,) in decisions),
+                heard=tuple(HeardRecord.from_json(text) for (text,) in heard),
             )
 
     def enter_version(self, authored: AuthoredVersion, decision: Decision | None = None) -> None:
@@ -197,12 +202,18 @@ class JobStore:
         job: str | None = None,
         pairs: str | None = None,
         decisions: Sequence[Decision] = (),
+        heard: Sequence[HeardRecord] = (),
     ) -> None:
-        """Store what is new since the last call, all of it or nothing; None and empty mean unchanged."""
+        """Store what is new since the last call, all of it or nothing.
+
+        None and an empty sequence mean unchanged; an empty text is stored as it is.
+        """
         with self._writing() as db:
             db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?)", [(e.number, e.to_json()) for e in events])
             db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?)", [(n.node_id, n.to_json()) for n in nodes])
-            db.executemany("DELETE FROM nodes WHERE node_id = ?", [(node_id,) for node_id in forgotten])
+            db.executemany("INSERT OR REPLACE INTO heard VALUES (?, ?)", [(h.node_id, h.to_json()) for h in heard])
+            for table in ("nodes", "heard"):
+                db.executemany(f"DELETE FROM {table} WHERE node_id = ?", [(node_id,) for node_id in forgotten])
             db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?)", points)
             rows = [(each.number, each.to_json()) for each in decisions]
             db.executemany("INSERT OR REPLACE INTO decisions VALUES (?, ?)", rows)
@@ -359,6 +370,8 @@ class Unsaved:
     points: Sequence[tuple[float, str]]
     decisions: Sequence[Decision]
     """The decisions of the tuner that are new or have changed."""
+    heard: Sequence[HeardRecord]
+    """Which of their events nodes have sent, of nodes that have sent some."""
 
 
 class UnsavedChanges:
@@ -383,6 +396,7 @@ class UnsavedChanges:
         self._tuning = tuning
         self._saved_until = saved_until  # of the history
         self._changed_nodes: set[str] = set()
+        self._heard_nodes: set[str] = set()
         self._forgotten: list[str] = []
         self._whole: set[Literal["membership", "job", "pairs"]] = set()
 
@@ -390,9 +404,14 @@ class UnsavedChanges:
         """Note that a node has changed."""
         self._changed_nodes.add(node_id)
 
+    def note_heard(self, node_id: str) -> None:
+        """Note that a node has sent events, or has dropped some."""
+        self._heard_nodes.add(node_id)
+
     def note_forgotten(self, node_id: str) -> None:
         """Note that a node is gone for good."""
         self._changed_nodes.discard(node_id)
+        self._heard_nodes.discard(node_id)
         self._forgotten.append(node_id)
 
     def note(self, what: Literal["membership", "job", "pairs"]) -> None:
@@ -403,6 +422,8 @@ class UnsavedChanges:
         """The changes that are to be stored, each given once; ``job`` is the present name of the job."""
         nodes = [self._record(node) for each in self._changed_nodes if (node := self._nodes.get(each)) is not None]
         self._changed_nodes.clear()
+        heard = [_heard_of(node) for each in self._heard_nodes if (node := self._nodes.get(each)) is not None]
+        self._heard_nodes.clear()
         forgotten = [each for each in self._forgotten if self._nodes.get(each) is None]  # others have come back since
         self._forgotten.clear()
         whole, self._whole = self._whole, set()
@@ -419,6 +440,7 @@ class UnsavedChanges:
             pairs=self._machines.pairs if "pairs" in whole else None,
             points=points,
             decisions=self._tuning.take_unsaved(),
+            heard=heard,
         )
 
     def give_back(self, unsaved: Unsaved) -> None:
@@ -427,6 +449,7 @@ class UnsavedChanges:
         self._tuning.give_back(unsaved.decisions)
         self._forgotten += unsaved.forgotten
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)
+        self._heard_nodes.update(each.node_id for each in unsaved.heard)
         if unsaved.membership is not None:
             self._whole.add("membership")
         if unsaved.job is not None:
@@ -448,3 +471,9 @@ class UnsavedChanges:
             hardware=self._machines.hardware(node.node_id),
             agent_id=node.agent_id,
         )
+
+
+def _heard_of(node: Node) -> HeardRecord:
+    return HeardRecord(
+        node_id=node.node_id, incarnation=node.incarnation, num_heard=node.num_heard, num_dropped=node.num_dropped
+    )

@@ -311,9 +311,10 @@ _PROBE_BEAT_SECONDS = 0.5
 _MOST_NODES = 32
 """The most nodes of a job whose nodes are asked for more frequent beats while the tuner probes."""
 _LEAST_SECONDS = 20.0
-"""For how long all nodes must have held a version that no rank trains under before it counts as refused;"""
+"""How long ago all nodes must have been first seen to hold a version that no rank trains under, before it counts as
+refused;"""
 _LEAST_WINDOWS = 4
-"""... and how many windows each rank must have reported meanwhile."""
+"""... and how many windows ranks must have reported since then, on average over the ranks that are looked at."""
 _SILENT = "the tuner does not know yet what it may change in this job: rank 0 reports that after its first steps"
 _OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
 

@@ -156,6 +156,17 @@ def test_each_refusal_becomes_its_error_with_the_words_of_the_master(
         assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
 
 
+def test_a_message_that_is_too_large_is_refused_and_not_to_be_sent_again() -> None:
+    with ScriptedMaster() as master, MasterClient(master.place) as client:
+        with pytest.raises(MasterRefused, match=r"has 52428\d\d bytes; allowed: 4194304") as refused:
+            client.report_pairs("x" * (5 << 20))
+        assert refused.value.about == "words" and not master.called["ReportPairs"]
+        master.answers["GetStatus"] = lambda request: pb.JobStatus(job="x" * (65 << 20))
+        with pytest.raises(MasterError, match=r"the answer of the master at .* is too large") as raised:
+            client.status()
+        assert type(raised.value) is MasterError
+
+
 def test_nobody_at_the_address_is_said_with_the_cause() -> None:
     place = MasterPlace(address=Address(host="127.0.0.1", port=free_port()))
     with (

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.doctor.report import PairReport
+from elastic_ext.master.address import MOST_MESSAGE_BYTES
 from elastic_ext.master.cluster import MachineComparison, PairFindings, compare_machines, pair_findings
 from elastic_ext.master.machines import NodeFacts, facts_of, measured_in, why_refused
 from elastic_ext.profile.stragglers import Straggler
@@ -62,6 +63,18 @@ FOUR_RACKS = [number % 4 for number in range(16)]
 
 
 # --- where they are -------------------------------------------------------------------------------------------------
+
+
+def test_a_report_to_a_master_is_short_and_tells_it_the_same() -> None:
+    report = pair_report([number % 7 for number in range(40)], noise=0.1, slow_nodes={3: 1.8})
+    silent = dataclasses.replace(report.nodes[5], is_silent=True, hardware=None)
+    report = dataclasses.replace(report, nodes=(*report.nodes[:5], silent, *report.nodes[6:]), trouble="one is silent")
+    assert measured_in(report.to_short_json()) == measured_in(report.to_json())
+
+
+def test_a_report_of_all_nodes_that_a_master_compares_fits_into_one_message() -> None:
+    report = pair_report([number // 32 for number in range(2048)], noise=0.1)
+    assert len(report.to_json()) > MOST_MESSAGE_BYTES > len(report.to_short_json()) + 1024
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
@@ -141,7 +154,7 @@ def test_groups_are_told_what_to_do_with() -> None:
     (found,) = _cluster(TWO_RACKS).recommendations
     assert found.startswith("keep ranks that exchange most")
     assert "2 groups by latency: 20 us and 2.79 GiB/s within them, 60 us and 954 MiB/s between them" in found
-    assert "each has 4 nodes, the first of them host-000, host-001, host-002, host-003" in found
+    assert "each group has 4 nodes, the first one host-000, host-001, host-002, host-003" in found
 
 
 # --- what is slow ---------------------------------------------------------------------------------------------------

@@ -63,6 +63,37 @@ def test_of_nodes_that_tell_no_more_nothing_is_said() -> None:
     assert not collector.progress(BEGIN - 46).HasField("step"), "nor of what lies ahead of a clock that was set back"
 
 
+def test_a_node_that_has_left_does_not_count_any_more_until_it_reports_again() -> None:
+    collector = Collector(fresh_seconds=45)
+    staying, leaving = (made_worker(rank, end=BEGIN) for rank in (0, 1))
+    staying.step, staying.config_version, leaving.step, leaving.config_version = 100, 3, 200, 2
+    staying.state = leaving.state = "running"
+    collector.take(BEGIN, "staying", [staying])
+    collector.take(BEGIN, "leaving", [leaving])
+    assert (collector.progress(BEGIN + 1).step, collector.versions_in_force(BEGIN + 1)) == (200, [2, 3])
+    collector.note_gone("leaving")
+    assert (collector.progress(BEGIN + 1).step, collector.versions_in_force(BEGIN + 1)) == (100, [3])
+    for second in range(0, 30, 5):
+        collector.tick(BEGIN + 1 + second)
+    assert {(each.num_nodes, each.num_workers) for each in collector.history().points} == {(1, 1)}
+    collector.take(BEGIN + 31, "leaving", [leaving])
+    assert collector.progress(BEGIN + 31).step == 200
+
+
+def test_a_straggler_whose_node_has_left_is_named_no_more_after_the_next_round() -> None:
+    collector, second = Collector(fresh_seconds=1000), 0
+    while not collector.stragglers:
+        _beat(collector, BEGIN + second, num_nodes=4, slow=5)
+        collector.tick(BEGIN + second)
+        second += 5
+        assert second < 300
+    (node,) = {each.host.replace("host", "node") for each in collector.stragglers}
+    collector.note_gone(node)
+    for later in range(second, second + 15, 5):
+        collector.tick(BEGIN + later)
+    assert collector.stragglers == ()
+
+
 def test_nothing_is_known_of_a_job_that_has_told_nothing() -> None:
     collector = Collector()
     assert collector.progress(BEGIN) == master_pb2.Progress()

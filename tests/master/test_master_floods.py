@@ -310,8 +310,8 @@ def test_a_message_that_is_none_or_too_large_is_refused_with_what_is_allowed() -
     code = grpc.StatusCode
     assert asyncio.run(come()) == [
         (code.INVALID_ARGUMENT, "Beat was called without a message"),
-        (code.RESOURCE_EXHAUSTED, "the message of Watch has 20000 bytes; allowed: 16384"),
-        (code.RESOURCE_EXHAUSTED, "the message of Beat has 300 bytes; allowed: 256"),
+        (code.INVALID_ARGUMENT, "the message of Watch has 20000 bytes; allowed: 16384"),
+        (code.INVALID_ARGUMENT, "the message of Beat has 300 bytes; allowed: 256"),
         (code.UNIMPLEMENTED, "this master has no such method"),
     ]
     assert found.given == []

@@ -168,7 +168,7 @@ def test_messages_that_are_too_large_are_refused(master: MasterProcess) -> None:
     config = '{"version": 5, "user": {"x": "' + "y" * (2 << 20) + '"}}'
     huge = wire.BeatRequest(node_id="a", incarnation=1, held=wire.ConfigHeld(version=5, digest="x", text=config))
     code, words = caller.refusal("Beat", huge)
-    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "allowed: 1310720" in words
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "allowed: 1310720" in words
     assert caller.status().config.version == 0
     assert_it_goes_on(master)
 
@@ -191,7 +191,7 @@ def test_a_message_of_a_million_empty_parts_is_not_read(master: MasterProcess, t
     beat = master.channel().unary_unary("/elastic_ext.v1.Master/Beat")
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     calls = [beat.future(NOTHING_A_MILLION_TIMES, metadata=metadata, timeout=60) for _ in range(4)]
-    refused = grpc.StatusCode.RESOURCE_EXHAUSTED if token == TOKEN else grpc.StatusCode.UNAUTHENTICATED
+    refused = grpc.StatusCode.INVALID_ARGUMENT if token == TOKEN else grpc.StatusCode.UNAUTHENTICATED
     assert {each.code() for each in calls} == {refused}
     assert most_memory_of(master) - before < MOST_GROWN
     assert_it_goes_on(master)

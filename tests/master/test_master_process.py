@@ -21,7 +21,7 @@ import pytest
 
 from elastic_ext.master.credentials import make_token
 from elastic_ext.master.wire import master_pb2 as wire
-from tests.support.masters import ROOT, TOKEN, MasterProcess, join_request, master_in_process, until
+from tests.support.masters import ROOT, TOKEN, Caller, MasterProcess, join_request, master_in_process, until
 
 
 @pytest.fixture
@@ -148,6 +148,28 @@ def test_it_ends_in_order_at_a_signal_and_frees_its_folder_and_port(master: Mast
         assert master.process.wait(10) == 0
         master.start()
     assert until(lambda: stream.end)
+
+
+def test_events_in_a_beat_that_is_answered_while_the_master_ends_are_kept(master: MasterProcess) -> None:
+    channel = master.channel()
+    caller, may_send = Caller(channel, TOKEN), threading.Event()
+    caller.join()
+    request = wire.BeatRequest(node_id="a", incarnation=1, events=[wire.JobEvent(kind="note", text="the last word")])
+
+    def messages() -> Iterator[bytes]:
+        may_send.wait(20)
+        yield request.SerializeToString()
+
+    beat = channel.stream_unary("/elastic_ext.v1.Master/Beat")
+    call = beat.future(messages(), metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=20)
+    caller.status()  # on the same connection, so that the call has begun there
+    assert master.process is not None
+    master.process.send_signal(signal.SIGTERM)
+    until(lambda: "the master ends" in texts_of_events(master))
+    may_send.set()
+    wire.BeatReply.FromString(call.result(20))
+    assert master.process.wait(20) == 0
+    assert "the last word" in texts_of_events(master)
 
 
 def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
@@ -279,3 +301,9 @@ def test_it_loads_neither_torch_nor_numpy(master: MasterProcess) -> None:
 def rows_of(master: MasterProcess, table: str) -> int:
     with sqlite3.connect(master.folder / "state" / "master.db") as found:
         return int(found.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def texts_of_events(master: MasterProcess) -> set[str]:
+    """The texts of all events in its store."""
+    with sqlite3.connect(master.folder / "state" / "master.db") as found:
+        return {json.loads(record)["text"] for (record,) in found.execute("SELECT record FROM events")}

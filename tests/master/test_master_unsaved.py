@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from elastic_ext.master.events import HeardRecord
 from elastic_ext.master.job import Job, JobSettings, Now
 from elastic_ext.master.store import JobStore, Stored, Unsaved
 from elastic_ext.master.wire import master_pb2 as wire
@@ -57,6 +58,69 @@ def test_a_node_that_was_forgotten_and_has_come_back_is_stored(tmp_path: Path) -
     store.close()
 
 
+def test_an_older_membership_of_the_same_start_is_no_news_to_a_master_that_was_started_again(tmp_path: Path) -> None:
+    def told(found: Job, version: int, *nodes: str) -> int:
+        shares = [wire.NodeShare(node_id=each, first_rank=place, num_workers=1) for place, each in enumerate(nodes)]
+        membership = wire.Membership(version=version, nodes=shares)
+        found.beat(at(2.0), wire.BeatRequest(node_id="a", incarnation=1, membership=membership))
+        assert found.membership_plans.newest is not None
+        return found.membership_plans.newest.version
+
+    store = JobStore(tmp_path)
+    found = job(store.read())
+    found.join(at(1.0), join_request("a"))
+    assert (told(found, 1, "a-1", "b-1"), told(found, 2, "a-1")) == (1, 2)
+    kept(store, found.take_unsaved())
+    again = job(store.read())
+    assert told(again, 1, "a-1", "b-1") == 2, "another agent has not heard of the newer plan yet"
+    assert told(again, 3, "a-1", "b-1") == 3
+    assert told(again, 1, "a-2") == 4, "the job was started again"
+    store.close()
+
+
+def test_a_beat_that_comes_again_after_the_master_was_started_again_is_heard_once(tmp_path: Path) -> None:
+    def heard(found: Job, *texts: str, first: int = 1, incarnation: int = 1, num_dropped: int = 0) -> list[str]:
+        request = wire.BeatRequest(
+            node_id="a", incarnation=incarnation, first_event=first, num_events_dropped=num_dropped
+        )
+        request.events.extend(wire.JobEvent(kind="note", text=each) for each in texts)
+        found.beat(at(2.0), request)
+        return [
+            each.text.removeprefix("node a dropped ")[:7]
+            for each in found.event_log.after(0)
+            if each.kind in ("note", "events-dropped")
+        ]
+
+    store = JobStore(tmp_path)
+    found = job(store.read())
+    found.join(at(1.0), join_request("a"))
+    kept(store, found.take_unsaved())
+    assert heard(found, "one", "two", num_dropped=7) == ["one", "two", "7 event"]
+    found.give_back(found.take_unsaved())  # the disk is full
+    kept(store, found.take_unsaved())
+    again = job(store.read())
+    assert heard(again, "one", "two", "three", num_dropped=7) == ["one", "two", "7 event", "three"]
+    again.join(at(3.0), join_request("a"))
+    kept(store, again.take_unsaved())
+    third = job(store.read())
+    assert heard(third, "three", "four", first=3)[3:] == ["three", "four"]
+    third.join(at(4.0), join_request("a", 2))
+    kept(store, third.take_unsaved())
+    fourth = job(store.read())
+    assert heard(fourth, "anew", incarnation=2)[5:] == ["anew"], "another agent counts its events from 1 again"
+    store.close()
+
+
+def test_what_was_heard_of_a_node_is_forgotten_with_it(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    record = HeardRecord(node_id="a", incarnation=1, num_heard=5, num_dropped=0)
+    store.keep(heard=[record])
+    assert store.read().heard == (record,)
+    store.keep(forgotten=["a"])
+    assert store.read().heard == ()
+    store.close()
+
+
 def test_points_are_stored_also_once_the_clock_was_set_back() -> None:
     found = job()
     found.join(at(0.0), join_request("a"))
@@ -80,4 +144,5 @@ def kept(store: JobStore, unsaved: Unsaved) -> None:
         points=unsaved.points,
         job=unsaved.job,
         pairs=unsaved.pairs,
+        heard=unsaved.heard,
     )

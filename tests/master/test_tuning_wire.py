@@ -222,6 +222,22 @@ def test_times_that_cannot_be_are_trouble_at_once(absurd: float) -> None:
     assert seen is not None and seen.trouble.startswith("rank 1 reported impossible values of steps")
 
 
+def test_times_of_all_ranks_that_cannot_be_are_trouble_once() -> None:
+    broken = reported(0)
+    broken.windows[0].seconds["forward"] = math.nan
+    seeing = begun(world_size=1)
+    for second in (0, 10, 20):
+        seeing.take(NOW + second, [broken])
+        seen = seeing.take_measurement(NOW + second)
+        assert (seen is not None) == (second == 0)
+        if seen is not None:
+            assert seen.trouble.startswith("rank 0 reported impossible values of steps")
+            assert (seen.num_steps, seen.num_ranks, seen.num_asked, seen.world_size) == (0, 0, 1, 1)
+    seeing.take(NOW + 30, [reported(0, world_size=1)])
+    seen = seeing.take_measurement(NOW + 30)
+    assert seen is not None and not seen.trouble
+
+
 def test_ranks_that_tell_of_steps_that_cannot_be_the_same_are_trouble() -> None:
     lies = {phase: seconds / 100 for phase, seconds in STEP.items()}
     seen = told_by(reported(0), reported(1, step=lies))

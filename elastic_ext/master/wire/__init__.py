@@ -1,7 +1,8 @@
 """The gRPC messages between agents, people and the master: master.proto, the stubs made from it, and conversions.
 
-The stubs are made by `make stubs` with the oldest compiler whose code the oldest supported protobuf loads; newer ones
-load it too. Functions turn messages into plain values and records, and back.
+The stubs are made by `make stubs` with a compiler as old as the oldest supported protobuf: older protobufs do not load
+the code of newer compilers, and newer ones load that of older compilers. Functions turn messages into plain values and
+records, and back.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class MasterServicer(object):
     """
 
     def Join(self, request, context):
-        """An agent begins, or begins again: after a restart of the master, or after it was taken for lost.
+        """An agent begins. It has to begin again where a call is answered with NOT_FOUND: this master does not know the node,
+        or it has left. It may do so at any other time too, as with each new connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,7 +103,8 @@ class MasterServicer(object):
 
     def Watch(self, request, context):
         """Gives configs as they come, the newest at once if the node lacks it. A node has one such stream: a newer one ends
-        the older. A stream also ends where no Beat says within acknowledge_seconds that the node's file has what was sent.
+        the older. A stream also ends where no Beat says within acknowledge_seconds that the node's file has the config
+        that was sent last; a newer one begins that time anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
