@@ -175,7 +175,8 @@ def present_windows(windows: WindowsByRank, *, seconds: float, since: float = 0.
 
     They are those that ended less than ``seconds`` before the newest window did, or a rank's last one where none has.
     Windows without steps are left out. ``since`` is when the processes were started, where that is known; what their
-    files say of it counts besides. The config is the newest that all of them have told of.
+    files say of it counts besides. The config is the newest that all of them have told of; where there is none, that of
+    the newest window, and ranks that have not told of it are left out.
     """
     began = max([since, *(each.end for row in windows.values() for each in row if _is_startup(each))])
     rows = {rank: [each for each in row if each.num_steps > 0 and each.end > began] for rank, row in windows.items()}

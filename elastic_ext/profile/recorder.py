@@ -38,7 +38,10 @@ _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
 class Recorder(Heartbeat):
-    """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on all calls to the heartbeat."""
+    """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on its calls to the heartbeat.
+
+    ``communicating`` alone is not handed on: heartbeats that an agent reads do not tell of it.
+    """
 
     wants_micro_steps = True
 

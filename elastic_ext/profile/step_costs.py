@@ -195,7 +195,10 @@ _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts
 
 
 class _Own(profile):
-    """A profiler that this file began, and that may not have been collected yet after its end."""
+    """A profiler that ``quiet_profile`` has made, which ``is_profiling`` thereby knows from those of others.
+
+    It may be found among the objects of the process after its end, until it is garbage-collected.
+    """
 
 
 class Trace:
@@ -271,7 +274,10 @@ def trace_of(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTr
 
 
 def is_profiling() -> bool:
-    """Whether somebody else uses torch's profiler or is about to; they are not to be disturbed."""
+    """Whether torch's profiler is on, or somebody else has one that they may start; they are not to be disturbed.
+
+    One that is of no use any more counts as long as it is not garbage-collected.
+    """
     is_on = getattr(torch.autograd, "_profiler_enabled", None)
     return (is_on is not None and is_on()) or any(
         issubclass(type(each), profile) and type(each) is not _Own for each in gc.get_objects()

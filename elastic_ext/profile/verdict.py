@@ -164,7 +164,7 @@ def compare_ranks(views: Sequence[RankView]) -> RanksCompared:
 
 
 def causes(job: RanksCompared) -> list[Cause]:
-    """All causes but what computing is bound by, the largest first."""
+    """The causes that ``LIMITS`` has a limit for, whether they exceed it or not, the largest first."""
     order = list(LIMITS)
     return sorted(_all_causes(job), key=lambda cause: (-cause.share, order.index(cause.kind)))
 

@@ -233,7 +233,7 @@ class Analyzer:
         micro_batch = self._training.micro_batch
         found = batch_dim((arguments, dict(options)), micro_batch)
         if found is None:
-            self._refuse("the model is given no tensor whose first dimension could be samples")
+            self._refuse("the model is given no tensor, or its first one is not dense or has no dimension of samples")
             return
         dim, num_rows = found
         num_samples = min(num_rows, micro_batch or num_rows)
@@ -319,7 +319,10 @@ class Analyzer:
     # ---- what is known ----
 
     def facts(self) -> MemoryFacts | None:
-        """What is known of the model's memory now, without waiting; None where nothing is."""
+        """What is known of the model's memory now, without waiting.
+
+        None where nothing is, and where what was worked out is to be compared with a micro-step that can be measured.
+        """
         answers = () if self._client is None else self._client.answers
         problems = [each.problem for each in answers if each.problem is not None]
         worked_out = tuple(each.passes for each in answers if each.passes is not None)
@@ -344,7 +347,7 @@ class Analyzer:
         kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
         return MemoryFacts(
             source="measured" if why_not else "fake",
-            why_measured=why_not or problem,
+            why_measured=why_not or problem,  # with the source ``fake``, why some sizes were not worked out
             parameter_bytes=sizes.parameter_bytes,
             gradient_bytes=sizes.gradient_bytes,
             optimizer_bytes=sizes.optimizer_bytes,

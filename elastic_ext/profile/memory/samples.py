@@ -52,7 +52,11 @@ class AllocationObserver(Protocol):
 
 
 class MemorySample:
-    """Measures the memory of one micro-step: ``begin``, ``see`` each phase, ``end``; all on the training thread."""
+    """Measures the memory of one micro-step: ``begin``, ``see`` each phase, ``end``.
+
+    ``see`` is called on the thread that begins the phase, as one that runs backward passes; the others on the training
+    thread.
+    """
 
     def __init__(self, observer: AllocationObserver, parameters: Iterable[torch.Tensor]) -> None:
         self._observer = observer
