@@ -288,7 +288,7 @@ def hosts_of(ranks: Sequence[int], job: RanksCompared) -> tuple[str, ...]:
 
 
 def _straggler_words(cause: Cause, job: RanksCompared) -> str:
-    slow = max(job.ranks, key=lambda each: each.local_seconds)
+    slow = max((each for each in job.ranks if each.rank in cause.ranks), key=lambda each: each.local_seconds)
     usually = job.usual_local_seconds
     phase, beyond = _where(slow, job)
     excess = max(slow.local_seconds - usually, 1e-12)
