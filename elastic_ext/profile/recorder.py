@@ -146,7 +146,9 @@ class Recorder(Heartbeat):
             self._timeline.enter(self._phase_of(activity))
 
     def communicating(self) -> AbstractContextManager[None]:
-        return self.spending(Phase.COMMUNICATION)
+        # All of an unmeasured micro-step is Phase.STEP, which is divided later as measured ones are. Communication that
+        # was told apart would be counted twice.
+        return contextlib.nullcontext() if self._num_unmeasured_left else self.spending(Phase.COMMUNICATION)
 
     def pass_step(self, step: int) -> None:
         self._heartbeat.pass_step(step)
