@@ -210,7 +210,8 @@ class Analyzer:
         self._measurement_key: tuple[int, float] = (0, 0.0)  # samples of the micro-step measured, recomputed share
         self._is_first = False  # whether the micro-step that is measured is the first of its step
         self._measured: dict[tuple[int, float], Peaks] = {}
-        # By the largest micro-batch and the share of blocks computed again: a step's first micro-batch may be smaller.
+        # Of first micro-steps, by the largest micro-batch and the share of blocks computed again: a step's first
+        # micro-batch may be smaller.
         self._tried: set[tuple[int, float]] = set()
         self._update_bytes: int | None = None
         self._besides_bytes = 0
@@ -274,7 +275,8 @@ class Analyzer:
         if not (self._is_of_use and training.is_whole and training.may_sample and self._readiness.can_sample()):
             return
         self._num_measurements += 1
-        self._tried.add(key)
+        if self._is_first:
+            self._tried.add(key)
         self._measurement_key = 0, key[1]  # until the model is given some
         sample = sample_on(self._device, self._model.parameters())
         try:
@@ -380,8 +382,10 @@ class Analyzer:
 
     @property
     def _may_be_measured(self) -> bool:
+        """Whether the first sample is still to come. One that could not be kept is not waited for again."""
+        is_to_come = not self._tried or self._measurement is not None
         is_possible = self._training.is_whole and not self._readiness.is_refused
-        return is_possible and self._num_measurements < _MOST_MEASUREMENTS
+        return is_to_come and is_possible and self._num_measurements < _MOST_MEASUREMENTS
 
     def _refuse(self, why: str) -> None:
         self._why_not = self._why_not or why
