@@ -347,8 +347,8 @@ def _waiting_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[
 def _steady_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
     """Seconds that a rank is busy with by itself, by the lower quartile of steps; phases in bursts count as means.
 
-    The window's ``computing_seconds`` are the quartile of transfer, passes and optimizer together; these phases of
-    ``whole`` are scaled by that quartile over what ``step`` has of them.
+    Computing is transfer, passes and optimizer together, of which the window's ``computing_seconds`` are the quartile.
+    What ``whole`` has of computing is scaled by the quartile over what ``step`` has of it, and never up.
     """
     usual, in_all = (sum(each.get(phase, 0.0) for phase in (Phase.TRANSFER, *COMPUTING)) for each in (step, whole))
     local = sum(seconds for phase, seconds in whole.items() if phase not in WAITING)
@@ -363,7 +363,7 @@ def _is_possible(trace: StepTrace) -> bool:
 
 
 def _seconds_of(traced: float, step: Mapping[Phase, float], trace: StepTrace) -> float:
-    """Seconds of a step that take the same share of it as ``traced`` took of the traced step."""
+    """Seconds that take the same share of a step's ``WITHIN_MICRO_STEPS`` as ``traced`` took of the traced step."""
     return min(traced / trace.step_seconds, 1.0) * sum(step.get(phase, 0.0) for phase in WITHIN_MICRO_STEPS)
 
 

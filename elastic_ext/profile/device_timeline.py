@@ -180,7 +180,10 @@ class DeviceTimeline(Timeline):
         self._host = step.host[:NUM_PHASES]
 
     def _told(self, host: Spent) -> Spent:
-        """The time spent by phase, where it is ``host`` by the host's clock."""
+        """The time spent by phase as this timeline counts it, where by the host's clock it is ``host``.
+
+        Wall time is the device's, as far as events are read, or the host's and ``_added``; CPU time is the host's.
+        """
         if not self._is_by_host:
             return [*self._device, *host[NUM_PHASES:]]
         return [*map(add, host, self._added), *host[NUM_PHASES:]]

@@ -256,18 +256,19 @@ def _goes_on(before: StepWindow, window: StepWindow) -> bool:
 # from the first start on any rank to the last moment on any. *Goodput* is the share of useful entries in it.
 #
 # Exposed communication is useful here: steps of several ranks cannot be without it. It is an entry of its own, so that
-# whoever thinks otherwise can take it off. Unmeasured steps are divided as the measured ones before them were.
+# whoever thinks otherwise can take it off. Unmeasured steps are divided as their window's typical step is, or that of
+# the last window before it that has one.
 
 
 class TimeUse(Enum):
-    """What the time of a training went into: an entry of the ledger; the names stand in JSON."""
+    """What the time of a training went into: an entry of the ledger; the values stand in JSON."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     TRANSFER = "transfer"
     STEP = "step"
-    """Steps of a process in which no step was measured."""
+    """Unmeasured steps before the first window of their process that has a typical step."""
     COMMUNICATION = "communication"
     OTHER = "other"
     DATA = "data"
@@ -306,7 +307,7 @@ _STEP = Phase.STEP.label
 _LOST_WITH_STEP = frozenset(TimeUse(phase.label) for phase in IN_STEPS)
 """The entries whose time is lost with a step, where training goes on from one before it."""
 _DIVIDING_STEP = tuple(phase.label for phase in (*WITHIN_MICRO_STEPS, Phase.OTHER))
-"""The phases that the time of unmeasured steps is divided into, as it was in measured ones."""
+"""The phases that the time of unmeasured steps is divided into, as a typical step is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

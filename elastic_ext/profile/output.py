@@ -36,7 +36,11 @@ class Sink(Protocol):
     """
 
     def write(self, profile: StepProfile) -> None:
-        """Write the profile of some steps that have ended, over a second or more."""
+        """Write the profile of a window that has ended: of the steps of a second or more, as a rule.
+
+        A window is shorter where a change or the end of training ends it. ``num_steps`` is 0 where no step has ended in
+        it and numbers were logged.
+        """
 
     def close(self) -> None:
         """Finish writing: no profile comes any more."""
@@ -193,9 +197,10 @@ class ProfileOutput:
             self._keep(window)
 
     def with_profile(self, measures: Measures) -> Measures:
-        """The measures of a rank with facts of the training, and with where the time went in the last window.
+        """The measures of a rank with facts of the training, and where the time went in the last window that has steps.
 
-        Tokens per second are the tokens of a sample in that window at the samples per second of ``measures``.
+        Tokens per second are the tokens of a sample in that window at the samples per second of ``measures``; the
+        window's own where either has no samples per second.
         """
         known = self._facts()
         measures = replace(measures, **asdict(known))

@@ -30,8 +30,8 @@ __all__ = [
 # --- the phases that a rank's time is divided into -------------------------------------------------------------------
 # Every moment is of one phase, so that what a rank spent in all of them adds up to the time that has passed.
 #
-# In a *measured* step hooks tell where each phase begins. In others nothing is told of what goes on within micro-steps,
-# which is all of ``Phase.STEP``. How many steps are measured is decided in probe.py.
+# In a *measured* step hooks tell where each phase begins. Of others the trainer tells when it agrees, saves or changes
+# a config; all else within their micro-steps is ``Phase.STEP``. How many steps are measured is decided in probe.py.
 
 LEAST_SECONDS = 1e-9
 """The shortest time that counts as time; shorter ones are taken for nothing."""
@@ -41,9 +41,10 @@ class Phase(IntEnum):
     """A kind of thing that a rank spends time on; the names of phases stand in files."""
 
     DATA = 0
-    """Waiting for a batch."""
+    """Waiting for a batch. Of a loader that is no ``TimedSource``, all time between two micro-steps counts, but for
+    calls of the model in measured steps."""
     TRANSFER = 1
-    """Copying a batch from the host's memory to the accelerator's."""
+    """Copying a batch to the accelerator: there, all of a measured micro-step up to its first forward pass."""
     FORWARD = 2
     """The model's forward pass, and the loss."""
     BACKWARD = 3
@@ -90,7 +91,8 @@ WITHIN_MICRO_STEPS = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
 """The phases that share ``Phase.STEP``, the time within unmeasured micro-steps, as they share it in measured ones.
 
 ``Phase.OTHER`` is within micro-steps too, and between them, where it is counted of unmeasured steps as well. It gets no
-share here, lest a loop be blamed for what nobody has seen. In the ledger, where all of this is useful, it gets one.
+share here, lest a loop be blamed for what nobody has seen. In the ledger it gets one: there nobody is blamed, since all
+of these phases count as useful time.
 """
 
 

@@ -27,9 +27,11 @@ __all__ = ["PassWatcher", "Probe", "ProbePace"]
 # The loop stays as it is. What is seen on the processor's clock is where the training thread waits and works; on an
 # accelerator that lags behind, device_timeline.py records the same moments there.
 #
-# Hooks are on the model while steps are measured, and off while none are. Where a compiler has made a graph of anything
-# they stay on, and do nothing in unmeasured steps: without them it would make its graphs anew. What it makes a graph of
-# has no part of them, and is not cut by them: a pass whose model is called within such a graph is not seen.
+# Hooks are on the model while steps are measured, and off while none are, but for two cases, in which they stay on and
+# do nothing within unmeasured micro-steps. Where the loader does not tell when it is waited for, they tell evaluations
+# between two steps from waiting. Where a compiler has made a graph of anything, it would make its graphs anew without
+# them. What it makes a graph of has no part of them, and is not cut by them: a pass whose model is called within such a
+# graph is not seen.
 
 _DEPTH = 3  # of containers in which tensors are looked for
 _MOST_TENSORS = 16  # of an output
@@ -45,7 +47,7 @@ class PassWatcher(Protocol):
         """Take in that a forward pass begins, with these arguments."""
 
     def see_outputs(self, outputs: Any) -> None:
-        """Take in that a forward pass has ended, with these outputs."""
+        """Take in that a forward pass has ended, with these outputs, of which some require a gradient."""
 
     def see_end_of_pass(self) -> None:
         """Take in that a backward pass from the outputs has ended."""
@@ -273,7 +275,7 @@ class Probe:
             num_rows = value.size(0) if num_dims > 0 else 0
         except (RuntimeError, TypeError):  # a kind of tensor that tells no size
             return
-        if type(size) is not int or type(num_rows) is not int:  # one that stands for others, while a graph is made
+        if type(size) is not int or type(num_rows) is not int:  # a symbolic size, while a compiler traces
             return
         self.num_bytes += size * value.element_size()
         if is_first:

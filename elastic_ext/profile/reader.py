@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from elastic_ext.records.files import open_regular, read_at_most
 from elastic_ext.records.measures import Measures
@@ -41,7 +41,7 @@ __all__ = [
 
 _PROFILE = re.compile(r"profile-(\d{1,9})\.jsonl")
 _LINE_BYTES = 1536  # of a line with all phases, about
-_MOST_BYTES = 1 << 18
+_MOST_BYTES = 1 << 18  # of the end of a file
 _MOST_RECORD_BYTES = 1 << 16
 _LEAST_STEPS = 3  # of a round
 _MOST = 1e18  # of anything that is counted or timed
@@ -78,16 +78,27 @@ def profile_file(folder: Path, seat: int) -> Path:
 
 def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
     """The last windows of one profile file, at most so many; none where it cannot be read."""
-    size = min(num_windows * _LINE_BYTES, _MOST_BYTES)
     try:
         with open_regular(path) as file:
-            begin = max(file.seek(0, os.SEEK_END) - size, 0)
-            file.seek(begin)
-            lines = file.read(size).split(b"\n")[:-1]  # what has no end yet is still being written
+            lines = _last_lines(file, num_windows)
     except OSError:
         return ()
-    found = (_window_in(line) for line in (lines[1:] if begin else lines)[-num_windows:])
+    found = (_window_in(line) for line in lines)
     return tuple(each for each in found if each is not None)
+
+
+def _last_lines(file: IO[bytes], number: int) -> list[bytes]:
+    """The last whole lines of a file, at most so many, and no more than ``_MOST_BYTES`` hold."""
+    end, size = file.seek(0, os.SEEK_END), number * _LINE_BYTES
+    while True:
+        size = min(size, end, _MOST_BYTES)
+        file.seek(end - size)
+        lines = file.read(size).split(b"\n")[:-1]  # what has no end yet is still being written
+        if size < end:
+            lines = lines[1:]  # of the first one the beginning is missing
+        if len(lines) >= number or size in (end, _MOST_BYTES):
+            return lines[-number:]
+        size *= 2  # lines are longer than most, as with many logged numbers
 
 
 def tails_of(folder: Path, seats: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
@@ -175,7 +186,8 @@ def present_windows(windows: WindowsByRank, *, seconds: float, since: float = 0.
 
     They are those that ended less than ``seconds`` before the newest window did, or a rank's last one where none has.
     Windows without steps are left out. ``since`` is when the processes were started, where that is known; what their
-    files say of it counts besides. The config is the newest that all of them have told of.
+    files say of it counts besides. The config is the newest that all of them have told of; where there is none, that of
+    the newest window, and ranks that have not told of it are left out.
     """
     began = max([since, *(each.end for row in windows.values() for each in row if _is_startup(each))])
     rows = {rank: [each for each in row if each.num_steps > 0 and each.end > began] for rank, row in windows.items()}

@@ -38,7 +38,10 @@ _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
 class Recorder(Heartbeat):
-    """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on all calls to the heartbeat."""
+    """Makes a rank's profile: takes the place of the rank's heartbeat, and hands on its calls to the heartbeat.
+
+    ``communicating`` alone is not handed on: heartbeats that an agent reads do not tell of it.
+    """
 
     wants_micro_steps = True
 
@@ -143,7 +146,9 @@ class Recorder(Heartbeat):
             self._timeline.enter(self._phase_of(activity))
 
     def communicating(self) -> AbstractContextManager[None]:
-        return self.spending(Phase.COMMUNICATION)
+        # All of an unmeasured micro-step is Phase.STEP, which is divided later as measured ones are. Communication that
+        # was told apart would be counted twice.
+        return contextlib.nullcontext() if self._num_unmeasured_left else self.spending(Phase.COMMUNICATION)
 
     def pass_step(self, step: int) -> None:
         self._heartbeat.pass_step(step)

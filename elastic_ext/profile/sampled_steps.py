@@ -68,7 +68,8 @@ class Surveyor:
         self._census: Census | None = None
         self._trace: Trace | None = None
         self._trace_at = 0.0  # when the next trace is due, by ``time.monotonic``
-        self._has_census = self._is_counting = False
+        self._has_census = False  # whether a census was begun, or could not be taken
+        self._is_counting = False  # whether the census counts now, within a micro-step
         self._num_micro_steps = self._num_rows = 0
 
     def enter(self, micro_step: int) -> None:
@@ -121,7 +122,10 @@ class Surveyor:
             _logger.debug("the peak speed of this machine is not measured: %s", error)
 
     def _begin(self) -> None:
-        """Begin a step and choose what is measured of it; a step that is taken again is measured again."""
+        """Begin a step, and the census or a trace of it where one is due.
+
+        Where a step was rolled back that had either, the next step has it in its place.
+        """
         if self._trace is not None:  # of a step that was rolled back
             self._trace.end()
             self._trace, self._trace_at = None, 0.0

@@ -195,7 +195,10 @@ _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts
 
 
 class _Own(profile):
-    """A profiler that this file began, and that may not have been collected yet after its end."""
+    """A profiler that ``quiet_profile`` has made, which ``is_profiling`` thereby knows from those of others.
+
+    It may be found among the objects of the process after its end, until it is garbage-collected.
+    """
 
 
 class Trace:
@@ -243,13 +246,14 @@ def can_trace() -> bool:
 def trace_of(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTrace:
     """A step's trace, from the profiler's events.
 
-    Where an accelerator has both communicated and computed, its events count; else those of the processor, with all
-    that its threads communicate and what the training thread computes.
+    Where an accelerator has both communicated and computed, its events alone count; else those of the processor, with
+    all that its threads communicate and what the training thread computes. ``top`` is of an accelerator wherever it has
+    computed: the processor's operations only start what it computes.
     """
     threads = {event.start_thread_id() for event in events if event.name() == _TRAINING_THREAD}
     computing: dict[bool, list[Span]] = {False: [], True: []}
     talking: dict[bool, list[Span]] = {False: [], True: []}
-    top: Counter[str] = Counter()
+    top: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     for event in events:
         name, is_device = event.name(), "CPU" not in str(event.device_type())
         span = event.start_ns(), event.start_ns() + event.duration_ns()
@@ -257,8 +261,9 @@ def trace_of(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTr
             talking[is_device].append(span)
         elif is_device or (name.startswith(_COMPUTES) and event.start_thread_id() in threads):
             computing[is_device].append(span)
-            top[name] += event.duration_ns()
+            top[is_device][name] += event.duration_ns()
     is_device = bool(talking[True] and computing[True])
+    longest = top[True] or top[False]
     return StepTrace(
         time=time.time(),
         rank=rank,
@@ -266,12 +271,15 @@ def trace_of(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTr
         communication_seconds=length(talking[is_device]) / 1e9,
         exposed_seconds=outside(talking[is_device], computing[is_device]) / 1e9,
         computing_seconds=length(computing[is_device]) / 1e9,
-        top={name: nanoseconds / 1e9 for name, nanoseconds in top.most_common(_NUM_TOP)},
+        top={name: nanoseconds / 1e9 for name, nanoseconds in longest.most_common(_NUM_TOP)},
     )
 
 
 def is_profiling() -> bool:
-    """Whether somebody else uses torch's profiler or is about to; they are not to be disturbed."""
+    """Whether torch's profiler is on, or somebody else has one that they may start; they are not to be disturbed.
+
+    One that is of no use any more counts as long as it is not garbage-collected.
+    """
     is_on = getattr(torch.autograd, "_profiler_enabled", None)
     return (is_on is not None and is_on()) or any(
         issubclass(type(each), profile) and type(each) is not _Own for each in gc.get_objects()

@@ -77,7 +77,7 @@ class Straggler:
             past = (
                 f"; {1 / self.own_score:.2f} times as long as it took before"
                 if self.own_score * _SLOW < 1
-                else "; it always took as long"
+                else "; under this config it always took as long"
             )
         return on_one_line(
             f"rank {self.rank} on {self.host} takes {1 / self.score:.2f} times as long as is usual for its own part of "

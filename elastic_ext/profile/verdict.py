@@ -164,7 +164,7 @@ def compare_ranks(views: Sequence[RankView]) -> RanksCompared:
 
 
 def causes(job: RanksCompared) -> list[Cause]:
-    """All causes but what computing is bound by, the largest first."""
+    """The causes that ``LIMITS`` has a limit for, whether they exceed it or not, the largest first."""
     order = list(LIMITS)
     return sorted(_all_causes(job), key=lambda cause: (-cause.share, order.index(cause.kind)))
 
@@ -288,7 +288,7 @@ def hosts_of(ranks: Sequence[int], job: RanksCompared) -> tuple[str, ...]:
 
 
 def _straggler_words(cause: Cause, job: RanksCompared) -> str:
-    slow = max(job.ranks, key=lambda each: each.local_seconds)
+    slow = max((each for each in job.ranks if each.rank in cause.ranks), key=lambda each: each.local_seconds)
     usually = job.usual_local_seconds
     phase, beyond = _where(slow, job)
     excess = max(slow.local_seconds - usually, 1e-12)

@@ -59,7 +59,9 @@ class WindowAccumulator:
         memory: Callable[[], MemoryInUse],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``begin`` is the wall-clock time, in seconds since 1970, at which ``timeline`` began.
+        """``begin`` is the wall-clock time, in seconds since 1970, from which on ``timeline`` has counted time.
+
+        That is when it began, less the time that ``Timeline.add_past`` has added.
 
         ``restart`` is how often the launcher has restarted the job's processes.
         """
@@ -212,7 +214,10 @@ def _lower_quartile(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInUse:
-    """The memory that this process holds; fields are named as the metrics are, None where no CUDA is in use."""
+    """The memory that this process holds; fields are named as the metrics are.
+
+    Those of the accelerator are of tensors, None where no CUDA is in use.
+    """
 
     memory_bytes: int | None
     """Bytes of host memory; None where the system does not say, as where this process may open no more files."""

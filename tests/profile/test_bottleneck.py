@@ -383,6 +383,16 @@ def test_the_sentence_about_a_straggler_names_it_and_what_it_is_slow_in() -> Non
     )
 
 
+def test_the_sentence_about_a_straggler_has_its_own_time_and_not_that_of_a_rank_slow_in_some_steps() -> None:
+    steps = [_step(forward=60, communication=45)] * 2 + [_step(forward=100, communication=5), _step(forward=105)]
+    low = (0.060, 0.060, 0.100, 0.061)  # seconds of computing: the last rank is slow in half of its steps alone
+    views = [_with(view, computing_seconds=seconds) for view, seconds in zip(_ranks(steps), low, strict=True)]
+    found = verdict(views)
+    assert (found.kind, found.ranks, found.hosts) == ("straggler", (2,), ("node2",))
+    assert "rank 2 on node2 takes 100 ms for its own part of a step, 40 ms longer than usual" in found.text
+    assert "look at node2," in found.text
+
+
 def test_where_samples_are_not_counted_it_is_told_in_seconds() -> None:
     found = verdict([made_view(_step(communication=50, forward=50), num_samples=0)])
     assert "a step would take 50 ms instead of 100 ms" in found.text

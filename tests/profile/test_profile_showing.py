@@ -82,6 +82,15 @@ def test_the_last_windows_of_a_file_are_read_and_broken_lines_passed_over(tmp_pa
     assert tails_of(tmp_path, [3, 4], 4) == {3: (windows[-1],), 4: ()}
 
 
+@pytest.mark.parametrize("num_logged", [0, 100])
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_last_windows_are_found_however_long_their_lines_are(tmp_path: Path, num_logged: int, number: int) -> None:
+    logged = {f"a number of layer {each}": each / 7 for each in range(num_logged)}
+    windows = [window(float(at), rank=3, logged=logged) for at in range(1, 6)]
+    write(tmp_path, windows)
+    assert tail_of(tmp_path / "profile-3.jsonl", number) == tuple(windows[-number:])
+
+
 def test_what_is_read_of_workers_is_by_the_ranks_that_they_have_now(tmp_path: Path) -> None:
     had = {0: (0, 0, 1, 1), 1: (1, 1, 0, 0), 2: (1, 1)}  # by seat; the last one has gone
     rows = {seat: [window(float(at), rank=rank) for at, rank in enumerate(ranks, 1)] for seat, ranks in had.items()}

@@ -1,4 +1,4 @@
-"""Phases, the timeline, windows and pace: no process, and no torch but for what the package imports."""
+"""Phases, the timeline, windows and pace: no process, and hardly any torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from elastic_ext.profile import phases as timeline_room
 from elastic_ext.profile import recorder as recorder_room
+from elastic_ext.profile.breakdown import RankView, breakdown_of, merged
+from elastic_ext.profile.ledger import TimeUse, TrainingHistory, ledger_of_slices, processes_of, slices_of
 from elastic_ext.profile.phases import IN_STEPS, Phase, Timeline
 from elastic_ext.profile.probe import Probe, ProbePace, steps_between
 from elastic_ext.profile.recorder import Recorder
@@ -83,13 +86,14 @@ class Loop:
     """A loop that a recorder is told of: steps of one micro-step, each after a wait for its batch."""
 
     profile: Profile
+    model: nn.Module = field(default_factory=nn.Identity)
     num_ended: int = 0
 
     def __post_init__(self) -> None:
         timeline = self.profile.timeline
         self.recorder = Recorder(
             Heartbeat(),
-            Probe(timeline.enter, nn.Identity(), [], is_on_accelerator=False),
+            Probe(timeline.enter, self.model, [], is_on_accelerator=False),
             self.profile.windows,
             progress=lambda: TrainingProgress(self.num_ended, 0, 1, 0),
             on_window=self.profile.kept.append,
@@ -168,6 +172,29 @@ def test_a_step_that_is_rolled_back_is_counted_alike_whether_steps_are_measured_
     assert loop.total(Phase.DATA) == pytest.approx((num_steps + 1) * 0.5e-3)
     assert loop.total(Phase.STEP) == pytest.approx((num_steps + 1) * 1e-3), "and none of another step"
     assert sum(each.num_detailed for each in loop.profile.kept) == 0, "hooks have seen no model"
+
+
+def test_communication_takes_the_share_that_it_takes_whether_steps_are_measured_or_not(clock: Clock) -> None:
+    class Passing(nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            clock.go(0.9e-3)
+            return given
+
+    loop = Loop(Profile(clock), Passing())
+    for _ in range(1000):
+        loop.recorder.enter(0)
+        loop.model(torch.ones(2, 2))
+        with loop.recorder.communicating():
+            clock.go(0.1e-3)
+        loop.num_ended += 1
+        loop.recorder.leave(loop.num_ended, loop.num_ended, 0)
+    loop.recorder.end()
+    windows = [each for each in loop.profile.kept if each.num_steps > 0]
+    assert 0 < sum(each.num_detailed for each in windows) < loop.num_ended / 2
+    shares = breakdown_of(RankView(host="node", window=merged(windows))).shares
+    assert shares[Phase.COMMUNICATION] == pytest.approx(0.1) and shares[Phase.FORWARD] == pytest.approx(0.9)
+    seconds = ledger_of_slices(slices_of(processes_of(loop.profile.kept), TrainingHistory())).seconds
+    assert seconds[TimeUse.COMMUNICATION] == pytest.approx(0.1) and seconds[TimeUse.FORWARD] == pytest.approx(0.9)
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("eltbu"))))

@@ -61,7 +61,8 @@ def test_how_much_the_job_is_slowed_and_how_long_it_lasts_is_told() -> None:
     found = [seen.see(times) for _ in range(5)][-1]
     assert found == [Straggler(rank=1, host="node1", score=0.5, own_score=1.0, slowed=0.4, num_rounds=5)]
     assert found[0].text == (
-        "rank 1 on node1 takes 2.00 times as long as is usual for its own part of a step; it always took as long; "
+        "rank 1 on node1 takes 2.00 times as long as is usual for its own part of a step; "
+        "under this config it always took as long; "
         "waiting for it takes 40% of every step"
     )
 

@@ -93,6 +93,7 @@ def test_on_an_accelerator_its_own_kernels_count() -> None:
     found = trace_of(events, rank=0, step_seconds=1e-6)
     assert found.communication_seconds == 100e-9 and found.exposed_seconds == 50e-9
     assert found.computing_seconds == 150e-9
+    assert list(found.top) == ["ampere_sgemm"], "what starts it on the processor is no second operation"
 
 
 def test_a_real_step_is_seen_and_no_word_is_said(capfd: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,10 @@ def _make_alike(made: Mapping[str, nn.Parameter], trained: Sequence[ParameterKin
 
 
 def _tell_passes(model: nn.Module, question: Question, tell: Callable[[MemoryAnswer], None]) -> None:
-    """Tell what passes take at each size. Sizes that fail are left out, and the last answer says why the first did."""
+    """Tell what passes take at each size. Sizes that fail are left out, and the last answer says why the first did.
+
+    Where the first one fails, no other is tried. A share of blocks that cannot be computed again is left out silently.
+    """
     blocks = [model.get_submodule(name) for name in question.blocks]
     has_answered = has_flops = False
     problem: str | None = None

@@ -210,7 +210,8 @@ class Analyzer:
         self._measurement_key: tuple[int, float] = (0, 0.0)  # samples of the micro-step measured, recomputed share
         self._is_first = False  # whether the micro-step that is measured is the first of its step
         self._measured: dict[tuple[int, float], Peaks] = {}
-        # By the largest micro-batch and the share of blocks computed again: a step's first micro-batch may be smaller.
+        # Of first micro-steps, by the largest micro-batch and the share of blocks computed again: a step's first
+        # micro-batch may be smaller.
         self._tried: set[tuple[int, float]] = set()
         self._update_bytes: int | None = None
         self._besides_bytes = 0
@@ -233,7 +234,7 @@ class Analyzer:
         micro_batch = self._training.micro_batch
         found = batch_dim((arguments, dict(options)), micro_batch)
         if found is None:
-            self._refuse("the model is given no tensor whose first dimension could be samples")
+            self._refuse("the model is given no tensor, or its first one is not dense or has no dimension of samples")
             return
         dim, num_rows = found
         num_samples = min(num_rows, micro_batch or num_rows)
@@ -274,7 +275,8 @@ class Analyzer:
         if not (self._is_of_use and training.is_whole and training.may_sample and self._readiness.can_sample()):
             return
         self._num_measurements += 1
-        self._tried.add(key)
+        if self._is_first:
+            self._tried.add(key)
         self._measurement_key = 0, key[1]  # until the model is given some
         sample = sample_on(self._device, self._model.parameters())
         try:
@@ -319,7 +321,10 @@ class Analyzer:
     # ---- what is known ----
 
     def facts(self) -> MemoryFacts | None:
-        """What is known of the model's memory now, without waiting; None where nothing is."""
+        """What is known of the model's memory now, without waiting.
+
+        None where nothing is, and where what was worked out is to be compared with a micro-step that can be measured.
+        """
         answers = () if self._client is None else self._client.answers
         problems = [each.problem for each in answers if each.problem is not None]
         worked_out = tuple(each.passes for each in answers if each.passes is not None)
@@ -344,7 +349,7 @@ class Analyzer:
         kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
         return MemoryFacts(
             source="measured" if why_not else "fake",
-            why_measured=why_not or problem,
+            why_measured=why_not or problem,  # with the source ``fake``, why some sizes were not worked out
             parameter_bytes=sizes.parameter_bytes,
             gradient_bytes=sizes.gradient_bytes,
             optimizer_bytes=sizes.optimizer_bytes,
@@ -377,8 +382,10 @@ class Analyzer:
 
     @property
     def _may_be_measured(self) -> bool:
+        """Whether the first sample is still to come. One that could not be kept is not waited for again."""
+        is_to_come = not self._tried or self._measurement is not None
         is_possible = self._training.is_whole and not self._readiness.is_refused
-        return is_possible and self._num_measurements < _MOST_MEASUREMENTS
+        return is_to_come and is_possible and self._num_measurements < _MOST_MEASUREMENTS
 
     def _refuse(self, why: str) -> None:
         self._why_not = self._why_not or why

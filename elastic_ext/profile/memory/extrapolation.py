@@ -15,8 +15,8 @@ __all__ = ["correction", "lines_through", "sizes_up_to"]
 # through the measured sizes. Each stage of a step has its own line, since the stage with the peak changes by the size:
 # a line through the peaks of whole steps would be wrong by a quarter where that happens.
 
-_MOST_TIMES = 4  # the largest that was measured: beyond, a line is a guess
-_LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # beyond, what was worked out is of another model
+_MOST_TIMES = 4  # as large as the largest size that was measured: beyond, a line is a guess
+_LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # of measured over worked out: beyond, what was worked out is of another model
 
 
 def correction(
@@ -26,9 +26,10 @@ def correction(
 
     ``measured`` has only micro-steps before which no parameter had a gradient, ``worked_out`` what was predicted.
 
-    The factor is the larger ratio of the two largest sizes that were both measured and worked out. One size alone
-    corrects upwards only: what was worked out too large there may be a part that does not grow with the size, and a
-    smaller factor would make other sizes too small.
+    The factor is the larger ratio of the two largest micro-batches that were both measured and worked out. Both may be
+    of one size, with other shares of blocks computed again. One size alone corrects upwards only: what was worked out
+    too large there may be a part that does not grow with the size, and a smaller factor would make other sizes too
+    small.
     """
     known = {(each.micro_batch, each.activation_checkpoint): each for each in worked_out}
     ratios: list[tuple[int, float]] = []

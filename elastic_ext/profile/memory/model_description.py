@@ -116,7 +116,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The shape of a tensor; None for one that is not dense, or stands for others."""
+    """The shape of a tensor; None for one that is not dense, or has symbolic sizes, as while a compiler traces."""
     try:
         if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
             return None

@@ -54,6 +54,8 @@ class PeakTally:
         self._most_with_gradients = 0
         self._held_before_update = 0
         self._held_of_blocks: dict[int, int] = {}
+        self.held_before_passes: int | None = None
+        """Bytes that were held as the first forward pass began; None before it."""
         self.block: int | None = None
         """The number of the model's block that computes now, and makes what comes; None outside of blocks."""
 
@@ -80,6 +82,8 @@ class PeakTally:
     def enter(self, stage: Stage) -> None:
         """Begin a stage of the micro-step."""
         self._stage = stage
+        if stage == "forward" and self.held_before_passes is None:
+            self.held_before_passes = self._held
         if stage == "update":
             self._held_before_update = self._held
         self._note()

@@ -52,7 +52,11 @@ class AllocationObserver(Protocol):
 
 
 class MemorySample:
-    """Measures the memory of one micro-step: ``begin``, ``see`` each phase, ``end``; all on the training thread."""
+    """Measures the memory of one micro-step: ``begin``, ``see`` each phase, ``end``.
+
+    ``see`` is called on the thread that begins the phase, as one that runs backward passes; the others on the training
+    thread.
+    """
 
     def __init__(self, observer: AllocationObserver, parameters: Iterable[torch.Tensor]) -> None:
         self._observer = observer
@@ -226,7 +230,6 @@ class _Allocator:
         self._device = device
         self._tally = PeakTally()
         self._held = 0
-        self._num_given = 0  # bytes that had come before the first forward pass: inputs that were copied there
 
     def begin(self) -> None:
         self.base_bytes = torch.cuda.memory_allocated(self._device)
@@ -234,8 +237,6 @@ class _Allocator:
 
     def enter(self, stage: Stage) -> None:
         self._settle()
-        if stage == "forward" and not self._num_given:
-            self._num_given = self._held
         self._tally.enter(stage)
 
     def keep_gradient(self, num_bytes: int) -> None:
@@ -244,7 +245,8 @@ class _Allocator:
 
     def end(self, given_bytes: int) -> Peaks | None:
         self._settle()
-        peaks, missing = self._tally.peaks, max(given_bytes - self._num_given, 0)
+        peaks, num_copied = self._tally.peaks, self._tally.held_before_passes or 0  # inputs that were copied there
+        missing = max(given_bytes - num_copied, 0)
         return Peaks(
             forward_bytes=peaks.forward_bytes + missing,
             loss_bytes=peaks.loss_bytes + missing,

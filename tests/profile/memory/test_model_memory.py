@@ -215,6 +215,20 @@ def step(model: nn.Module, batch: Batch, enter: Callable[[Stage], None]) -> None
     enter("after")
 
 
+def test_what_lay_there_before_the_first_pass_is_no_more_after_a_second_one() -> None:
+    tally = PeakTally()
+    assert tally.held_before_passes is None
+    tally.enter("forward")  # its inputs were there before the micro-step
+    tally.change(100)
+    tally.enter("loss")
+    tally.enter("forward")
+    assert tally.held_before_passes == 0
+    copied = PeakTally()
+    copied.change(30)
+    copied.enter("forward")
+    assert copied.held_before_passes == 30
+
+
 def accounted(model: nn.Module, batch: Batch) -> PeakTally:
     tally = PeakTally()
     with LiveBytes(tally) as live:

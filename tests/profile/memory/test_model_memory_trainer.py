@@ -350,6 +350,27 @@ def test_what_tells_no_size_is_taken_to_be_a_full_micro_batch(tmp_path: Path) ->
     assert facts.source == "measured"
 
 
+def test_what_is_worked_out_is_told_where_no_sample_can_be_kept(tmp_path: Path) -> None:
+    """Gradients that stay as zeros are in every sample, which is not like what was worked out."""
+    model, loader = memory_models.attention(), ElasticDataLoader(sentences(), batch_size=MICRO_BATCH)
+    given: dict[str, Any] = {"model_factory": memory_models.attention, "loss_fn": memory_models.cross_entropy}
+    trainer = trainer_of(tmp_path, model, loader, **given)
+    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
+    analyzer = trainer._training.analyzer
+    with trainer:
+        while trainer.global_step < 40:
+            with trainer.epoch():
+                for batch in loader:
+                    with trainer.step():
+                        memory_models.cross_entropy(model(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=False)
+        analyzer.client.wait(WAIT_SECONDS)
+        facts = analyzer.facts()
+    assert analyzer._num_measurements > 0 and not analyzer._measured
+    assert (facts.source, facts.why_measured, facts.scale) == ("fake", "", 1.0)
+
+
 def test_samples_are_counted_and_not_the_rows_that_a_loop_makes_of_them(tmp_path: Path) -> None:
     bound(tmp_path / "0")
     model, loader = memory_models.attention(), ElasticDataLoader(sentences(), batch_size=MICRO_BATCH)
