@@ -267,7 +267,7 @@ class ConfigRounds:
     def __init__(
         self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig, *, warns: bool
     ) -> None:
-        self.config = base
+        self.config = self._own = base  # the script's own start-up config
         self.scheduled: ElasticConfig | None = None
         """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one.
 
@@ -294,7 +294,10 @@ class ConfigRounds:
         """
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
+        """Take the config that was in force in a checkpoint: it wins over the script's start-up values.
+
+        Appliers put it into effect in ``start``, or in ``start_again`` where the job has started.
+        """
         self.base = config.over(self.base)
         if not self._is_started:
             self.config = self.base
@@ -308,12 +311,16 @@ class ConfigRounds:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it.
 
         It is scheduled instead where its ``apply_at_step`` is to come, or where it has to be tried in a step first.
+        A config that was resumed before is put in force too, as ``start_again`` does.
         """
         self._is_started = True
+        if self.base is not self._own:
+            self.config = self._own  # from which appliers change to what was resumed
+            return self.start_again(place)
         return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: RoundPlace) -> Applied | None:
-        """Put the resumed config in force, after ``resume`` in a started job, with the config file over it.
+        """Put the resumed config in force, at the start or after it, with the config file over it.
 
         The file is left out where there is none or it is refused. Both come into force in one change, since a change
         may take long. Gives what came into force, None where that was in force since the start.

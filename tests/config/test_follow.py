@@ -649,6 +649,37 @@ def test_a_checkpoint_loaded_after_the_start_comes_into_force_under_the_file(fol
         assert follower.step == 41
 
 
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_checkpoint_loaded_before_the_start_reaches_what_acts_on_its_values(folder: Path, has_file: bool) -> None:
+    if has_file:
+        put(folder, 0, {"version": 3, "user": {"b": 2}})
+    follower = follower_in(folder, startup={"optimizer.learning_rate": 0.5})
+    changes = []
+    follower.on_change(
+        "optimizer", lambda old, new: changes.append((old.optimizer.learning_rate, new.optimizer.learning_rate))
+    )
+    follower.load_state_dict({"config": rate(7, 0.25), "revision": 0, "step": 40})
+    assert follower.config.optimizer.learning_rate == 0.25
+    with follower:
+        assert follower.config.version == (3 if has_file else 7)
+        assert changes == [(0.5, 0.25)]
+        follower.boundary()
+    assert changes == [(0.5, 0.25)]
+
+
+def test_a_checkpoint_loaded_before_the_start_is_refused_as_one_loaded_after_it(folder: Path) -> None:
+    state = {"config": rate(7, 0.25), "revision": 0, "step": 40}
+    with seen_by() as seen:
+        follower = follower_in(folder, startup={"optimizer.learning_rate": 0.5})
+        follower.on_change("optimizer", lambda old, new: None, lambda new: "no" if new.version == 7 else None)
+        follower.load_state_dict(state)
+        with follower:
+            assert follower.config.optimizer.learning_rate == 0.5
+    assert [line for line in seen.log if "refused" in line] == [
+        "WARNING the resumed config version 7 was refused, version 0 stays in force: rank 0: optimizer: no"
+    ]
+
+
 def test_what_a_checkpoint_leaves_as_it_was_since_the_start_is_told_once(folder: Path) -> None:
     put(folder, 0, rate(3, 0.25))
     with seen_by() as seen, follower_in(folder, startup={"optimizer.learning_rate": 0.5}) as follower:
