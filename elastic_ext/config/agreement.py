@@ -445,7 +445,8 @@ class Agreement:
         It is set before the look for work: another thread may call ``rouse`` in between.
         """
         rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
-        self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
+        has_agreements = self._ranks.world_size > 1 or rounds.has_file_to_announce
+        self._quiet_until = next_agreement if has_agreements else math.inf
         has_question = self._save_wanted or self._copy_wanted or rounds.proposing or self._has_to_tell_of_leaving
         has_question |= self._stop_wanted and not self._stopping
         if has_question or self._exchange.word is not None or rounds.scheduled is not None or rounds.has_new_file:

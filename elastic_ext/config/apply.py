@@ -364,6 +364,12 @@ class ConfigRounds:
         self._announced = key
         return (self.newest_agreed if newer is None else newer).version, is_fresh
 
+    @property
+    def has_file_to_announce(self) -> bool:
+        """Whether the source holds a newer file that the next agreement has to announce."""
+        newer = self._newer_file()
+        return newer is not None and _key(newer) != self._announced
+
     def hold_round(self, place: RoundPlace) -> Applied | None:
         """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
         return self._hold_round_with(self._newer_file(), place, at_start=False)
