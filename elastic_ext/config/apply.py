@@ -278,7 +278,8 @@ class ConfigRounds:
         self._appliers = appliers
         self.base = base
         """The start-up config, with a resumed one over it: what absent keys of a file mean."""
-        self._warning_level = logging.WARNING if warns else logging.DEBUG
+        self.warns = warns
+        """Whether this rank is the one to warn of a stale file."""
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
         self._announced: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
@@ -409,7 +410,7 @@ class ConfigRounds:
             return
         self._warned_stale.add(_key(held))
         _logger.log(
-            self._warning_level,
+            logging.WARNING if self.warns else logging.DEBUG,
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
             held.version,
             agreed.version,

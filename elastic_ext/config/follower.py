@@ -398,7 +398,12 @@ class ConfigFollower:
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
 
     def take_world(self, world: World) -> None:
-        """Go on with the ranks of ``world``, between two steps: whatever here knows its ranks is told of them."""
+        """Go on with the ranks of ``world``, between two steps: whatever here knows its ranks is told of them.
+
+        The first rank of each machine is the one to warn of a config file from here on.
+        """
+        if self._watcher is not None:
+            self._watcher.warns = world.is_first_here
         for each in (self.heartbeat, self.agreement, self.reports):
             each.take_world(world)
 

@@ -254,7 +254,8 @@ class ConfigWatcher:
         self._warned: dict[bytes, None] = {}  # hashes of contents that were warned of, oldest first
         self._error: BaseException | None = None
         self._wake = threading.Event()
-        self._warning_level = logging.WARNING if warns else logging.DEBUG
+        self.warns = warns
+        """Whether this watcher, of those of one file, is the one to warn of contents that are refused."""
         self._events = FolderEvents(self._look_at_change) if use_events else None
         name = f"elastic_ext watcher of {self.path.name}"
         self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
@@ -405,7 +406,8 @@ class ConfigWatcher:
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
         kept = "the config in force stays" if self._held is None else f"{self._held.label} stays"
-        _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, kept, self._refusal)
+        level = logging.WARNING if self.warns else logging.DEBUG
+        _logger.log(level, "%s was refused, %s: %s", self.path, kept, self._refusal)
 
 
 def _do_nothing() -> None: ...

@@ -21,6 +21,7 @@ import torch
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
 from elastic_ext.cli import main
 from elastic_ext.config.apply import AskAgainLater, Declined
+from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
@@ -787,6 +788,22 @@ def test_a_stale_file_is_warned_of_once_per_content(folder: Path) -> None:
 
 def stale(log: list[str]) -> list[str]:
     return [line for line in log if "holds version 3 and was refused, since version 5 is in force" in line]
+
+
+@pytest.mark.parametrize(("places", "num_warnings"), [([1], 0), ([1, 0], 2)])
+def test_where_members_change_the_first_rank_here_is_the_one_to_warn(
+    folder: Path, places: list[int], num_warnings: int
+) -> None:
+    put(folder, 0, rate(5, 0.25))
+    with seen_by() as seen, follower_in(folder) as follower:
+        names = [PeerName(rank=rank, host=follower.ranks.host, pid=100 + rank, seat=rank) for rank in range(2)]
+        for rank in places:
+            follower.take_world(World(rank=rank, names=tuple(names)))
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+        take_step(follower, seen)
+        put(folder, 0, {"version": 6, "typo": 1}, seen_by=follower)
+    told = [line for line in seen.log if "was refused" in line]
+    assert len(told) == num_warnings, told
 
 
 def test_a_save_asked_for_after_the_last_boundary_is_warned_of(folder: Path) -> None:
