@@ -42,6 +42,7 @@ take a micro-batch of one sample."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
 _MOST_TEXT = 500
+_DIGITS_SHOWN = 12  # of a config's digest
 
 
 class Purpose(IntEnum):
@@ -165,8 +166,9 @@ class ControlWord:
         passes = f", {self.backwards} backward passes" if self.backwards else ""
         schedules = f", {self.schedules} steps of schedules" if self.schedules else ""
         ahead = f", {self.ahead} batches taken ahead" if self.ahead else ""
+        exchanges = f", {self.exchanges} collectives of the model" if self.exchanges else ""
         lost = f", {self.lost} micro-batches of a step that failed" if self.lost else ""
-        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{ahead}{lost}"
+        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{ahead}{exchanges}{lost}"
 
     @property
     def has_news(self) -> bool:
@@ -214,8 +216,13 @@ class GatheredWords:
 
     @property
     def account(self) -> str:
-        """What each rank is doing and how far it has come, for a person."""
-        return "; ".join(f"rank {rank}: {word.progress} ({word.purpose})" for rank, word in enumerate(self.words))
+        """What each rank is doing and how far it has come, for a person; with its config where ranks differ in that."""
+        is_same_config = len({word.in_force for word in self.words}) == 1
+        configs = ["" if is_same_config else f", config {word.in_force[:_DIGITS_SHOWN]}" for word in self.words]
+        return "; ".join(
+            f"rank {rank}: {word.progress}{config} ({word.purpose})"
+            for rank, (word, config) in enumerate(zip(self.words, configs, strict=True))
+        )
 
     def laggards(self, names: Sequence[object]) -> list[str]:
         """The ranks, by name, that lack the config version which others hold, and why where that is known."""
