@@ -227,7 +227,10 @@ class Boundary:
     """How many steps have been taken before this boundary."""
     config: ElasticConfig
     applied: Applied | None
-    """The config that came into force at this boundary; None where none did."""
+    """What came into force since the boundary before, at this one or in between; None where nothing did.
+
+    In between is after an epoch, before a step is taken again, or as a checkpoint is loaded.
+    """
     stop: bool
     """Whether the script has asked on some rank to end its loop (``request_stop``); stays true from then on."""
     save: bool
@@ -280,7 +283,10 @@ class Agreement:
         self._quiet_until: float = 0  # the number of the first boundary that may have anything to do or to tell
         self._pulsed_boundary = 0
         self._exchange = Exchange(ranks)
-        self._applied: Applied | None = None  # since the last boundary
+        self._applied: Applied | None = None  # since the last boundary, as one change
+        self._changes: dict[int, Applied] = {}  # the same by the number of boundaries that had been passed
+        self.changes: tuple[Applied, ...] = ()
+        """What ``applied`` of the last boundary is made of: one change for each config that a step runs under."""
         self._save = False  # a rank or a config has asked for it since the last boundary, as all ranks know
         self._stop_wanted = self._save_wanted = self._stopping = False
         self._leave_wanted = self._leaving = self._copy_wanted = self._copy = False
@@ -322,7 +328,7 @@ class Agreement:
         if self._started:
             self.rouse()
             with self._breaking():
-                self._applied = self._rounds.start_again(self._place)
+                self._keep_applied(self._rounds.start_again(self._place))
             self._save = self._starts_with_save
 
     def take_world(self, world: World) -> None:
@@ -410,6 +416,7 @@ class Agreement:
             self._rank_interval.note_idle(self._clock() - now)
         applied, save, copy = self._applied, self._save, self._copy
         self._applied, self._save, self._copy = None, False, False
+        self.changes, self._changes = tuple(self._changes.values()), {}
         self._become_quiet()
         return Boundary(
             step=step,
@@ -561,12 +568,16 @@ class Agreement:
     def _keep_applied(self, applied: Applied | None) -> None:
         """Keep a config that came into force until ``boundary`` gives it to the caller.
 
-        If two come into force at one boundary, they count as one change: no step ran under the first.
+        If several come into force between two boundaries and at the second, they are one change to the caller.
+        ``changes`` has two then, if a step ran in between: one came into force after a boundary, as in ``meet`` at the
+        end of an epoch, and one at the next.
         """
         if applied is None:
             return
         self._save |= applied.new.checkpoint.now is True
         self._applied = applied if self._applied is None else replace(applied, old=self._applied.old)
+        same_step = self._changes.get(self._num_boundaries)
+        self._changes[self._num_boundaries] = applied if same_step is None else replace(applied, old=same_step.old)
 
     def _start_pulse(self, now: float) -> None:
         """Begin to sum this rank's pulse, with what it has to ask and to tell in its control word."""

@@ -22,7 +22,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -440,7 +440,7 @@ class ConfigFollower:
                 self.config.label,
                 shown(self.config.to_dict(), 2000),
             )
-        self._record(applied)
+        self._record(() if applied is None else (applied,))
         self._found_at_start = applied
         self.heartbeat.note(Activity.OUTSIDE)
 
@@ -511,7 +511,7 @@ class ConfigFollower:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
         if passed.applied is not None:
-            self._record(passed.applied)
+            self._record(self.agreement.changes)
             self._warn_of_unread(passed.applied)
         elif time.perf_counter() > self.reports.due_at:
             self._write_metrics()
@@ -694,9 +694,9 @@ class ConfigFollower:
                 "earlier, or make a new follower or trainer on every rank"
             )
 
-    def _record(self, applied: Applied | None) -> None:
-        """Write the event of a config that came into force, if one did, and the metrics."""
-        if applied is not None:
+    def _record(self, changes: Iterable[Applied]) -> None:
+        """Write an event for each config that came into force, and the metrics."""
+        for applied in changes:
             self.reports.write_applied(applied)
         self._write_metrics()
 

@@ -410,6 +410,32 @@ def test_the_run_directory_tells_what_is_in_force_and_since_when(folder: Path, m
     assert event["text"].endswith("user.x null -> 1 (because)")
 
 
+def applied_in(folder: Path) -> list[tuple[int, int, int, list[str]]]:
+    """The step, version, revision and changed keys of each config that the events say came into force."""
+    events = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    return [
+        (event["step"], event["details"]["version"], event["details"]["revision"], sorted(event["details"]["changes"]))
+        for event in events
+        if event["kind"] == "config-applied"
+    ]
+
+
+@pytest.mark.parametrize("ends_epoch", [True, False])
+def test_each_config_that_a_step_ran_under_has_an_event(folder: Path, ends_epoch: bool) -> None:
+    put(folder, 0, {"version": 1, "user": {"b": 2}, "apply_at_step": 2})
+    with seen_by() as seen, follower_in(folder, startup={"user.b": 1}) as follower:
+        follower.propose({"user.a": 1}, "a test")
+        take_step(follower, seen)
+        if ends_epoch:  # the revision comes into force here, and else at the next boundary
+            follower.end_epoch()
+        passed = take_step(follower, seen)
+        assert passed.applied is not None
+        assert passed.applied.changes == {"user.b": (1, 2)}, "to the loop it is one change"
+    assert seen.in_force == ["version 0", "version 0, revision 1" if ends_epoch else "version 0"]
+    apart = [(1, 0, 1, ["user.a"]), (2, 1, 0, ["user.a", "user.b"])]
+    assert applied_in(folder) == (apart if ends_epoch else [(2, 1, 0, ["user.b"])])
+
+
 def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metrics(folder: Path) -> None:
     put(folder, 0, {"version": 2, "user": {"b": 2}})
     with seen_by() as seen, follower_in(folder, startup={"user.a": 1}) as follower:
