@@ -334,7 +334,8 @@ class Agreement:
     def take_world(self, world: World) -> None:
         """Agree with the ranks of ``world`` from here on, between two steps, as often as ranks do at the start.
 
-        Called when no agreement is under way, and newcomers count boundaries and steps as the others do.
+        All ranks of ``world`` call this when no agreement is under way. Nothing here sets a newcomer's counts of
+        boundaries, backward passes and steps: it must have taken over those of the other ranks before.
         """
         assert self._exchange.word is None, "an agreement of the ranks before is read first"
         self.every = 1 if self._asked_every == "auto" else self._asked_every
@@ -474,9 +475,7 @@ class Agreement:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
-            _logger.warning(
-                "a checkpoint that was asked for after the last step is not saved, since training has ended"
-            )
+            _logger.warning("a checkpoint that was asked for is not saved: training has ended, and no boundary follows")
 
     def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
@@ -508,7 +507,7 @@ class Agreement:
         return refusal
 
     def refuse_late_file(self) -> None:
-        """Warn that a config file that came after the last boundary is not applied in this run; called at its end."""
+        """Warn of a config file that ranks have not agreed on in this run; called at its end."""
         self._rounds.refuse_late_file(self.step)
 
     def close(self) -> None:
@@ -518,7 +517,8 @@ class Agreement:
 
     @property
     def _starts_with_save(self) -> bool:
-        """Whether what is in force at the start asks for a checkpoint that the one loaded has not been saved for."""
+        """Whether to save at the first boundary: the config in force asks for that by ``checkpoint.now``, and is not
+        the resumed one, for which the run before has saved."""
         config, base = self.config, self.base
         is_resumed = config.version == base.version and config.revision <= base.revision
         return config.checkpoint.now is True and not is_resumed

@@ -48,7 +48,10 @@ _NOT_YET = "it cannot be checked before another step has run"
 
 
 class Declined(Exception):
-    """Raised by an applier's ``apply`` on all ranks, before anything was applied: the old config stays in force."""
+    """Raised by an applier's ``apply`` on all ranks, before it has changed anything: the old config stays in force.
+
+    Only the first applier that a change concerns may raise it; from a later one it is an error that ends the run.
+    """
 
 
 class AskAgainLater(Exception):
@@ -71,7 +74,7 @@ class Applier(Protocol):
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
 
-        An exception here ends the run on all ranks; all but Declined.
+        An exception here ends the run on all ranks, except Declined from the first applier that a change concerns.
         """
 
 
@@ -221,9 +224,9 @@ class Appliers:
 # --- which config is in force, which are waiting, and the exchange in which all ranks take the next one --------------
 # When a round is held is decided by the control word (agreement.py); here is what happens in one.
 #
-# Words: the *base* is the start-up config, what absent keys mean. A *file* is a config that the source holds. It is
-# *settled* when no further round needs to hear of it: it is in force, scheduled or refused. A set of files holds their
-# keys, (version, digest).
+# Words: the *base* is what absent keys mean: the start-up config, with a resumed one over it. A *file* is a config that
+# the source holds. It is *settled* when no further round needs to hear of it: it is in force, scheduled or refused. A
+# set of files holds their keys, (version, digest).
 
 
 class ConfigSource(Protocol):
@@ -269,9 +272,10 @@ class ConfigRounds:
     ) -> None:
         self.config = self._own = base  # the script's own start-up config
         self.scheduled: ElasticConfig | None = None
-        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one.
+        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``; None without one.
 
-        Of a file found at the start, which could not be checked before a step has run: at the next boundary.
+        A file found at the start that an applier can check only after a step has run (AskAgainLater) is scheduled too:
+        for the next boundary, or for its ``apply_at_step`` if that is later. It is checked there.
         """
         self._ranks = ranks
         self._source = source
@@ -311,7 +315,7 @@ class ConfigRounds:
     def start(self, place: RoundPlace) -> Applied | None:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it.
 
-        It is scheduled instead where its ``apply_at_step`` is to come, or where it has to be tried in a step first.
+        It is scheduled instead if its ``apply_at_step`` is to come, or if an applier can check it only after a step.
         A config that was resumed before is put in force too, as ``start_again`` does.
         """
         self._is_started = True
@@ -419,12 +423,12 @@ class ConfigRounds:
         )
 
     def refuse_late_file(self, step: int) -> None:
-        """Warn of a config file that is not applied in this run: it came after the last boundary, or is an old one."""
+        """Warn of a config file that is not applied in this run: ranks had not agreed on it, or it is an old one."""
         self.warn_of_stale_file()
         late = self._newer_file()
         if late is not None:
             self._settled.add(_key(late))
-            words = f"it came after the last step boundary, of step {step}; the next run begins with it"
+            words = f"training ended, at step {step}, before all ranks had agreed on it; the next run begins with it"
             self._tell_refusal(late, words, is_late=True)
 
     @property

@@ -34,7 +34,8 @@ __all__ = [
 # --- what one rank has to say at an agreement, and the pulse: one integer that says whether anyone has ---------------
 # Most agreements have nothing to say, so they must cost next to nothing: each rank sends a *pulse*, a hash of what
 # should be the same everywhere, and the pulses are summed. A sum that is not the number of ranks times a rank's own
-# pulse means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
+# pulse means that somebody differs or has news: then the *words* themselves are exchanged. They are too where a rank
+# has news itself, since the pulses of ranks that all have news may be alike; otherwise they are not.
 
 REFUSES_SINGLE_SAMPLE = "a layer refuses a single sample"
 """How ``ControlWord.failed`` begins where memory did not run out, but a layer (such as BatchNorm in training) cannot
@@ -331,10 +332,11 @@ class RoundDecision:
 
 
 def choose(reports: Sequence[RankReport]) -> RoundDecision:
-    """What a round takes next: a config that every rank holds a file for, else the lowest rank's proposal.
+    """What a round takes next: a file if every rank has one in its report, else a proposal, the lowest rank's.
 
-    Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
-    different contents is a conflict, and no file is taken.
+    Of files with different versions the lowest version is taken; the ranks that hold a higher one take this one too,
+    and theirs in a later round. Where files of the lowest version have different contents no file is taken: that is a
+    conflict.
     """
     versions = [report.version for report in reports if report.version is not None]
     conflict = ""

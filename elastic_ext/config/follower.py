@@ -286,7 +286,8 @@ def follow_config(
 ) -> ConfigFollower:
     """A follower of this job's config file; every rank calls this, after the process group was made.
 
-    ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
+    ``startup`` holds the script's own values for dotted keys: what a key means that the file lacks, and that a resumed
+    checkpoint's config lacks too (``load_state_dict``). ``start_step`` is the number
     of steps already taken when a run is resumed. At each ``agree_every_steps``-th boundary an agreement is begun;
     "auto" thins them out until they cost little.
 
@@ -518,7 +519,10 @@ class ConfigFollower:
         return passed
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
-        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other."""
+        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other.
+
+        Unlike ``boundary`` it does not tell the heartbeat of the step: only a caller whose steps tell it calls this.
+        """
         now = time.perf_counter()
         return now < self.reports.due_at and self.agreement.pass_quietly(now, step, backwards)
 

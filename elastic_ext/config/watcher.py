@@ -241,7 +241,11 @@ class ConfigWatcher:
     ) -> None:
         self.path = path_given("path", path).absolute()
         self.on_news: Callable[[], None] = _do_nothing
-        """Called on the watching thread when another config is held, or when that thread dies."""
+        """Called when another config is held, and when watching has failed, on the thread that finds that.
+
+        That is the watcher's own, watchdog's, or that of a caller of ``refresh``. For another config the thread has the
+        watcher's lock: the call must not wait for anything that another thread does with this watcher.
+        """
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
@@ -285,7 +289,7 @@ class ConfigWatcher:
 
     @property
     def held(self) -> ElasticConfig | None:
-        """The newest valid config seen in the file, None before the first. Raises if the watching thread has died."""
+        """The newest valid config seen in the file, None before the first. Raises once watching has failed."""
         if self._error is not None:
             raise ElasticError(f"watching {self.path} has failed; the log has the traceback") from self._error
         return self._held
@@ -405,7 +409,7 @@ class ConfigWatcher:
         self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
-        kept = "the config in force stays" if self._held is None else f"{self._held.label} stays"
+        kept = "the config in force stays" if self._held is None else f"and {self._held.label}, valid before, is kept"
         level = logging.WARNING if self.warns else logging.DEBUG
         _logger.log(level, "%s was refused, %s: %s", self.path, kept, self._refusal)
 

@@ -576,7 +576,7 @@ def test_a_version_that_comes_after_the_last_step_is_said_to_be_too_late(folder:
         follower.boundary()
         follower.finish()
         put(folder, 0, rate(4, 0.5), seen_by=follower)
-    why = "it came after the last step boundary, of step 1; the next run begins with it"
+    why = "training ended, at step 1, before all ranks had agreed on it; the next run begins with it"
     assert [line for line in seen.log if "refused" in line] == [
         f"WARNING config version 4 was refused, version 3 stays in force: {why}"
     ]
@@ -587,7 +587,7 @@ def test_an_old_version_or_one_that_cannot_be_is_said_even_after_the_last_step(f
     put(folder, 0, rate(3, 0.25))
     for contents, words in (
         (rate(2, 0.5), "holds version 2 and was refused, since version 3 is in force; give it a version of 4 or more"),
-        ({"version": 4, "typo": 1}, "was refused, version 3 stays: typo is not a known key"),
+        ({"version": 4, "typo": 1}, "was refused, and version 3, valid before, is kept: typo is not a known key"),
     ):
         put(folder, 0, rate(3, 0.25))
         with seen_by() as seen, follower_in(folder) as follower:
@@ -836,7 +836,7 @@ def test_a_save_asked_for_after_the_last_boundary_is_warned_of(folder: Path) -> 
     with seen_by() as seen, follower_in(folder) as follower:
         take_step(follower, seen)
         follower.request_save()
-    assert any("a checkpoint that was asked for after the last step is not saved" in line for line in seen.log)
+    assert any("a checkpoint that was asked for is not saved: training has ended" in line for line in seen.log)
 
 
 def test_the_metrics_say_at_the_end_how_far_the_run_came(folder: Path) -> None:
