@@ -229,7 +229,10 @@ class Boundary:
     """How many steps have been taken before this boundary."""
     config: ElasticConfig
     applied: Applied | None
-    """The config that came into force at this boundary; None where none did."""
+    """What came into force since the boundary before, at this one or in between; None where nothing did.
+
+    In between is after an epoch, before a step is taken again, or as a checkpoint is loaded.
+    """
     stop: bool
     """Whether the script has asked on some rank to end its loop (``request_stop``); stays true from then on."""
     save: bool
@@ -299,7 +302,10 @@ class Agreement:
         self._quiet_until: float = 0  # the number of the first boundary that may have anything to do or to tell
         self._pulsed_boundary = 0
         self._exchange = Exchange(ranks)
-        self._applied: Applied | None = None  # since the last boundary
+        self._applied: Applied | None = None  # since the last boundary, as one change
+        self._changes: dict[int, Applied] = {}  # the same by the number of boundaries that had been passed
+        self.changes: tuple[Applied, ...] = ()
+        """What ``applied`` of the last boundary is made of: one change for each config that a step runs under."""
         self._save = False  # a rank or a config has asked for it since the last boundary, as all ranks know
         self._stop_wanted = self._save_wanted = self._stopping = False
         self._leave_wanted = self._leaving = self._copy_wanted = self._copy = False
@@ -342,13 +348,14 @@ class Agreement:
         if self._started:
             self.rouse()
             with self._breaking():
-                self._applied = self._rounds.start_again(self._place)
+                self._keep_applied(self._rounds.start_again(self._place))
             self._save = self._starts_with_save
 
     def take_world(self, world: World) -> None:
         """Agree with the ranks of ``world`` from here on, between two steps, as often as ranks do at the start.
 
-        Called when no agreement is under way, and newcomers count boundaries and steps as the others do.
+        All ranks of ``world`` call this when no agreement is under way. Nothing here sets a newcomer's counts of
+        boundaries, backward passes and steps: it must have taken over those of the other ranks before.
         """
         assert self._exchange.word is None, "an agreement of the ranks before is read first"
         self.every = 1 if self._asked_every == "auto" else self._asked_every
@@ -357,6 +364,7 @@ class Agreement:
         self._pulsed_boundary = self._num_boundaries
         self._lag = Lag(patience_seconds=self._lag_warning_seconds)
         self._broken = None
+        self._rounds.warns = world.is_first_here  # the rank that has warned so far may have left
         self.rouse()
 
     def know_members(self, version: int) -> None:
@@ -463,6 +471,7 @@ class Agreement:
             self._rank_interval.note_idle(self._clock() - now)
         applied, save, copy, members = self._applied, self._save, self._copy, self._members
         self._applied, self._save, self._copy, self._members = None, False, False, 0
+        self.changes, self._changes = tuple(self._changes.values()), {}
         self._become_quiet()
         return Boundary(
             step=step,
@@ -500,7 +509,8 @@ class Agreement:
         It is set before the look for work: another thread may call ``rouse`` in between.
         """
         rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
-        self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
+        has_agreements = self._ranks.world_size > 1 or rounds.has_file_to_announce
+        self._quiet_until = next_agreement if has_agreements else math.inf
         has_question = self._save_wanted or self._copy_wanted or rounds.proposing or self._has_to_tell_of_leaving
         has_question |= self._stop_wanted and not self._stopping
         has_question |= self.held_members() > self._told_members
@@ -521,9 +531,7 @@ class Agreement:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
-            _logger.warning(
-                "a checkpoint that was asked for after the last step is not saved, since training has ended"
-            )
+            _logger.warning("a checkpoint that was asked for is not saved: training has ended, and no boundary follows")
 
     def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
@@ -555,7 +563,7 @@ class Agreement:
         return refusal
 
     def refuse_late_file(self) -> None:
-        """Warn that a config file that came after the last boundary is not applied in this run; called at its end."""
+        """Warn of a config file that ranks have not agreed on in this run; called at its end."""
         self._rounds.refuse_late_file(self.step)
 
     def close(self) -> None:
@@ -565,7 +573,8 @@ class Agreement:
 
     @property
     def _starts_with_save(self) -> bool:
-        """Whether what is in force at the start asks for a checkpoint that the one loaded has not been saved for."""
+        """Whether to save at the first boundary: the config in force asks for that by ``checkpoint.now``, and is not
+        the resumed one, for which the run before has saved."""
         config, base = self.config, self.base
         is_resumed = config.version == base.version and config.revision <= base.revision
         return config.checkpoint.now is True and not is_resumed
@@ -615,12 +624,16 @@ class Agreement:
     def _keep_applied(self, applied: Applied | None) -> None:
         """Keep a config that came into force until ``boundary`` gives it to the caller.
 
-        If two come into force at one boundary, they count as one change: no step ran under the first.
+        If several come into force between two boundaries and at the second, they are one change to the caller.
+        ``changes`` has two then, if a step ran in between: one came into force after a boundary, as in ``meet`` at the
+        end of an epoch, and one at the next.
         """
         if applied is None:
             return
         self._save |= applied.new.checkpoint.now is True
         self._applied = applied if self._applied is None else replace(applied, old=self._applied.old)
+        same_step = self._changes.get(self._num_boundaries)
+        self._changes[self._num_boundaries] = applied if same_step is None else replace(applied, old=same_step.old)
 
     def _start_pulse(self, now: float) -> None:
         """Begin to sum this rank's pulse, with what it has to ask and to tell in its control word."""

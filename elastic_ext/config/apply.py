@@ -48,7 +48,10 @@ _NOT_YET = "it cannot be checked before another step has run"
 
 
 class Declined(Exception):
-    """Raised by an applier's ``apply`` on all ranks, before anything was applied: the old config stays in force."""
+    """Raised by an applier's ``apply`` on all ranks, before it has changed anything: the old config stays in force.
+
+    Only the first applier that a change concerns may raise it; from a later one it is an error that ends the run.
+    """
 
 
 class AskAgainLater(Exception):
@@ -71,7 +74,7 @@ class Applier(Protocol):
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
 
-        An exception here ends the run on all ranks; all but Declined.
+        An exception here ends the run on all ranks, except Declined from the first applier that a change concerns.
         """
 
 
@@ -227,9 +230,9 @@ class Appliers:
 # --- which config is in force, which are waiting, and the exchange in which all ranks take the next one --------------
 # When a round is held is decided by the control word (agreement.py); here is what happens in one.
 #
-# Words: the *base* is the start-up config, what absent keys mean. A *file* is a config that the source holds. It is
-# *settled* when no further round needs to hear of it: it is in force, scheduled or refused. A set of files holds their
-# keys, (version, digest).
+# Words: the *base* is what absent keys mean: the start-up config, with a resumed one over it. A *file* is a config that
+# the source holds. It is *settled* when no further round needs to hear of it: it is in force, scheduled or refused. A
+# set of files holds their keys, (version, digest).
 
 
 class ConfigSource(Protocol):
@@ -273,18 +276,20 @@ class ConfigRounds:
     def __init__(
         self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig, *, warns: bool
     ) -> None:
-        self.config = base
+        self.config = self._own = base  # the script's own start-up config
         self.scheduled: ElasticConfig | None = None
-        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``, if there is one.
+        """The config that all ranks agreed on and that comes into force at its ``apply_at_step``; None without one.
 
-        Of a file found at the start, which could not be checked before a step has run: at the next boundary.
+        A file found at the start that an applier can check only after a step has run (AskAgainLater) is scheduled too:
+        for the next boundary, or for its ``apply_at_step`` if that is later. It is checked there.
         """
         self._ranks = ranks
         self._source = source
         self._appliers = appliers
         self.base = base
         """The start-up config, with a resumed one over it: what absent keys of a file mean."""
-        self._warning_level = logging.WARNING if warns else logging.DEBUG
+        self.warns = warns
+        """Whether this rank is the one to warn of a stale file."""
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
         self._announced: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
@@ -300,7 +305,10 @@ class ConfigRounds:
         """
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config that was in force in a checkpoint: it wins over the script's start-up values."""
+        """Take the config that was in force in a checkpoint: it wins over the script's start-up values.
+
+        Appliers put it into effect in ``start``, or in ``start_again`` where the job has started.
+        """
         self.base = config.over(self.base)
         if not self._is_started:
             self.config = self.base
@@ -338,13 +346,17 @@ class ConfigRounds:
     def start(self, place: RoundPlace) -> Applied | None:
         """Put the file that is found at the start in force, whatever its version, if every rank finds it.
 
-        It is scheduled instead where its ``apply_at_step`` is to come, or where it has to be tried in a step first.
+        It is scheduled instead if its ``apply_at_step`` is to come, or if an applier can check it only after a step.
+        A config that was resumed before is put in force too, as ``start_again`` does.
         """
         self._is_started = True
+        if self.base is not self._own:
+            self.config = self._own  # from which appliers change to what was resumed
+            return self.start_again(place)
         return self._hold_round_with(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: RoundPlace) -> Applied | None:
-        """Put the resumed config in force, after ``resume`` in a started job, with the config file over it.
+        """Put the resumed config in force, at the start or after it, with the config file over it.
 
         The file is left out where there is none or it is refused. Both come into force in one change, since a change
         may take long. Gives what came into force, None where that was in force since the start.
@@ -388,6 +400,12 @@ class ConfigRounds:
         self._announced = key
         return (self.newest_agreed if newer is None else newer).version, is_fresh
 
+    @property
+    def has_file_to_announce(self) -> bool:
+        """Whether the source holds a newer file that the next agreement has to announce."""
+        newer = self._newer_file()
+        return newer is not None and _key(newer) != self._announced
+
     def hold_round(self, place: RoundPlace) -> Applied | None:
         """Hold a round with all ranks and put in force what they agree on; raise unless all are at the same place."""
         return self._hold_round_with(self._newer_file(), place, at_start=False)
@@ -427,7 +445,7 @@ class ConfigRounds:
             return
         self._warned_stale.add(_key(held))
         _logger.log(
-            self._warning_level,
+            logging.WARNING if self.warns else logging.DEBUG,
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
             held.version,
             agreed.version,
@@ -436,12 +454,12 @@ class ConfigRounds:
         )
 
     def refuse_late_file(self, step: int) -> None:
-        """Warn of a config file that is not applied in this run: it came after the last boundary, or is an old one."""
+        """Warn of a config file that is not applied in this run: ranks had not agreed on it, or it is an old one."""
         self.warn_of_stale_file()
         late = self._newer_file()
         if late is not None:
             self._settled.add(_key(late))
-            words = f"it came after the last step boundary, of step {step}; the next run begins with it"
+            words = f"training ended, at step {step}, before all ranks had agreed on it; the next run begins with it"
             self._tell_refusal(late, words, is_late=True)
 
     @property

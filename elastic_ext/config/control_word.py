@@ -34,7 +34,8 @@ __all__ = [
 # --- what one rank has to say at an agreement, and the pulse: one integer that says whether anyone has ---------------
 # Most agreements have nothing to say, so they must cost next to nothing: each rank sends a *pulse*, a hash of what
 # should be the same everywhere, and the pulses are summed. A sum that is not the number of ranks times a rank's own
-# pulse means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
+# pulse means that somebody differs or has news: then the *words* themselves are exchanged. They are too where a rank
+# has news itself, since the pulses of ranks that all have news may be alike; otherwise they are not.
 
 REFUSES_SINGLE_SAMPLE = "a layer refuses a single sample"
 """How ``ControlWord.failed`` begins where memory did not run out, but a layer (such as BatchNorm in training) cannot
@@ -42,6 +43,7 @@ take a micro-batch of one sample."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
 _MOST_TEXT = 500
+_DIGITS_SHOWN = 12  # of a config's digest
 
 
 class Purpose(IntEnum):
@@ -170,8 +172,9 @@ class ControlWord:
         passes = f", {self.backwards} backward passes" if self.backwards else ""
         schedules = f", {self.schedules} steps of schedules" if self.schedules else ""
         ahead = f", {self.ahead} batches taken ahead" if self.ahead else ""
+        exchanges = f", {self.exchanges} collectives of the model" if self.exchanges else ""
         lost = f", {self.lost} micro-batches of a step that failed" if self.lost else ""
-        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{ahead}{lost}"
+        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{ahead}{exchanges}{lost}"
 
     @property
     def has_news(self) -> bool:
@@ -219,8 +222,13 @@ class GatheredWords:
 
     @property
     def account(self) -> str:
-        """What each rank is doing and how far it has come, for a person."""
-        return "; ".join(f"rank {rank}: {word.progress} ({word.purpose})" for rank, word in enumerate(self.words))
+        """What each rank is doing and how far it has come, for a person; with its config where ranks differ in that."""
+        is_same_config = len({word.in_force for word in self.words}) == 1
+        configs = ["" if is_same_config else f", config {word.in_force[:_DIGITS_SHOWN]}" for word in self.words]
+        return "; ".join(
+            f"rank {rank}: {word.progress}{config} ({word.purpose})"
+            for rank, (word, config) in enumerate(zip(self.words, configs, strict=True))
+        )
 
     def laggards(self, names: Sequence[object]) -> list[str]:
         """The ranks, by name, that lack the config version which others hold, and why where that is known."""
@@ -334,10 +342,11 @@ class RoundDecision:
 
 
 def choose(reports: Sequence[RankReport]) -> RoundDecision:
-    """What a round takes next: a config that every rank holds a file for, else the lowest rank's proposal.
+    """What a round takes next: a file if every rank has one in its report, else a proposal, the lowest rank's.
 
-    Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
-    different contents is a conflict, and no file is taken.
+    Of files with different versions the lowest version is taken; the ranks that hold a higher one take this one too,
+    and theirs in a later round. Where files of the lowest version have different contents no file is taken: that is a
+    conflict.
     """
     versions = [report.version for report in reports if report.version is not None]
     conflict = ""

@@ -6,8 +6,9 @@ may be at all is in records/json.py.
 
 Words: a *version* is a whole config that somebody put in place; a *revision* is a change made to it inside the job
 (version 7, revision 2). A *key* is a dotted name (``dataloader.batch_size``); the part before the dot names its
-*section*. An *absent* key of a file means the key's start-up value. Without one it is absent from the config in
-force too: the table says what that means ("absent: 0.06"), and otherwise the script's own setting stays.
+*section*. An *absent* key of a file means the key's value in the config that was resumed from a checkpoint, else its
+start-up value. Without either it is absent from the config in force too: the table says what that means ("absent:
+0.06"), and otherwise the script's own setting stays.
 """
 
 from __future__ import annotations
@@ -241,7 +242,10 @@ class ElasticConfig:
 
     @property
     def digest(self) -> str:
-        """A hash of everything the config says; equal contents have equal digests however their files are written."""
+        """A hash of the config's values and of its version, revision, reason and ``apply_at_step``.
+
+        It does not depend on how a file is written.
+        """
         if not self._digest:
             canonical = _canonical([self.to_dict(), self.revision])
             object.__setattr__(self, "_digest", hashlib.sha256(canonical.encode()).hexdigest())

@@ -22,7 +22,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -292,7 +292,8 @@ def follow_config(
 ) -> ConfigFollower:
     """A follower of this job's config file; every rank calls this, after the process group was made.
 
-    ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
+    ``startup`` holds the script's own values for dotted keys: what a key means that the file lacks, and that a resumed
+    checkpoint's config lacks too (``load_state_dict``). ``start_step`` is the number
     of steps already taken when a run is resumed. At each ``agree_every_steps``-th boundary an agreement is begun;
     "auto" thins them out until they cost little.
 
@@ -404,7 +405,12 @@ class ConfigFollower:
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
 
     def take_world(self, world: World) -> None:
-        """Go on with the ranks of ``world``, between two steps: whatever here knows its ranks is told of them."""
+        """Go on with the ranks of ``world``, between two steps: whatever here knows its ranks is told of them.
+
+        The first rank of each machine is the one to warn of a config file from here on.
+        """
+        if self._watcher is not None:
+            self._watcher.warns = world.is_first_here
         for each in (self.heartbeat, self.agreement, self.reports):
             each.take_world(world)
 
@@ -441,7 +447,7 @@ class ConfigFollower:
                 self.config.label,
                 shown(self.config.to_dict(), 2000),
             )
-        self._record(applied)
+        self._record(() if applied is None else (applied,))
         self._found_at_start = applied
         self.heartbeat.note(Activity.OUTSIDE)
 
@@ -512,14 +518,17 @@ class ConfigFollower:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
         if passed.applied is not None:
-            self._record(passed.applied)
+            self._record(self.agreement.changes)
             self._warn_of_unread(passed.applied)
         elif time.perf_counter() > self.reports.due_at:
             self._write_metrics()
         return passed
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
-        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other."""
+        """Pass a boundary at which there is nothing to do or to tell; gives False, and does nothing, at any other.
+
+        Unlike ``boundary`` it does not tell the heartbeat of the step: only a caller whose steps tell it calls this.
+        """
         now = time.perf_counter()
         return now < self.reports.due_at and self.agreement.pass_quietly(now, step, backwards)
 
@@ -695,9 +704,9 @@ class ConfigFollower:
                 "earlier, or make a new follower or trainer on every rank"
             )
 
-    def _record(self, applied: Applied | None) -> None:
-        """Write the event of a config that came into force, if one did, and the metrics."""
-        if applied is not None:
+    def _record(self, changes: Iterable[Applied]) -> None:
+        """Write an event for each config that came into force, and the metrics."""
+        for applied in changes:
             self.reports.write_applied(applied)
         self._write_metrics()
 

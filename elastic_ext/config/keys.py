@@ -65,7 +65,7 @@ __all__ = [
 TORCH = "torch"
 """The word for a setting that is left to torch."""
 WRITABLE = "text without unpaired surrogates, for which UTF-8 has no bytes"
-"""What is allowed where text cannot be written to a file."""
+"""What the refusal of text says is allowed, where the text given cannot be encoded as UTF-8."""
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 _MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
 _MOST_KNOBS_SHOWN = 5
@@ -302,7 +302,7 @@ class Bounds:
 
     @property
     def allowed(self) -> str:
-        return f"[min, max] or a list of choices, each {self.value_rule.allowed}"
+        return f"[min, max] (two numbers are always that) or a list of choices, each {self.value_rule.allowed}"
 
     @property
     def schema(self) -> Schema:
@@ -410,7 +410,8 @@ class Key:
     takes_bounds: bool = False
     """Whether ``tuning.knobs`` may bound this key though it is no knob: without bounds no tuner chooses it."""
     replaces: tuple[str, ...] = ()
-    """The keys whose start-up values are out of force where this key is given."""
+    """The keys whose values are not kept where this key is given: those of the start-up config under a file, and those
+    of the config in force under a revision."""
 
     @property
     def is_tunable(self) -> bool:
@@ -683,9 +684,10 @@ def key_table() -> str:
 
 def null_refusal(path: str) -> Refusal:
     """Why a known key may not have the value null."""
-    return Refusal(
-        key=path, given="null", allowed=KEYS[path].rule.allowed, advice="leave the key out for its start-up value"
-    )
+    advice = "leave the key out"
+    if path not in ("reason", "apply_at_step"):
+        advice += " for its start-up value, or that of a checkpoint resumed from"
+    return Refusal(key=path, given="null", allowed=KEYS[path].rule.allowed, advice=advice)
 
 
 def unquoted(text: str, limit: int = 80) -> str:

@@ -1,8 +1,8 @@
 """The JSON Schema of a config file, made from the table of keys, by which an editor completes and checks the file.
 
-It refuses nothing that ``ElasticConfig.parse`` takes. Where JSON Schema has no words for a rule, it lets through what
-``parse`` refuses, such as 2.0 for an integer, the larger bound of a range before the smaller one, or numbers that are
-too large for a float.
+It refuses nothing that ``ElasticConfig.parse`` takes. It lets through some of what ``parse`` refuses: what JSON Schema
+cannot say, such as 2.0 for an integer or the larger bound of a range before the smaller one, and what it could say only
+at length, such as keys that exclude each other by their values.
 """
 
 from __future__ import annotations

@@ -255,7 +255,11 @@ class FileWatcher(Generic[_Held]):
     ) -> None:
         self.path = path_given("path", path).absolute()
         self.on_news: Callable[[], None] = _do_nothing
-        """Called on the watching thread when another value is held, or when that thread dies."""
+        """Called when another value is held, and when watching has failed, on the thread that finds that.
+
+        That is the watcher's own, watchdog's, or that of a caller of ``refresh``. For another value the thread has the
+        watcher's lock: the call must not wait for anything that another thread does with this watcher.
+        """
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
@@ -268,7 +272,8 @@ class FileWatcher(Generic[_Held]):
         self._warned: dict[bytes, None] = {}  # hashes of contents that were warned of, oldest first
         self._error: BaseException | None = None
         self._wake = threading.Event()
-        self._warning_level = logging.WARNING if warns else logging.DEBUG
+        self.warns = warns
+        """Whether this watcher, of those of one file, is the one to warn of contents that are refused."""
         self._events = FolderEvents(self._look_at_change) if use_events else None
         name = f"elastic_ext watcher of {self.path.name}"
         self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
@@ -310,7 +315,7 @@ class FileWatcher(Generic[_Held]):
 
     @property
     def held(self) -> _Held | None:
-        """The newest valid value seen in the file, None before the first. Raises if the watching thread has died."""
+        """The newest valid value seen in the file, None before the first. Raises once watching has failed."""
         if self._error is not None:
             raise ElasticError(f"watching {self.path} has failed; the log has the traceback") from self._error
         return self._held
@@ -431,7 +436,8 @@ class FileWatcher(Generic[_Held]):
         self._warned[self._seen_hash] = None
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
-        _logger.log(self._warning_level, "%s was refused, %s: %s", self.path, self._kept_in_words(), self._refusal)
+        level = logging.WARNING if self.warns else logging.DEBUG
+        _logger.log(level, "%s was refused, %s: %s", self.path, self._kept_in_words(), self._refusal)
 
 
 class ConfigWatcher(FileWatcher[ElasticConfig]):
@@ -444,7 +450,7 @@ class ConfigWatcher(FileWatcher[ElasticConfig]):
         return one.digest == other.digest
 
     def _kept_in_words(self) -> str:
-        return "the config in force stays" if self._held is None else f"{self._held.label} stays"
+        return "the config in force stays" if self._held is None else f"and {self._held.label}, valid before, is kept"
 
 
 def _do_nothing() -> None: ...

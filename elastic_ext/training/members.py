@@ -414,6 +414,8 @@ class TrainingMembers:
         self.version, self._wanted = pending.plan.version, 0
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
+        if self._watcher is not None:
+            self._watcher.warns = ranks.world.is_first_here
         training.steps.weigh_anew()
         if training.checkpoints is not None:
             training.checkpoints.take_world(ranks.world)

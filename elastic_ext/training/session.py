@@ -292,8 +292,10 @@ class Session:
             for applier in () if training.parallelism is None else training.parallelism.appliers():
                 follower.add(applier)
             if training.loaded_config is not None:
+                self._batches.is_resuming = True
                 follower.load_state_dict(self._with_own_values(training.loaded_config))
             follower.start()
+            self._batches.is_resuming = False
             self._forget_change()
             if training.why_not_reshard is not None:  # from here on: what is found at the start may say it
                 follower.add(FixedSharding(training.why_not_reshard, follower))

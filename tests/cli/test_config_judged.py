@@ -149,7 +149,7 @@ def test_a_version_that_came_too_late_for_its_run_is_built_upon(
         follower.boundary()
         follower.finish()
         path.write_text(json.dumps({"version": 1, "user": {"x": 1}}))
-    assert "it came after the last step boundary" in (tmp_path / "run" / "events-0.jsonl").read_text()
+    assert "before all ranks had agreed on it" in (tmp_path / "run" / "events-0.jsonl").read_text()
     assert main(["config", "set", "user.y=1", "--file", str(path), "--at-step", "1"]) == 0
     assert capsys.readouterr().out == "version 2 written\nuser.y: absent -> 1\n"
     assert ElasticConfig.parse(path.read_bytes()).values() == {"user.x": 1, "user.y": 1}

@@ -50,6 +50,8 @@ PLAIN = ControlWord(
     step=40,
     backwards=160,
     schedules=39,
+    exchanges=5,
+    lost=2,
     in_force="12345abc",
     held_version=7,
     wanted_interval=10,
@@ -118,7 +120,10 @@ def test_one_rank_that_differs_in_one_field_is_found(name: str, difference: int)
     value = values[name] if name in values else getattr(PLAIN, name) + difference
     change: dict[str, Any] = {name: value}
     other = dataclasses.replace(PLAIN, **change)
-    assert agreed([PLAIN, PLAIN, other, PLAIN]).differing == (SAME[name],)
+    found = agreed([PLAIN, PLAIN, other, PLAIN])
+    assert found.differing == (SAME[name],)
+    told = [text.partition(": ")[2] for text in found.account.split("; ")]
+    assert [text == told[0] for text in told] == [True, True, False, True], "what differs is shown"
     assert agreed([PLAIN, PLAIN]).differing == ()
 
 

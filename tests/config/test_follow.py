@@ -21,6 +21,7 @@ import torch
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
 from elastic_ext.cli import main
 from elastic_ext.config.apply import AskAgainLater, Declined
+from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import RankMetrics
 from tests.support.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
@@ -409,6 +410,32 @@ def test_the_run_directory_tells_what_is_in_force_and_since_when(folder: Path, m
     assert event["text"].endswith("user.x null -> 1 (because)")
 
 
+def applied_in(folder: Path) -> list[tuple[int, int, int, list[str]]]:
+    """The step, version, revision and changed keys of each config that the events say came into force."""
+    events = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    return [
+        (event["step"], event["details"]["version"], event["details"]["revision"], sorted(event["details"]["changes"]))
+        for event in events
+        if event["kind"] == "config-applied"
+    ]
+
+
+@pytest.mark.parametrize("ends_epoch", [True, False])
+def test_each_config_that_a_step_ran_under_has_an_event(folder: Path, ends_epoch: bool) -> None:
+    put(folder, 0, {"version": 1, "user": {"b": 2}, "apply_at_step": 2})
+    with seen_by() as seen, follower_in(folder, startup={"user.b": 1}) as follower:
+        follower.propose({"user.a": 1}, "a test")
+        take_step(follower, seen)
+        if ends_epoch:  # the revision comes into force here, and else at the next boundary
+            follower.end_epoch()
+        passed = take_step(follower, seen)
+        assert passed.applied is not None
+        assert passed.applied.changes == {"user.b": (1, 2)}, "to the loop it is one change"
+    assert seen.in_force == ["version 0", "version 0, revision 1" if ends_epoch else "version 0"]
+    apart = [(1, 0, 1, ["user.a"]), (2, 1, 0, ["user.a", "user.b"])]
+    assert applied_in(folder) == (apart if ends_epoch else [(2, 1, 0, ["user.b"])])
+
+
 def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metrics(folder: Path) -> None:
     put(folder, 0, {"version": 2, "user": {"b": 2}})
     with seen_by() as seen, follower_in(folder, startup={"user.a": 1}) as follower:
@@ -549,7 +576,7 @@ def test_a_version_that_comes_after_the_last_step_is_said_to_be_too_late(folder:
         follower.boundary()
         follower.finish()
         put(folder, 0, rate(4, 0.5), seen_by=follower)
-    why = "it came after the last step boundary, of step 1; the next run begins with it"
+    why = "training ended, at step 1, before all ranks had agreed on it; the next run begins with it"
     assert [line for line in seen.log if "refused" in line] == [
         f"WARNING config version 4 was refused, version 3 stays in force: {why}"
     ]
@@ -560,7 +587,7 @@ def test_an_old_version_or_one_that_cannot_be_is_said_even_after_the_last_step(f
     put(folder, 0, rate(3, 0.25))
     for contents, words in (
         (rate(2, 0.5), "holds version 2 and was refused, since version 3 is in force; give it a version of 4 or more"),
-        ({"version": 4, "typo": 1}, "was refused, version 3 stays: typo is not a known key"),
+        ({"version": 4, "typo": 1}, "was refused, and version 3, valid before, is kept: typo is not a known key"),
     ):
         put(folder, 0, rate(3, 0.25))
         with seen_by() as seen, follower_in(folder) as follower:
@@ -647,6 +674,37 @@ def test_a_checkpoint_loaded_after_the_start_comes_into_force_under_the_file(fol
         assert applier.applied[-1][1] == "version 3"
         follower.boundary()
         assert follower.step == 41
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_checkpoint_loaded_before_the_start_reaches_what_acts_on_its_values(folder: Path, has_file: bool) -> None:
+    if has_file:
+        put(folder, 0, {"version": 3, "user": {"b": 2}})
+    follower = follower_in(folder, startup={"optimizer.learning_rate": 0.5})
+    changes = []
+    follower.on_change(
+        "optimizer", lambda old, new: changes.append((old.optimizer.learning_rate, new.optimizer.learning_rate))
+    )
+    follower.load_state_dict({"config": rate(7, 0.25), "revision": 0, "step": 40})
+    assert follower.config.optimizer.learning_rate == 0.25
+    with follower:
+        assert follower.config.version == (3 if has_file else 7)
+        assert changes == [(0.5, 0.25)]
+        follower.boundary()
+    assert changes == [(0.5, 0.25)]
+
+
+def test_a_checkpoint_loaded_before_the_start_is_refused_as_one_loaded_after_it(folder: Path) -> None:
+    state = {"config": rate(7, 0.25), "revision": 0, "step": 40}
+    with seen_by() as seen:
+        follower = follower_in(folder, startup={"optimizer.learning_rate": 0.5})
+        follower.on_change("optimizer", lambda old, new: None, lambda new: "no" if new.version == 7 else None)
+        follower.load_state_dict(state)
+        with follower:
+            assert follower.config.optimizer.learning_rate == 0.5
+    assert [line for line in seen.log if "refused" in line] == [
+        "WARNING the resumed config version 7 was refused, version 0 stays in force: rank 0: optimizer: no"
+    ]
 
 
 def test_what_a_checkpoint_leaves_as_it_was_since_the_start_is_told_once(folder: Path) -> None:
@@ -758,11 +816,27 @@ def stale(log: list[str]) -> list[str]:
     return [line for line in log if "holds version 3 and was refused, since version 5 is in force" in line]
 
 
+@pytest.mark.parametrize(("places", "num_warnings"), [([1], 0), ([1, 0], 2)])
+def test_where_members_change_the_first_rank_here_is_the_one_to_warn(
+    folder: Path, places: list[int], num_warnings: int
+) -> None:
+    put(folder, 0, rate(5, 0.25))
+    with seen_by() as seen, follower_in(folder) as follower:
+        names = [PeerName(rank=rank, host=follower.ranks.host, pid=100 + rank, seat=rank) for rank in range(2)]
+        for rank in places:
+            follower.take_world(World(rank=rank, names=tuple(names)))
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+        take_step(follower, seen)
+        put(folder, 0, {"version": 6, "typo": 1}, seen_by=follower)
+    told = [line for line in seen.log if "was refused" in line]
+    assert len(told) == num_warnings, told
+
+
 def test_a_save_asked_for_after_the_last_boundary_is_warned_of(folder: Path) -> None:
     with seen_by() as seen, follower_in(folder) as follower:
         take_step(follower, seen)
         follower.request_save()
-    assert any("a checkpoint that was asked for after the last step is not saved" in line for line in seen.log)
+    assert any("a checkpoint that was asked for is not saved: training has ended" in line for line in seen.log)
 
 
 def test_the_metrics_say_at_the_end_how_far_the_run_came(folder: Path) -> None:

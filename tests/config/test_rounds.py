@@ -30,10 +30,11 @@ class Arriving:
         return self._config if self._left < 0 else None
 
 
+@pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("reading", range(12))
-def test_a_config_is_taken_though_boundaries_are_quiet(reading: int) -> None:
+def test_a_config_is_taken_though_boundaries_are_quiet(reading: int, every: int) -> None:
     source = Arriving(reading)
-    agreement = Agreement(Ranks.alone(), source, ElasticConfig(version=0), every=1)
+    agreement = Agreement(Ranks.alone(), source, ElasticConfig(version=0), every=every)
     source.tell = agreement.rouse
     agreement.start()
     num_quiet = 0

@@ -101,7 +101,9 @@ def test_bounds_are_a_range_or_choices(given_bounds: object, kept: tuple[int, ..
     "bounds", [[], [0, 4], [1, True], [1.0, 2.0], ["1"], [[1, 2]], 3, "12", None, {"min": 1}, [None]]
 )
 def test_bounds_of_anything_that_the_knob_could_not_be_are_refused(bounds: object) -> None:
-    with pytest.raises(ValueError, match=r"\[min, max\] or a list of choices, each an integer >= 1"):
+    with pytest.raises(
+        ValueError, match=r"\[min, max\] \(two numbers are always that\) or a list of choices, each an integer >= 1"
+    ):
         Bounds(Integer(1)).check(bounds)
 
 

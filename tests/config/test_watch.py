@@ -338,7 +338,7 @@ def test_refused_contents_leave_the_old_config_and_give_one_warning_per_content(
         put(path, b'{"version": 3, "last": 1}')
         assert warnings.wait_for("last")
     assert len(warnings.messages) == 4
-    assert warnings.messages[0].startswith(f"{path} was refused, version 1 stays: typo0 is not a known key")
+    assert warnings.messages[0].startswith(f"{path} was refused, and version 1, valid before, is kept: typo0 is not")
 
 
 def test_contents_half_written_and_soon_completed_are_not_warned_of(
@@ -378,7 +378,7 @@ def test_what_is_refused_at_the_very_end_is_warned_of_before_it_is_over(
     with watching(path, by, settle_seconds=NEVER_SECONDS) as watcher:
         put(path, b'{"version": 2, "typo": 1}')
     (message,) = warnings.messages
-    assert message.startswith(f"{path} was refused, version 1 stays: typo is not a known key")
+    assert message.startswith(f"{path} was refused, and version 1, valid before, is kept: typo is not a known key")
     watcher.close()
     assert len(warnings.messages) == 1
 
