@@ -107,6 +107,27 @@ def test_a_loader_that_reads_ahead_says_how_far_its_loop_has_come() -> None:
     assert sampler.state_dict(num_taken=8)["position"] == 16
 
 
+def test_ranks_whose_iterations_have_ended_in_an_incomplete_round_stand_at_the_epochs_end() -> None:
+    ranks = samplers(5, 2)
+    assert sorted(itertools.chain(*map(list, ranks))) == list(range(5))
+    assert [each.state_dict()["position"] for each in ranks] == [5, 5]
+    dropping = samplers(5, 2, drop_last=True)
+    assert [len(list(each)) for each in dropping] == [2, 2]
+    assert [each.state_dict()["position"] for each in dropping] == [4, 4]
+
+
+def test_a_state_within_a_ranks_part_of_an_incomplete_round_is_refused_and_loses_no_sample() -> None:
+    first, second = samplers(6, 2, share_weights=[3, 1])
+    stream, other = iter(first), iter(second)
+    taken = [next(stream) for _ in range(4)]
+    next(other)
+    with pytest.raises(ValueError, match="1 of its 2 samples in a round"):
+        first.state_dict()
+    assert len({*taken, next(stream)}) == 5
+    assert [next(each, None) for each in (stream, other)] == [None, None]
+    assert [each.state_dict()["position"] for each in (first, second)] == [6, 6]
+
+
 @pytest.mark.parametrize(
     "make",
     [
