@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -388,6 +388,8 @@ class Pool:
         task = self._tasks[number]
         if task.outcome is NOTHING:
             self._wait_for([task])
+        if isinstance(task.outcome, Future):
+            wait([task.outcome])  # a KeyboardInterrupt here leaves the batch for the next call
         del self._tasks[number]
         reraise(task, self._parts)
         return task.outcome.result() if isinstance(task.outcome, Future) else task.outcome
