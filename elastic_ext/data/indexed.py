@@ -361,6 +361,7 @@ class IndexedEpochs:
             place = replace(self._place, epoch=self.epoch, starts_next_epoch=False, is_over=False)
             if self._place.is_over:  # the loop stays in that epoch, and has no samples left, wherever that was left
                 place = replace(place, position=self._sampler.order.num_samples)
+            self._sampler.begin_elsewhere()  # this loop goes on at the loaded position, and no later one does
             loop.go_to(self._order(place), place.position, place.completed)
             self.last_loop, self._place = loop, place
 

@@ -365,6 +365,18 @@ def test_a_loop_that_goes_back_to_an_epochs_end_has_no_samples_left_also_where_t
     assert len(indices_in(second)) == 40
 
 
+def test_an_epoch_that_a_loop_went_back_in_begins_at_its_beginning_when_it_is_named_again() -> None:
+    loader = loader_of(40, 4)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    next(batches)
+    loader.rewind(state)
+    assert len(list(batches)) == 9
+    loader.set_epoch(0)
+    assert sorted(indices_in(loader)) == list(range(40))
+
+
 def test_samples_that_are_too_few_for_the_ranks_of_a_resumed_run_are_warned_of_by_the_first() -> None:
     before, *after = (loader_of(7, 2) for _ in range(4))
     before.plan(BatchPlan(global_batch=5, num_ranks=1, micro_batch=5), 0)
