@@ -416,10 +416,10 @@ class IndexedEpochs:
         order: Order = self._sampler.order
         if self._is_of_batches:
             order = BatchOrder(order)
-        if self._seeds_samples:
-            order = SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch)
         num_more = self._num_left(place, order.num_samples) - _num_after(place, order.num_samples)
-        return EvenOrder(order, order.num_samples + num_more) if num_more else order
+        if num_more:
+            order = EvenOrder(order, order.num_samples + num_more)
+        return SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch) if self._seeds_samples else order
 
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, in an epoch of ``num_samples``.
