@@ -349,7 +349,7 @@ class Controller:
         from .search import Search  # numpy, which a master starts without
 
         before = earlier.search if earlier is not None else None
-        is_again = before is not None or self._book.last is not None
+        is_again = before is not None or self._book.has_search
         search = Search(facts, self._tuning, before=before, is_again=is_again)
         if earlier is not None and earlier.has_job_changed_config:
             search.refuse_as(earlier.search)

@@ -169,6 +169,11 @@ class Book:
         return refused[-1] if refused else None
 
     @property
+    def has_search(self) -> bool:
+        """Whether any decision came from a search: not all only pause the tuner, or say what is not tuned or tried."""
+        return any(each.kind not in ("hold", "pause", "resume") for each in self._decisions.values())
+
+    @property
     def is_paused(self) -> bool:
         """Whether the newest of all pauses and resumes is a pause."""
         words = [each.kind for each in self._decisions.values() if each.kind in ("pause", "resume")]

@@ -568,6 +568,24 @@ def test_what_changes_what_is_learned_is_not_tuned_and_that_is_said() -> None:
     assert keys <= {"dataloader.batch_size", "dataloader.num_workers"}
 
 
+def test_what_is_said_before_the_first_search_does_not_make_it_a_repeated_one() -> None:
+    """A gain of three percent is worth a first search, whatever people are told first, and not worth a second."""
+
+    def seconds(point: Point) -> dict[str, float]:
+        return {"data": 0.0 if point.num_workers else 0.03, "forward": 0.97}
+
+    options: dict[str, Any] = {"seconds": seconds, "noise": 0.0}
+    choices = {"dataloader.num_workers": (0, 1)}
+    plain = TunedJob(facts=made_facts(choices=choices), **options)
+    told = TunedJob(
+        facts=made_facts(choices=choices), config={"tuning.knobs": {"optimizer.learning_rate": (1, 2)}}, **options
+    )
+    plain.run(ENOUGH)
+    told.run(ENOUGH)
+    assert "hold" in told.kinds() and "probe" in plain.kinds()
+    assert [each for each in told.kinds() if each != "hold"] == plain.kinds()
+
+
 def test_where_there_is_nothing_to_choose_that_is_said_once_with_the_reason() -> None:
     fixed = {"dataloader.num_workers": "the loader is torch's own"}
     job = TunedJob(facts=made_facts(choices={}, fixed=fixed))
