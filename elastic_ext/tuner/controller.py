@@ -444,6 +444,8 @@ class Controller:
     def _distrust(self, now: float, why: str) -> list[Decision]:
         """Take a report that cannot be trusted; what is being tried is taken back after many of them."""
         assert self._course is not None
+        length = 0.0 if self._heard is None else self._heard[1]  # the report's own length may be what is wrong
+        self._heard, self._is_silent = (now, length), False
         self._num_calm, was_calm = 0, self._num_calm >= _CALM
         self._num_distrusted += 1
         held = self._hold(now, why) if was_calm else []

@@ -346,6 +346,15 @@ def test_silence_is_told_once_and_nothing_is_decided() -> None:
     assert job.controller.tick(job.now + 700) == []
 
 
+def test_a_job_whose_reports_cannot_be_trusted_is_not_silent() -> None:
+    job = _settled()
+    for _ in range(10):
+        job.now += 30
+        job.run(1, trouble="rank 2 is silent")
+        assert job.take(job.controller.tick(job.now + 1)) == []
+    assert "reported no steps" in job.controller.tick(job.now + 600)[0].reason
+
+
 @pytest.mark.parametrize("is_paused", [True, False])
 def test_a_job_that_is_heard_while_the_tuner_decides_nothing_is_not_taken_for_silent_afterwards(
     is_paused: bool,
