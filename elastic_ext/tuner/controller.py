@@ -353,6 +353,7 @@ class Controller:
         search = Search(facts, self._tuning, before=before, is_again=is_again)
         if earlier is not None and earlier.has_job_changed_config:
             search.refuse_as(earlier.search)
+            search.allow(point_of(facts.values))  # what the job has changed is no knob, where that point was refused
         return Course(facts, self._tuning, self._book, search, self._budget)
 
     def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:

@@ -261,6 +261,11 @@ class Search:
         """Leave out the points that were refused in another search."""
         self._refused.update(other._refused)
 
+    def allow(self, point: Point) -> None:
+        """No longer leave out ``point``, which is in force after all."""
+        self._refused.pop(point, None)
+        self._best = None
+
     # ---- what is expected ----
 
     def seconds_at(self, point: Point) -> float | None:

@@ -408,6 +408,18 @@ def test_what_the_job_itself_changes_back_is_not_tried_again(facts_come_first: b
     assert tried not in points
 
 
+@pytest.mark.parametrize("facts_come_first", [False, True])
+def test_a_change_of_the_jobs_own_that_changes_no_knob_lets_the_search_go_on(facts_come_first: bool) -> None:
+    job = _in_a_probe()
+    job.change_inside({"optimizer.learning_rate": 0.5})
+    if facts_come_first:
+        job.tell_facts()
+    job.run(1)
+    job.tell_facts()
+    job.run(ENOUGH)
+    assert job.controller.standing.stand == "settled" and job.controller.standing.best_rate is not None
+
+
 def test_what_follows_a_change_of_the_jobs_own_does_not_ask_again_for_what_that_has_changed() -> None:
     """The newest config has it still, and what is written next is based on that."""
     job = _in_a_probe()
