@@ -16,7 +16,7 @@ from elastic_ext.records.metrics import JobFacts
 
 from .costs import Budget
 from .measurements import LEAST_GAIN, PROBE_STEPS, PointMeasurement, merged_step_times
-from .memory import JobMemory
+from .memory import JobMemory, memory_knobs
 from .performance_model import Fitted, Floats, Prior, columns_of, fit, prior_of
 from .space import KEYS, Point, knobs_of_cost, micro_batches_of, shape_of, space_of
 
@@ -29,8 +29,6 @@ __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 # Functions: each gives, of a point, the values of those knobs whose change restarts workers, moves the model's state,
 # or wraps the model anew.
 _loaded, _laid_out, _wrapped = knobs_of_cost("workers"), knobs_of_cost("move"), knobs_of_cost("wrap")
-_in_memory = knobs_of_cost("nothing", "move", "wrap")
-"""Gives the knobs of a point that say how much of a device's memory it takes."""
 _SECONDS_TO_MOVE = 1.0
 _BYTES_PER_SECOND = 2e9
 _SECONDS_TO_WRAP = 0.1
@@ -435,7 +433,7 @@ class Search:
         known: dict[tuple[object, ...], bool] = {}
         found = np.empty(len(self._space.points), dtype=np.bool_)
         for at, point in enumerate(self._space.points):
-            taking = _in_memory(point)
+            taking = memory_knobs(point)
             if taking not in known:
                 known[taking] = not self._memory.why_not(point)
             found[at] = known[taking]
