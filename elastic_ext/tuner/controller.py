@@ -258,7 +258,7 @@ class Controller:
         present = values.get(GLOBAL_BATCH_KEY) or facts.global_batch
         size = back.get(GLOBAL_BATCH_KEY, present)
         why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
-        closed = _some(self._book.close(last.number, "undone"))
+        closed = _some(self._book.close_taken_back(last.number))
         taken = self._sizes.undo(now, last, back, values, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)

@@ -30,6 +30,10 @@ Kind = Literal[
 Outcome = Literal["", "kept", "undone", "refused"]
 
 
+_TAKEN_BACK = "a person took it back"
+"""The end of the reason of a decision that a person took back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision(JsonRecord):
     """One decision of a tuner, with its reason and its result. Rates are samples per second of all ranks together."""
@@ -64,6 +68,11 @@ class Decision(JsonRecord):
     def newest_version(self) -> int:
         """The version of the config that was written for the decision, and until then the one that it is about."""
         return self.base if self.version is None else self.version
+
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether a person took the decision back after its changes were kept."""
+        return self.outcome == "undone" and self.reason.endswith(_TAKEN_BACK)
 
     def check_read(self) -> None:
         rates = (self.before, self.predicted, self.measured, self.time)
@@ -229,6 +238,10 @@ class Book:
         told = f"{found.reason}; {reason}" if reason else found.reason
         more = {} if measured is None else {"measured": measured}
         return self._change(number, outcome=outcome, reason=told, **more)
+
+    def close_taken_back(self, number: int) -> Decision | None:
+        """Note that a person took a decision back, also for a master that is started again; None without ``number``."""
+        return self.close(number, "undone", reason=_TAKEN_BACK)
 
     def _change(self, number: int, **changes: Any) -> Decision | None:
         if number not in self._decisions:

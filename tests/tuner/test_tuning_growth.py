@@ -384,6 +384,16 @@ def test_a_restarted_master_goes_on_from_a_size_that_was_kept_and_knows_those_th
     assert "undo" in again.kinds()
 
 
+def test_a_restarted_master_does_not_try_a_size_again_that_a_person_took_back() -> None:
+    job = _grown(knobs={"global_batch_size": (64, 512)})
+    while job.size == 512:
+        assert any(each.kind == "undo" for each in job.take(job.controller.undo(job.now)))
+    again = _again(job)
+    again.take(again.controller.resume(again.now))
+    again.run(2 * ENOUGH)
+    assert again.size < 512 and 512 not in [each.changes.get("global_batch_size") for each in again.told]
+
+
 def _again(job: TunedJob, sized: Callable[[Point, int], dict[str, float]] = _seconds) -> TunedJob:
     """Its master is started again."""
     decisions = list({each.number: each for each in job.told}.values())
