@@ -321,7 +321,8 @@ class Course:
         self._wanted = proposal.cost
         if best.point != self.here:
             return self._back(now, best, "steps under the best config so far have to save time for the next trial")
-        self._rest("waiting-for-budget")
+        if self.stage != "waiting-for-budget":  # else its watch goes on
+            self._rest("waiting-for-budget")
         return []
 
     def _rest(self, stage: Stage = "settled") -> None:

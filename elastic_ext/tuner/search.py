@@ -303,7 +303,7 @@ class Search:
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
         # where none can be paid for: save up for the cheapest of the points that gain almost as much as the best one
-        worth = cost[gains >= _ALMOST * gains.max()]
+        worth = cost[gains >= max(_ALMOST * float(gains.max()), self._least_gain)]
         return PointProposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
