@@ -336,6 +336,11 @@ class IndexedEpochs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"epoch", "position", "is_over", "order"} - set(state))
+        if missing == ["is_over"]:
+            raise ValueError(
+                "the state has no is_over, and is one of an ElasticDistributedSampler by itself; give it to the "
+                "sampler's load_state_dict(), or give the loader what its own state_dict() gave"
+            )
         if missing:
             raise ValueError(
                 f"the state has no {', '.join(missing)}, and is not one of a loader over a map-style dataset; "

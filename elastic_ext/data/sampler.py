@@ -31,15 +31,16 @@ class ElasticDistributedSampler(Sampler[Any]):
     """This rank's samples of an epoch, in an order that all ranks share: of ``dataset``, or as ``sampler`` draws it.
 
     ``sampler`` may be any that a seed makes repeatable: its ``generator``, and this process's random numbers while it
-    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as a list. By
-    ``shuffle`` up to 65,536 samples are kept as an array; the order of more is computed block by block.
+    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as an array of
+    64-bit integers where all indices are such, else as a list. By ``shuffle`` up to 65,536 samples are kept as an
+    array; the order of more is computed block by block.
 
     ``share_weights`` are whole numbers, one per rank: what each has of a round of sum(share_weights) samples, by
     default 1.
 
     Where the last samples are not enough for a round some ranks have fewer of it, unless ``drop_last`` leaves them out,
     or ``pad`` gives these ranks the iteration's first samples again (in a loader without a trainer, the epoch's);
-    ``num_padded`` says how many.
+    ``num_padded`` says how many. In a loader with a trainer ``pad`` does nothing.
     """
 
     def __init__(
@@ -176,7 +177,10 @@ class ElasticDistributedSampler(Sampler[Any]):
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration go on from a state, with any number of ranks; ValueError if its order is another."""
+        """Have the next iteration go on from a state, with any number of ranks; ValueError if its order is another.
+
+        From a state at an epoch's end the next iteration gives that epoch anew, unless ``set_epoch`` names another.
+        """
         missing = sorted({"epoch", "position", "order"} - set(state))
         if missing:
             raise ValueError(

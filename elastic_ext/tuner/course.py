@@ -384,8 +384,8 @@ class Course:
     def _changes(self, point: Point) -> dict[str, Value]:
         """The values to set for ``point``, by key.
 
-        Where the job itself has changed the config, these are all that can be set: the next version is made from the
-        newest one, which lacks the job's changes.
+        Those are the knobs that differ from the point in force. Where the job itself has changed the config, they are
+        each knob that the job can change: the next version is made from the newest one, which lacks the job's changes.
         """
         found = values_of(point, self._base.point)
         if self._base.revision > 0:

@@ -48,7 +48,7 @@ class Decision(JsonRecord):
     """The version of the config that the decision is about, and that ``changes`` are made to."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """The values to set, by key; None leaves a key out of the config, so that its start-up value is in force. Empty
-    where no config is written."""
+    where there is nothing to set. Where ``kind`` is "advise", no config is written with them."""
     instead: Mapping[str, Any] = field(default_factory=dict)
     """The previous values of the keys in ``changes``, which take them back; None for a key that was left out."""
     version: int | None = None
@@ -131,7 +131,8 @@ class Book:
         return Tried({**earlier.changes, **decision.changes}, {**decision.instead, **earlier.instead})
 
     def not_kept(self, version: int) -> Tried:
-        """The changes of probes that the config of ``version`` still has and that were not kept or measured yet."""
+        """The changes of probes that the config of ``version`` still has: of those not measured yet, found to be slower
+        or refused."""
         changes: dict[str, Any] = {}
         instead: dict[str, Any] = {}
         made = self.made_for(version)

@@ -72,7 +72,8 @@ class _Learnt:
     """Bytes that an optimizer's step takes for a moment, as a share of parameter bytes, where facts do not say: all of
     them, as foreach optimizers take, until a measured peak is too small for that."""
     factor: float | None = None
-    """The largest measured peak as a multiple of its prediction; None where none was measured."""
+    """The largest ratio of a measured peak to its prediction, at least 1; peaks no higher than one before do not count.
+    None where none was measured."""
     passes_bytes: int = 0
     """The largest passes that steps had, as predicted."""
     highest_bytes: int = 0

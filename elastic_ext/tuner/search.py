@@ -137,10 +137,10 @@ class PointProposal:
     most_seconds: float
     """A high estimate of the step time, by which it is asked what a probe costs."""
     cost: float = 0.0
-    """Seconds that the budget must have saved before the point can be tried; where it has not saved as much, before the
-    cheapest one can be that gains almost as much."""
+    """Seconds that the budget must have saved for the next probe: that of ``point`` if ``is_affordable``, else that of
+    the cheapest point that gains almost as much."""
     is_affordable: bool = True
-    """Whether the budget has saved as much."""
+    """Whether the budget has saved what ``point`` costs."""
 
 
 class Search:
@@ -236,7 +236,8 @@ class Search:
     def refuse(self, point: Point, why: str) -> None:
         """Leave out ``point``, which was not put in force.
 
-        ``why`` is searched for config keys: points with the same value of a key named there are left out too.
+        ``why`` is searched for config keys: of a key that is named there, and has another value than at the point
+        measured last, all points with this value are left out too.
         """
         self._refused[point] = None
         self._best = None
@@ -479,7 +480,10 @@ class _Expected:
 
 
 def _memory_known(facts: JobFacts) -> tuple[object, ...]:
-    """The facts of memory that say which points may be tried, but for those that measured peaks correct."""
+    """The facts of memory whose change may let other points be tried.
+
+    The others are left out, since predictions that are made from them are corrected by measured peaks.
+    """
     memory = facts.memory
     if memory is None:
         return ()

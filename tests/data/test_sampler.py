@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler
 
 
@@ -170,6 +171,12 @@ def test_another_order_is_refused_and_nothing_is_changed() -> None:
     drawn = ElasticDistributedSampler(None, 1, 0, sampler=[1, 2, 3])
     with pytest.raises(ValueError, match="the state is of the order"):
         drawn.load_state_dict(ElasticDistributedSampler(None, 1, 0, sampler=[1, 3, 2]).state_dict())
+
+
+def test_a_loader_that_is_given_a_samplers_state_says_whose_it_is() -> None:
+    (sampler,) = samplers(8, 1)
+    with pytest.raises(ValueError, match=r"give it to the sampler's load_state_dict\(\)"):
+        ElasticDataLoader(range(8)).load_state_dict(sampler.state_dict())
 
 
 def test_the_seed_of_a_state_is_taken_over() -> None:

@@ -250,7 +250,11 @@ class TaskAssigner:
         return None if is_awaited else found
 
     def give(self, task: Task, worker: Worker) -> None:
-        """Give a task to a worker; where workers died over the task, perhaps its samples one by one before."""
+        """Give a task to a worker.
+
+        Where workers have died over the task, its ``probes`` may go first: its samples one by one, to find the one that
+        kills workers.
+        """
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
