@@ -75,7 +75,8 @@ class BatchPlan:
         """The step that comes when ``remaining`` samples of the epoch remain (None: it never ends); None at its end.
 
         ``carried`` are the sizes, by rank, of the micro-batch that the loop has in hand already, as it was cut before
-        something changed: the first of the step, at its own size.
+        something changed: the first of the step, at its own size. At an epoch's end samples are left out that are too
+        few then for another micro-step of all ranks.
         """
         if carried is not None:
             return self._after_carried(remaining, carried)
@@ -156,7 +157,10 @@ def shares(global_batch: int, num_ranks: int, share_weights: Sequence[float] | N
 
 
 def can_cut(global_batch: int, num_ranks: int, micro_batch: int, share_weights: Sequence[float] | None = None) -> bool:
-    """Whether ``plan_step`` can cut this global batch; equal shares always can be cut."""
+    """Whether the shares differ so little that ``plan_step`` can cut them; equal shares always do.
+
+    It may still refuse a step of too many micro-batches.
+    """
     _, largest = _count(shares(global_batch, num_ranks, share_weights), micro_batch)
     return largest <= micro_batch + 1
 

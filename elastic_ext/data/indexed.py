@@ -336,6 +336,11 @@ class IndexedEpochs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"epoch", "position", "is_over", "order"} - set(state))
+        if missing == ["is_over"]:
+            raise ValueError(
+                "the state has no is_over, and is one of an ElasticDistributedSampler by itself; give it to the "
+                "sampler's load_state_dict(), or give the loader what its own state_dict() gave"
+            )
         if missing:
             raise ValueError(
                 f"the state has no {', '.join(missing)}, and is not one of a loader over a map-style dataset; "
@@ -361,6 +366,7 @@ class IndexedEpochs:
             place = replace(self._place, epoch=self.epoch, starts_next_epoch=False, is_over=False)
             if self._place.is_over:  # the loop stays in that epoch, and has no samples left, wherever that was left
                 place = replace(place, position=self._sampler.order.num_samples)
+            self._sampler.begin_elsewhere()  # this loop goes on at the loaded position, and no later one does
             loop.go_to(self._order(place), place.position, place.completed)
             self.last_loop, self._place = loop, place
 
@@ -415,10 +421,10 @@ class IndexedEpochs:
         order: Order = self._sampler.order
         if self._is_of_batches:
             order = BatchOrder(order)
-        if self._seeds_samples:
-            order = SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch)
         num_more = self._num_left(place, order.num_samples) - _num_after(place, order.num_samples)
-        return EvenOrder(order, order.num_samples + num_more) if num_more else order
+        if num_more:
+            order = EvenOrder(order, order.num_samples + num_more)
+        return SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch) if self._seeds_samples else order
 
     def _num_left(self, place: EpochPosition, num_samples: int) -> int:
         """How many samples a loop from a place has, in an epoch of ``num_samples``.

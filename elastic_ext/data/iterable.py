@@ -570,7 +570,7 @@ class StreamedEpochs:
             self._position = None
         self.last_loop = self._position_of_original = None
         self.epoch = epoch
-        self._is_begun = False
+        self._is_begun = self._is_over = False
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 

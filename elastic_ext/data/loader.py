@@ -231,17 +231,17 @@ _Sample = TypeVar("_Sample", covariant=True, default=Any)
 class ElasticDataLoader(DataLoader[_Sample]):
     """Batches of a dataset; arguments as torch's DataLoader has them, and some more.
 
-    ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
-    ranks. A ``sampler`` draws it otherwise: its ``generator`` is seeded from ``seed`` and the epoch, so that all ranks
-    draw the same order; it has to draw from that generator, or from this process's random numbers. Each loop over the
-    loader is another epoch, unless ``set_epoch`` names one.
+    ``shuffle`` draws an order from ``seed``, by default that of ``generator``, else 0, and the epoch's number: the same
+    on all ranks; ``torch.manual_seed`` has no part in it. A ``sampler`` draws it otherwise: its ``generator`` is seeded
+    from ``seed`` and the epoch, so that all ranks draw the same order; it has to draw from that generator, or from this
+    process's random numbers. Each loop over the loader is another epoch, unless ``set_epoch`` names one.
 
     ``config_file`` is followed by a loader that has no trainer. ``seed_samples`` has the random numbers of a sample
     depend on ``seed``, epoch and index alone. ``fast_forward``: an IterableDataset without
     ``state_dict`` is resumed by drawing and dropping the samples that are consumed already.
 
-    By itself it gives all samples, or those of an ElasticDistributedSampler's rank; with a trainer those of the
-    trainer's rank.
+    By itself it gives all samples, or those of the rank of an ElasticDistributedSampler or of torch's
+    DistributedSampler; with a trainer those of the trainer's rank.
     """
 
     section = "dataloader"
@@ -502,7 +502,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the epoch: samples that are not consumed come from there, with any ranks, sizes and workers.
 
-        Over an IterableDataset it is this rank's own, and for as many workers.
+        Over an IterableDataset it is this rank's own, and for as many workers. It is this rank's own, too, with a
+        ``batch_sampler`` of its own: it counts batches, which the batch sampler has to give again.
         """
         return self._epochs.state_dict() if self._step_before is None else dict(self._step_before.state)
 
@@ -631,9 +632,12 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return producer
 
     def _draw_base_seed(self) -> int:
-        """Draw the base seed of a loop's workers, also where it has none yet: workers that come later draw nothing."""
+        """Draw the base seed of a loop's workers from ``generator``, or else from torch's random numbers.
+
+        It is drawn for a loop without workers too: some may be added while it goes on.
+        """
         generator = self.generator
-        if generator is None and self._epochs.goes_on:  # the epoch has had it drawn: torch's random numbers stay
+        if generator is None and self._epochs.goes_on:  # torch's random numbers were drawn from as the epoch began
             generator = torch.Generator()
             generator.set_state(torch.get_rng_state())
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

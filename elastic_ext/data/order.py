@@ -59,7 +59,10 @@ class EpochPosition:
     """The epoch of the next loop, where it was set while a loop was under way; else None."""
 
     def at(self, epoch: int) -> EpochPosition:
-        """This position, if the next loop is over ``epoch`` anyway; else the beginning of ``epoch``."""
+        """The position at which a next loop over ``epoch`` begins.
+
+        It is this one in this epoch, unless ``starts_next_epoch``; else the epoch's beginning.
+        """
         goes_on = epoch == self.epoch and not self.starts_next_epoch
         return (
             EpochPosition(epoch=epoch, position=self.position, completed=self.completed)
@@ -436,7 +439,8 @@ class Cursor:
             raise ValueError(f"the position is {position}; allowed: 0 to {num_samples}, the samples of the epoch")
         self.num_samples = num_samples
         self.committed = position
-        """The position before which all samples are consumed, and after which none is."""
+        """The position before which all samples are consumed; after it only those are that an IndexedLoop handed out
+        before their turn."""
         self.handed = position
         """The position before which all samples are handed out, by all ranks together."""
 

@@ -15,6 +15,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map  # as torch's
 
 from .batch_plan import BatchPlan
 from .order import Chunk, Cursor, Order, Ranges, RemainingOrder, chunks, num_chunks, position_and_completed
+from .seeding import SeededOrder
 from .workers.worker import in_short
 
 __all__ = ["BatchNotReady", "IndexedLoop", "Maker", "can_be_recut", "cut", "join"]
@@ -279,9 +280,11 @@ class IndexedLoop:
 
     def go_to(self, order: Order, position: int, completed: Ranges = ()) -> None:
         """Have the loop go on from another position, in this order."""
-        # Batches that are asked for can be used only where their positions mean the same samples in the new order.
+        # Batches that are asked for can be used only where their positions mean the same samples in the new order, with
+        # the same random numbers.
         keeps_places = self._rest is self.order and not self._early and not completed
-        if not keeps_places or order.state_dict() != self.order.state_dict():
+        keeps_seeds = not isinstance(order, SeededOrder) or order.has_seeds_of(self.order)
+        if not (keeps_places and keeps_seeds) or order.state_dict() != self.order.state_dict():
             self.close()
         self._num_committed += len(self._handed)
         self._handed.clear()

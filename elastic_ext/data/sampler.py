@@ -2,7 +2,7 @@
 
     sampler = ElasticDistributedSampler(dataset, seed=1)        # ranks as torch.distributed has them
     sampler.set_epoch(3)
-    state = sampler.state_dict()                                # one position, the same on all ranks
+    state = sampler.state_dict()                                # one position, the same on all ranks between two rounds
     ElasticDistributedSampler(dataset, num_replicas=5, rank=0).load_state_dict(state)
 
 An ElasticDataLoader takes the order from it, and cuts it as steps are cut. By itself, as the sampler of another loader,
@@ -31,15 +31,16 @@ class ElasticDistributedSampler(Sampler[Any]):
     """This rank's samples of an epoch, in an order that all ranks share: of ``dataset``, or as ``sampler`` draws it.
 
     ``sampler`` may be any that a seed makes repeatable: its ``generator``, and this process's random numbers while it
-    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as a list. By
-    ``shuffle`` up to 65,536 samples are kept as an array; the order of more is computed block by block.
+    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as an array of
+    64-bit integers where all indices are such, else as a list. By ``shuffle`` up to 65,536 samples are kept as an
+    array; the order of more is computed block by block.
 
     ``share_weights`` are whole numbers, one per rank: what each has of a round of sum(share_weights) samples, by
     default 1.
 
     Where the last samples are not enough for a round some ranks have fewer of it, unless ``drop_last`` leaves them out,
     or ``pad`` gives these ranks the iteration's first samples again (in a loader without a trainer, the epoch's);
-    ``num_padded`` says how many.
+    ``num_padded`` says how many. In a loader with a trainer ``pad`` does nothing.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         self.epoch = 0
         self._start = 0  # the position at which the iteration under way began
         self._taken = 0  # samples that this rank has taken since then
+        self._has_ended = False  # whether the iteration has gone to its end on this rank
         self._goes_on_at = 0  # the position at which the next iteration begins
         self._order: Order | None = None
 
@@ -137,42 +139,48 @@ class ElasticDistributedSampler(Sampler[Any]):
     def __len__(self) -> int:
         """How many samples the next iteration gives this rank: of an epoch, or of what a state has left of one."""
         num_rounds, rest = divmod(self._num_left(), self._round)
-        own, before = self.share_weights[self.rank], sum(self.share_weights[: self.rank])
-        if self.pad and rest:
-            return (num_rounds + 1) * own
-        return num_rounds * own + (0 if self.drop_last else min(max(rest - before, 0), own))
+        return num_rounds * self.share_weights[self.rank] + self._num_of_round(rest)
 
     def __iter__(self) -> Iterator[Any]:
         order = self.order
         num_left, num_own = self._num_left(), len(self)
         start = self._start = self._goes_on_at
         self._taken = self._goes_on_at = 0
+        self._has_ended = False
         own, before = self.share_weights[self.rank], sum(self.share_weights[: self.rank])
         for number in range(num_own):
             place = start + (number // own * self._round + before + number % own) % num_left
             self._taken += 1
             yield order.indices(place, place + 1)[0]
+        self._has_ended = True
 
     def state_dict(self, num_taken: int | None = None) -> dict[str, Any]:
         """The position of the epoch once this rank has taken ``num_taken`` samples of the last iteration.
 
         By default all that were asked for; a loader with workers asks for more than it has handed out. Ranks whose
-        shares weigh more than 1 stand together only between two rounds.
+        shares weigh more than 1 stand together only between two rounds. A rank without samples in an epoch's last round
+        counts that round once its iteration has gone to the end, and never with ``num_taken``.
         """
         taken = self._taken if num_taken is None else num_taken
+        num_samples = self.order.num_samples
         num_rounds, rest = divmod(taken, self.share_weights[self.rank])
         position = self._start + num_rounds * self._round
-        if rest and position + self._round <= self.order.num_samples:
+        num_of_round = self._num_of_round(num_samples - position)
+        if 0 < rest < num_of_round:
             raise ValueError(
-                f"rank {self.rank} has taken {rest} of its {self.share_weights[self.rank]} samples in a round of "
+                f"rank {self.rank} has taken {rest} of its {num_of_round} samples in a round of "
                 f"{self._round} (the sum of share_weights), so that one position cannot describe all ranks; call "
                 "state_dict() after whole rounds"
             )
-        position = min(position + (self._round if rest else 0), self.order.num_samples)
+        is_at_end = num_taken is None and self._has_ended and not self.drop_last
+        position = num_samples if is_at_end else min(position + (self._round if rest else 0), num_samples)
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration go on from a state, with any number of ranks; ValueError if its order is another."""
+        """Have the next iteration go on from a state, with any number of ranks; ValueError if its order is another.
+
+        From a state at an epoch's end the next iteration gives that epoch anew, unless ``set_epoch`` names another.
+        """
         missing = sorted({"epoch", "position", "order"} - set(state))
         if missing:
             raise ValueError(
@@ -195,16 +203,24 @@ class ElasticDistributedSampler(Sampler[Any]):
                 f"the state is of the order {saved}, and this sampler gives {told}; give it the dataset and the "
                 "arguments with which the state was saved"
             )
-        position, self._taken = int(state["position"]), 0
+        position, self._taken, self._has_ended = int(state["position"]), 0, False
         self._start = self._goes_on_at = 0 if position == self.order.num_samples else position
 
     @property
     def _round(self) -> int:
         return sum(self.share_weights)
 
+    def _num_of_round(self, num_left: int) -> int:
+        """How many samples this rank has of the next round, where ``num_left`` samples of the epoch are left."""
+        own, before = self.share_weights[self.rank], sum(self.share_weights[: self.rank])
+        if num_left >= self._round or (self.pad and num_left > 0):
+            return own
+        return 0 if self.drop_last else min(max(num_left - before, 0), own)
+
     def _begin_anew(self) -> None:
         """Begin another epoch: no samples are taken, and its order is not drawn yet."""
         self._start = self._taken = self._goes_on_at = 0
+        self._has_ended = False
         self._order = None
 
     def _num_left(self) -> int:

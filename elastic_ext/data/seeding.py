@@ -53,6 +53,10 @@ class SeededOrder:
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
 
+    def has_seeds_of(self, other: Order) -> bool:
+        """Whether ``other`` gives each sample the same seed, which ``state_dict`` does not tell."""
+        return isinstance(other, SeededOrder) and other._key == self._key
+
     def _seed_of(self, index: Any) -> int:
         plain = index.__index__() if hasattr(index, "__index__") else index  # whatever kind of integer it is
         told = hashlib.blake2b(repr(plain).encode(), digest_size=8, key=self._key).digest()

@@ -74,7 +74,8 @@ class MicroBatchSource(Protocol):
 class CountedSource(MicroBatchSource, Protocol):
     """A MicroBatchSource that says how many micro-batches it has handed out.
 
-    A loop may take the next one before its micro-step has ended. One that is further ahead is refused.
+    As a micro-step begins, a trainer refuses a loop that has taken more than that micro-step's batch beside those of
+    the micro-steps before (StepError).
     """
 
     @property
@@ -289,7 +290,10 @@ class FixedBatchSizes:
         return cls(micro_batch=size, num_batches=num_batches, last_batch=last if last < size else None)
 
     def next_step(self, num_taken: int, num_micro_steps: int, num_ranks: int) -> StepPlan:
-        """The step after ``num_taken`` batches of an epoch: the last one holds what is left."""
+        """The step after ``num_taken`` batches of an epoch: the last one holds what is left.
+
+        The other ranks' batches are supposed to be as large as this rank's. After all batches it is a step of one more.
+        """
         sizes = [self.micro_batch] * num_micro_steps
         if self.num_batches is not None:
             left = max(self.num_batches - num_taken, 1)

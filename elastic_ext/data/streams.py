@@ -255,8 +255,8 @@ class _Raising(Iterator[Any]):
 
 
 # --- the streams of a loop, one of each worker, how far each has come, and whose turn it is --------------------------
-# A sample is *asked* for, *handed* out, and at last *committed*: consumed. Each is counted stream by stream, and has
-# whose turn is next.
+# A sample is *asked* for, *handed* out, and at last *committed*: consumed. For each of these three it is kept how many
+# samples of each stream have come so far, and which worker's turn is next.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -433,6 +433,8 @@ class BatchSizeChoice:
         """Take from a decision from before a restart what it says of step times and refusals of sizes."""
         if decision.kind == "reopen":
             self.forget()
+        if decision.is_taken_back:
+            self.take_back(decision)
         size, size_before = decision.changes.get(GLOBAL_BATCH_KEY), decision.instead.get(GLOBAL_BATCH_KEY)
         if decision.kind != "probe" or not isinstance(size, int):
             return

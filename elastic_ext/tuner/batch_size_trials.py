@@ -33,7 +33,7 @@ SizeTrialStage = Literal["asked", "measuring", "kept", "back", "over"]
 _TIMES_AS_MANY = 2
 """How many times as many steps are measured of another size as of another point, since more depends on it."""
 _PATIENCE = 50
-"""Reports of steps for which the facts of the requested size are waited for."""
+"""Reports after which a size is given up whose facts, or whose steps, have not come."""
 
 
 class GlobalBatchTrial:
@@ -97,7 +97,11 @@ class GlobalBatchTrial:
         return self._write_back(now, facts.config_version, changes, {key: values.get(key) for key in changes}, why)
 
     def undo(self, now: float, back: Mapping[str, Any], values: Mapping[str, Any], why: str) -> list[Decision]:
-        """Decide to set the size before and its values, and ``back``; ``values`` are those before the trial."""
+        """Decide to undo this size trial, and to set ``back`` as well, whose values win.
+
+        ``values`` are those that the job had before the trial, by key; the decision's ``instead`` takes from them what
+        the trial itself has not set.
+        """
         made = self._made
         assert made is not None
         changes = {**(made.changes if self.stage == "back" else made.instead), **back}
@@ -165,7 +169,8 @@ class GlobalBatchTrial:
         if report.version != self._version or self._trial is None:
             self._num_waited += 1
             is_over = self._num_waited == _PATIENCE and self.is_written
-            return self.leave(now, "the job has reported no steps of that size") if is_over else []
+            missing = "not described itself with" if report.version == self._version else "reported no steps of"
+            return self.leave(now, f"the job has {missing} that size") if is_over else []
         self._trial.add(report)
         return self._look(now, self._trial)
 
@@ -235,8 +240,9 @@ class GlobalBatchTrial:
 def _changes(proposal: BatchSizeProposal, facts: JobFacts) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values to set for a proposed size, by key, and those that take them back.
 
-    The micro-batch is set as well, since it might grow with a rank's share. Where the job itself has changed the
-    config, all that can be set is: the next version is made from the newest one, which lacks the job's changes.
+    The micro-batch is set even where it stays the same: left out of the config, it might grow with a rank's share.
+    Where the job itself has changed the config, each key is set that can be: the next version is made from the newest
+    one, which lacks the job's changes.
     """
     here = point_of(facts.values)
     there = {KEYS[name]: value for name, value in proposal.point._asdict().items()}

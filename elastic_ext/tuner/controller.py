@@ -30,7 +30,8 @@ _MOST_REASONS = 3
 
 
 def reasons_not_tuned(facts: JobFacts, tuning: TuningSection) -> list[str]:
-    """Why keys that a person names in tuning.knobs are not tuned here, or why nothing is: a sentence for each."""
+    """Why a learning rate or global batch size that a person names in tuning.knobs is not tuned here, and why nothing
+    is, where that is so: a sentence for each."""
     found = [_why_what_is_learned_stays(facts, tuning)]
     if not space_of(facts, tuning).is_open:
         reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
@@ -44,14 +45,12 @@ def _why_what_is_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
     why_not = why_global_batch_fixed(facts, tuning) if GLOBAL_BATCH_KEY in named else ""
     if not named or (GLOBAL_BATCH_KEY in named and not why_not):
         return ""
-    what = "it changes" if len(named) == 1 else "they change"
-    words = f"{listed(named)} in tuning.knobs: not tuned, since {what} what is learned"
-    return f"{words}: {why_not}" if why_not else words
+    return f"{listed(named)} in tuning.knobs: not tuned, since {why_not or 'it changes what is learned'}"
 
 
 # --- a tuner as those around it see it: it is told what happens, and says what is to be done -------------------------
 # The same calls give the same decisions. It reads no clock and writes nothing: its caller writes a config for each
-# decision that has changes, and tells of it.
+# decision that has changes and is no advice, and tells of it.
 #
 # The states of a Controller, as ``standing`` names them; where several hold, the first of them is named:
 #
@@ -96,8 +95,8 @@ _NO_EDIT = ("tuning", "checkpoint")
 class Controller:
     """The tuner of one job: it is told of facts, configs and steps, and each call gives the decisions that follow.
 
-    Calls come from one thread at a time. The caller writes a config for each decision with changes, and tells of that
-    by ``written`` or ``refused``.
+    Calls come from one thread at a time. The caller writes a config for each decision with changes, unless its kind is
+    "advise", and tells of that by ``written`` or ``refused``.
     """
 
     def __init__(self, *, mode: Mode, decisions: Sequence[Decision] = ()) -> None:
@@ -258,7 +257,7 @@ class Controller:
         present = values.get(GLOBAL_BATCH_KEY) or facts.global_batch
         size = back.get(GLOBAL_BATCH_KEY, present)
         why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
-        closed = _some(self._book.close(last.number, "undone"))
+        closed = _some(self._book.close_taken_back(last.number))
         taken = self._sizes.undo(now, last, back, values, why)
         if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
@@ -304,6 +303,8 @@ class Controller:
             return "waiting", "the tuner waits until the job has reported its settings"
         if not self._writes:
             return "watching", "the tuner looks on and advises"
+        if self._sizes.is_going_back:
+            return "probing", "the tuner puts the global batch size before in force again"
         if self._sizes.is_trying:
             return "probing", "the tuner tries another global batch size"
         if self._course.stage == "settled":
@@ -317,7 +318,8 @@ class Controller:
     def _begin(self, now: float, *, is_back: bool = False) -> list[Decision]:
         """Begin a search where enough is known; ``is_back`` says that the global batch size is again what it was.
 
-        In another job the budget begins anew, and step times of other sizes are forgotten; people are told so.
+        Where facts have changed since the search before (``_other_job``), the budget begins anew, the step times of
+        other sizes are forgotten, and people are told so.
         """
         facts, config, earlier = self._facts, self._config, self._course
         self._must_begin = True
@@ -349,10 +351,11 @@ class Controller:
         from .search import Search  # numpy, which a master starts without
 
         before = earlier.search if earlier is not None else None
-        is_again = before is not None or self._book.last is not None
+        is_again = before is not None or self._book.has_search
         search = Search(facts, self._tuning, before=before, is_again=is_again)
         if earlier is not None and earlier.has_job_changed_config:
             search.refuse_as(earlier.search)
+            search.allow(point_of(facts.values))  # what the job has changed is no knob, where that point was refused
         return Course(facts, self._tuning, self._book, search, self._budget)
 
     def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:
@@ -444,6 +447,8 @@ class Controller:
     def _distrust(self, now: float, why: str) -> list[Decision]:
         """Take a report that cannot be trusted; what is being tried is taken back after many of them."""
         assert self._course is not None
+        length = 0.0 if self._heard is None else self._heard[1]  # the report's own length may be what is wrong
+        self._heard, self._is_silent = (now, length), False
         self._num_calm, was_calm = 0, self._num_calm >= _CALM
         self._num_distrusted += 1
         held = self._hold(now, why) if was_calm else []

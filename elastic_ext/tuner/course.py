@@ -321,7 +321,8 @@ class Course:
         self._wanted = proposal.cost
         if best.point != self.here:
             return self._back(now, best, "steps under the best config so far have to save time for the next trial")
-        self._rest("waiting-for-budget")
+        if self.stage != "waiting-for-budget":  # else its watch goes on
+            self._rest("waiting-for-budget")
         return []
 
     def _rest(self, stage: Stage = "settled") -> None:
@@ -383,8 +384,8 @@ class Course:
     def _changes(self, point: Point) -> dict[str, Value]:
         """The values to set for ``point``, by key.
 
-        Where the job itself has changed the config, these are all that can be set: the next version is made from the
-        newest one, which lacks the job's changes.
+        Those are the knobs that differ from the point in force. Where the job itself has changed the config, they are
+        each knob that the job can change: the next version is made from the newest one, which lacks the job's changes.
         """
         found = values_of(point, self._base.point)
         if self._base.revision > 0:

@@ -30,6 +30,10 @@ Kind = Literal[
 Outcome = Literal["", "kept", "undone", "refused"]
 
 
+_TAKEN_BACK = "a person took it back"
+"""The end of the reason of a decision that a person took back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision(JsonRecord):
     """One decision of a tuner, with its reason and its result. Rates are samples per second of all ranks together."""
@@ -44,7 +48,7 @@ class Decision(JsonRecord):
     """The version of the config that the decision is about, and that ``changes`` are made to."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """The values to set, by key; None leaves a key out of the config, so that its start-up value is in force. Empty
-    where no config is written."""
+    where there is nothing to set. Where ``kind`` is "advise", no config is written with them."""
     instead: Mapping[str, Any] = field(default_factory=dict)
     """The previous values of the keys in ``changes``, which take them back; None for a key that was left out."""
     version: int | None = None
@@ -64,6 +68,11 @@ class Decision(JsonRecord):
     def newest_version(self) -> int:
         """The version of the config that was written for the decision, and until then the one that it is about."""
         return self.base if self.version is None else self.version
+
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether a person took the decision back after its changes were kept."""
+        return self.outcome == "undone" and self.reason.endswith(_TAKEN_BACK)
 
     def check_read(self) -> None:
         rates = (self.before, self.predicted, self.measured, self.time)
@@ -122,7 +131,8 @@ class Book:
         return Tried({**earlier.changes, **decision.changes}, {**decision.instead, **earlier.instead})
 
     def not_kept(self, version: int) -> Tried:
-        """The changes of probes that the config of ``version`` still has and that were not kept or measured yet."""
+        """The changes of probes that the config of ``version`` still has: of those not measured yet, found to be slower
+        or refused."""
         changes: dict[str, Any] = {}
         instead: dict[str, Any] = {}
         made = self.made_for(version)
@@ -167,6 +177,11 @@ class Book:
         """The newest decision whose config was written and was refused by ranks, if any."""
         refused = [each for each in self._decisions.values() if each.version is not None and each.outcome == "refused"]
         return refused[-1] if refused else None
+
+    @property
+    def has_search(self) -> bool:
+        """Whether any decision came from a search: not all only pause the tuner, or say what is not tuned or tried."""
+        return any(each.kind not in ("hold", "pause", "resume") for each in self._decisions.values())
 
     @property
     def is_paused(self) -> bool:
@@ -224,6 +239,10 @@ class Book:
         told = f"{found.reason}; {reason}" if reason else found.reason
         more = {} if measured is None else {"measured": measured}
         return self._change(number, outcome=outcome, reason=told, **more)
+
+    def close_taken_back(self, number: int) -> Decision | None:
+        """Note that a person took a decision back, also for a master that is started again; None without ``number``."""
+        return self.close(number, "undone", reason=_TAKEN_BACK)
 
     def _change(self, number: int, **changes: Any) -> Decision | None:
         if number not in self._decisions:

@@ -90,7 +90,7 @@ def longest_wait_in_words(measured: PointMeasurement | None) -> str:
         return ""
     return {
         "data": f"samples were waited for {share:.0%} of the step",
-        "communication": f"gradients and parameters of other ranks were waited for {share:.0%} of the step",
+        "communication": f"gradients of other ranks were waited for {share:.0%} of the step",
         "transfer": f"samples were on their way to the accelerator {share:.0%} of the step",
     }[name]
 

@@ -84,7 +84,8 @@ _SCATTERED = 0.35
 _UNLIKE = 0.06
 """Spread of step times, as ``_spread`` gives it, above which more steps are measured."""
 _MOST_OF_A_STEP = 1.5
-"""How many step times all phases may take together: phases are those of the median rank, steps of the slowest one."""
+"""How many step times all phases may take together: each phase's share is its own median over ranks, and such medians
+may add up to more than 1."""
 _OF_A_MEDIAN = 1.25 * 1.4826
 """The standard error of a median is this times half the interquartile range, divided by the root of the
 number of values."""
@@ -304,7 +305,10 @@ class SlowdownCheck:
         return True
 
     def step_time_ratio(self, measured: PointMeasurement, before: PointMeasurement | None) -> float | None:
-        """``measured`` divided by the step time ``before`` of the same point; None where the two are much alike."""
+        """``measured`` divided by the step time ``before`` of the same point; None where the two are much alike.
+
+        None too where there is nothing to compare: nothing was measured before, or in a trial that ended early.
+        """
         if before is None or before.is_brief:
             return None
         ratio = measured.seconds / before.seconds

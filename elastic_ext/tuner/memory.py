@@ -17,9 +17,9 @@ from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.records.text import size_in_words
 from elastic_ext.strategies import STRATEGIES
 
-from .space import Point, Shape, knobs_of_cost, point_of, shape_of
+from .space import Point, Shape, Value, knobs_of_cost, point_of, shape_of
 
-__all__ = ["HEADROOM", "JobMemory", "Peak", "usable_bytes"]
+__all__ = ["HEADROOM", "JobMemory", "Peak", "memory_knobs", "usable_bytes"]
 
 HEADROOM = 0.06
 """Share of a device's memory that is left free, where tuning.headroom says nothing."""
@@ -36,6 +36,8 @@ _KEPT_OF_BLOCKS = 0.5
 """Share of a block's activations that is taken to stay in memory where the block is computed again, if never seen."""
 _plan = knobs_of_cost("move", "wrap")
 """Gives the values of those knobs of a point that say how a model is spread over its ranks."""
+memory_knobs = knobs_of_cost("nothing", "move", "wrap")
+"""Gives the values of those knobs of a point that say how much of a device's memory it takes."""
 _ALIKE = 0.97
 """A peak, measured or predicted, counts as lower than a predicted one only where it is below this share of it."""
 
@@ -70,7 +72,8 @@ class _Learnt:
     """Bytes that an optimizer's step takes for a moment, as a share of parameter bytes, where facts do not say: all of
     them, as foreach optimizers take, until a measured peak is too small for that."""
     factor: float | None = None
-    """The largest measured peak as a multiple of its prediction; None where none was measured."""
+    """The largest ratio of a measured peak to its prediction, at least 1; peaks no higher than one before do not count.
+    None where none was measured."""
     passes_bytes: int = 0
     """The largest passes that steps had, as predicted."""
     highest_bytes: int = 0
@@ -94,7 +97,8 @@ class JobMemory:
         self._present = point_of(facts.values)
         capacity = None if facts.memory is None else facts.memory.capacity_bytes
         self._usable = usable_bytes(capacity, limit_bytes, HEADROOM if headroom is None else headroom)
-        self._seen: dict[Point, int | None] = {}  # at most so many bytes were held at a point; None where nobody told
+        # At most so many bytes were held, by memory_knobs of points; None where nobody told.
+        self._seen: dict[tuple[Value, ...], int | None] = {}
         self._replayed: list[tuple[Point, int | None]] = []  # the measured peaks that say something, in their order
         self._learnt = self._learnt_elsewhere = _Learnt()
         """What measured peaks have taught; and what those had taught that were measured with other shares."""
@@ -117,8 +121,9 @@ class JobMemory:
         """Take a measured peak: steps were taken at ``point``, and ``peak_bytes`` is the most on any rank so far."""
         learnt, highest = self._learnt, self._learnt.highest_bytes
         is_highest = peak_bytes is not None and peak_bytes > highest  # so that these steps have reached it
-        if is_highest or point not in self._seen or (peak_bytes is not None and self._seen[point] is None):
-            self._seen[point] = peak_bytes
+        knobs = memory_knobs(point)
+        if is_highest or knobs not in self._seen or (peak_bytes is not None and self._seen[knobs] is None):
+            self._seen[knobs] = peak_bytes
             self._replayed.append((point, peak_bytes))
         self._learnt = learnt = replace(learnt, highest_bytes=max(highest, peak_bytes or 0))
         peak = self.peak(point)
@@ -154,10 +159,11 @@ class JobMemory:
             return self._why_not_unlimited(point)
         peak = self.peak(point)
         if peak is None:
-            return "" if point == self._present else f"nothing is known of the memory that {_words(point)} takes"
+            is_present = memory_knobs(point) == memory_knobs(self._present)
+            return "" if is_present else f"nothing is known of the memory that {_words(point)} takes"
         factor, passes_bytes = self._learnt.factor, self._learnt.passes_bytes
         expected = (peak.num_bytes + self._unsure_bytes(peak)) * (_UNSEEN if factor is None else factor)
-        expected = min(expected, self._seen.get(point) or expected)
+        expected = min(expected, self._seen.get(memory_knobs(point)) or expected)
         if expected > self._usable:
             return f"{_words(point)} would take {size_in_words(int(expected))} of {size_in_words(int(self._usable))}"
         is_far = passes_bytes and peak.passes_bytes > _MOST_GROWTH * passes_bytes

@@ -277,7 +277,8 @@ def phases_of(log_coefficients: Floats, columns: PointColumns, rank_samples: int
     ``log_coefficients`` are in the order of COEFFICIENTS; ``rank_samples`` are the samples of a step on one rank.
 
     - passes: micro-steps * (forward + backward + waits for gathered parameters)
-    - communication: time to send gradients, less what the last micro-step's backward pass hides, and the last message
+    - communication: time to send gradients beyond what the last micro-step's backward pass hides, plus that of the last
+      message, which nothing hides
     - optimizer: that of a whole copy of the network / shard degree
     - transfer: samples * time to copy a sample
     - data: waits for samples

@@ -16,7 +16,7 @@ from elastic_ext.records.metrics import JobFacts
 
 from .costs import Budget
 from .measurements import LEAST_GAIN, PROBE_STEPS, PointMeasurement, merged_step_times
-from .memory import JobMemory
+from .memory import JobMemory, memory_knobs
 from .performance_model import Fitted, Floats, Prior, columns_of, fit, prior_of
 from .space import KEYS, Point, knobs_of_cost, micro_batches_of, shape_of, space_of
 
@@ -29,8 +29,6 @@ __all__ = ["PointProposal", "Search", "Switching", "cost_of_probes"]
 # Functions: each gives, of a point, the values of those knobs whose change restarts workers, moves the model's state,
 # or wraps the model anew.
 _loaded, _laid_out, _wrapped = knobs_of_cost("workers"), knobs_of_cost("move"), knobs_of_cost("wrap")
-_in_memory = knobs_of_cost("nothing", "move", "wrap")
-"""Gives the knobs of a point that say how much of a device's memory it takes."""
 _SECONDS_TO_MOVE = 1.0
 _BYTES_PER_SECOND = 2e9
 _SECONDS_TO_WRAP = 0.1
@@ -139,10 +137,10 @@ class PointProposal:
     most_seconds: float
     """A high estimate of the step time, by which it is asked what a probe costs."""
     cost: float = 0.0
-    """Seconds that the budget must have saved before the point can be tried; where it has not saved as much, before the
-    cheapest one can be that gains almost as much."""
+    """Seconds that the budget must have saved for the next probe: that of ``point`` if ``is_affordable``, else that of
+    the cheapest point that gains almost as much."""
     is_affordable: bool = True
-    """Whether the budget has saved as much."""
+    """Whether the budget has saved what ``point`` costs."""
 
 
 class Search:
@@ -238,7 +236,8 @@ class Search:
     def refuse(self, point: Point, why: str) -> None:
         """Leave out ``point``, which was not put in force.
 
-        ``why`` is searched for config keys: points with the same value of a key named there are left out too.
+        ``why`` is searched for config keys: of a key that is named there, and has another value than at the point
+        measured last, all points with this value are left out too.
         """
         self._refused[point] = None
         self._best = None
@@ -260,6 +259,11 @@ class Search:
     def refuse_as(self, other: Search) -> None:
         """Leave out the points that were refused in another search."""
         self._refused.update(other._refused)
+
+    def allow(self, point: Point) -> None:
+        """No longer leave out ``point``, which is in force after all."""
+        self._refused.pop(point, None)
+        self._best = None
 
     # ---- what is expected ----
 
@@ -300,7 +304,7 @@ class Search:
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
         # where none can be paid for: save up for the cheapest of the points that gain almost as much as the best one
-        worth = cost[gains >= _ALMOST * gains.max()]
+        worth = cost[gains >= max(_ALMOST * float(gains.max()), self._least_gain)]
         return PointProposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
@@ -430,7 +434,7 @@ class Search:
         known: dict[tuple[object, ...], bool] = {}
         found = np.empty(len(self._space.points), dtype=np.bool_)
         for at, point in enumerate(self._space.points):
-            taking = _in_memory(point)
+            taking = memory_knobs(point)
             if taking not in known:
                 known[taking] = not self._memory.why_not(point)
             found[at] = known[taking]
@@ -476,7 +480,10 @@ class _Expected:
 
 
 def _memory_known(facts: JobFacts) -> tuple[object, ...]:
-    """The facts of memory that say which points may be tried, but for those that measured peaks correct."""
+    """The facts of memory whose change may let other points be tried.
+
+    The others are left out, since predictions that are made from them are corrected by measured peaks.
+    """
     memory = facts.memory
     if memory is None:
         return ()

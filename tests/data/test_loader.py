@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from elastic_ext import ElasticTrainer, FollowOptions, MicroBatchSource
 from elastic_ext.config.elastic_config import ElasticConfig
@@ -363,6 +364,44 @@ def test_a_loop_that_goes_back_to_an_epochs_end_has_no_samples_left_also_where_t
     second.rewind(state)
     assert list(batches) == [] and second.state_dict()["is_over"]
     assert len(indices_in(second)) == 40
+
+
+def test_an_epoch_that_a_loop_went_back_in_begins_at_its_beginning_when_it_is_named_again() -> None:
+    loader = loader_of(40, 4)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    next(batches)
+    loader.rewind(state)
+    assert len(list(batches)) == 9
+    loader.set_epoch(0)
+    assert sorted(indices_in(loader)) == list(range(40))
+
+
+class _Random(Dataset[float]):
+    """Samples that are random numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return random.random()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_with_seeds_of_another_epoch_are_made_anew_when_a_loop_goes_back(num_workers: int) -> None:
+    def loader() -> ElasticDataLoader:
+        return ElasticDataLoader(_Random(), seed_samples=True, num_workers=num_workers)
+
+    first = loader()
+    batches = iter(first)
+    begun = [float(next(batches)) for _ in range(2)]
+    state = first.state_dict()
+    expected = [float(batch) for batch in batches]
+    again = iter(first)
+    assert [float(next(again)) for _ in range(2)] != begun
+    first.rewind(state)
+    assert [float(batch) for batch in again] == expected
 
 
 def test_samples_that_are_too_few_for_the_ranks_of_a_resumed_run_are_warned_of_by_the_first() -> None:

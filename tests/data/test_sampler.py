@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler
 
 
@@ -107,6 +108,27 @@ def test_a_loader_that_reads_ahead_says_how_far_its_loop_has_come() -> None:
     assert sampler.state_dict(num_taken=8)["position"] == 16
 
 
+def test_ranks_whose_iterations_have_ended_in_an_incomplete_round_stand_at_the_epochs_end() -> None:
+    ranks = samplers(5, 2)
+    assert sorted(itertools.chain(*map(list, ranks))) == list(range(5))
+    assert [each.state_dict()["position"] for each in ranks] == [5, 5]
+    dropping = samplers(5, 2, drop_last=True)
+    assert [len(list(each)) for each in dropping] == [2, 2]
+    assert [each.state_dict()["position"] for each in dropping] == [4, 4]
+
+
+def test_a_state_within_a_ranks_part_of_an_incomplete_round_is_refused_and_loses_no_sample() -> None:
+    first, second = samplers(6, 2, share_weights=[3, 1])
+    stream, other = iter(first), iter(second)
+    taken = [next(stream) for _ in range(4)]
+    next(other)
+    with pytest.raises(ValueError, match="1 of its 2 samples in a round"):
+        first.state_dict()
+    assert len({*taken, next(stream)}) == 5
+    assert [next(each, None) for each in (stream, other)] == [None, None]
+    assert [each.state_dict()["position"] for each in (first, second)] == [6, 6]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -149,6 +171,12 @@ def test_another_order_is_refused_and_nothing_is_changed() -> None:
     drawn = ElasticDistributedSampler(None, 1, 0, sampler=[1, 2, 3])
     with pytest.raises(ValueError, match="the state is of the order"):
         drawn.load_state_dict(ElasticDistributedSampler(None, 1, 0, sampler=[1, 3, 2]).state_dict())
+
+
+def test_a_loader_that_is_given_a_samplers_state_says_whose_it_is() -> None:
+    (sampler,) = samplers(8, 1)
+    with pytest.raises(ValueError, match=r"give it to the sampler's load_state_dict\(\)"):
+        ElasticDataLoader(range(8)).load_state_dict(sampler.state_dict())
 
 
 def test_the_seed_of_a_state_is_taken_over() -> None:

@@ -558,6 +558,23 @@ def test_a_worker_that_dies_within_the_first_batch_it_told_a_state_of_is_replace
     assert all_in(batches) + found == [*range(3, 39), 0, 1, 2]
 
 
+def test_an_epoch_that_is_named_is_to_come_though_the_one_before_was_given_up() -> None:
+    loader = ElasticDataLoader(Telling(8), batch_size=2)
+    loader.plan(BatchPlan(global_batch=2, num_ranks=1, micro_batch=2), 0)
+    batches = iter(loader)
+    next(batches)
+    loader.commit()
+    batches.close()
+    loader.leave_epoch()
+    assert loader.state_dict()["is_over"]
+    loader.set_epoch(1)
+    state = loader.state_dict()
+    assert (state["epoch"], state["is_over"]) == (1, False)
+    second = ElasticDataLoader(Telling(8), batch_size=2)
+    second.load_state_dict(state)
+    assert all_in(second) == list(range(8)) and second.state_dict()["epoch"] == 1
+
+
 def test_a_state_of_another_kind_of_dataset_is_refused() -> None:
     of_indices = ElasticDataLoader(range(5)).state_dict()
     with pytest.raises(ValueError, match="asked for by index"):

@@ -346,6 +346,15 @@ def test_silence_is_told_once_and_nothing_is_decided() -> None:
     assert job.controller.tick(job.now + 700) == []
 
 
+def test_a_job_whose_reports_cannot_be_trusted_is_not_silent() -> None:
+    job = _settled()
+    for _ in range(10):
+        job.now += 30
+        job.run(1, trouble="rank 2 is silent")
+        assert job.take(job.controller.tick(job.now + 1)) == []
+    assert "reported no steps" in job.controller.tick(job.now + 600)[0].reason
+
+
 @pytest.mark.parametrize("is_paused", [True, False])
 def test_a_job_that_is_heard_while_the_tuner_decides_nothing_is_not_taken_for_silent_afterwards(
     is_paused: bool,
@@ -397,6 +406,18 @@ def test_what_the_job_itself_changes_back_is_not_tried_again(facts_come_first: b
     points = {job.point for _ in range(ENOUGH) if job.run(1) is not None}
     assert job.controller.standing.stand == "settled" and job.rate() > 500
     assert tried not in points
+
+
+@pytest.mark.parametrize("facts_come_first", [False, True])
+def test_a_change_of_the_jobs_own_that_changes_no_knob_lets_the_search_go_on(facts_come_first: bool) -> None:
+    job = _in_a_probe()
+    job.change_inside({"optimizer.learning_rate": 0.5})
+    if facts_come_first:
+        job.tell_facts()
+    job.run(1)
+    job.tell_facts()
+    job.run(ENOUGH)
+    assert job.controller.standing.stand == "settled" and job.controller.standing.best_rate is not None
 
 
 def test_what_follows_a_change_of_the_jobs_own_does_not_ask_again_for_what_that_has_changed() -> None:
@@ -566,6 +587,24 @@ def test_what_changes_what_is_learned_is_not_tuned_and_that_is_said() -> None:
     assert "optimizer.learning_rate and global_batch_size in tuning.knobs: not tuned" in told.reason
     keys = {key for each in job.told for key in each.changes}
     assert keys <= {"dataloader.batch_size", "dataloader.num_workers"}
+
+
+def test_what_is_said_before_the_first_search_does_not_make_it_a_repeated_one() -> None:
+    """A gain of three percent is worth a first search, whatever people are told first, and not worth a second."""
+
+    def seconds(point: Point) -> dict[str, float]:
+        return {"data": 0.0 if point.num_workers else 0.03, "forward": 0.97}
+
+    options: dict[str, Any] = {"seconds": seconds, "noise": 0.0}
+    choices = {"dataloader.num_workers": (0, 1)}
+    plain = TunedJob(facts=made_facts(choices=choices), **options)
+    told = TunedJob(
+        facts=made_facts(choices=choices), config={"tuning.knobs": {"optimizer.learning_rate": (1, 2)}}, **options
+    )
+    plain.run(ENOUGH)
+    told.run(ENOUGH)
+    assert "hold" in told.kinds() and "probe" in plain.kinds()
+    assert [each for each in told.kinds() if each != "hold"] == plain.kinds()
 
 
 def test_where_there_is_nothing_to_choose_that_is_said_once_with_the_reason() -> None:

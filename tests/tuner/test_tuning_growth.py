@@ -148,7 +148,7 @@ def test_why_steps_do_not_grow_is_said_once() -> None:
     fixed = {"global_batch_size": "the loader draws batches of its own"}
     job = _grown(_facts(choices={"dataloader.batch_size": ()}, fixed=fixed))
     (told,) = [each.reason for each in job.told if each.kind == "hold"]
-    assert told.endswith("the loader draws batches of its own")
+    assert told.endswith("not tuned, since the loader draws batches of its own")
     values = {"dataloader.batch_size": 16}
     job = _grown(_facts(values=values), {**KNOBS, "optimizer.learning_rate": (1e-4, 1e-2)})
     (told,) = [each.reason for each in job.told if each.kind == "hold"]
@@ -297,14 +297,15 @@ def test_bounds_that_a_person_changes_while_a_size_is_tried_begin_anew_with_the_
     assert job.size == FIRST and job.controller.standing.stand == "settled"
 
 
-def test_a_size_of_which_the_job_never_tells_is_taken_back() -> None:
+@pytest.mark.parametrize(("version", "missing"), [(0, "reported no steps of"), (2, "not described itself with")])
+def test_a_size_of_which_the_job_never_tells_is_taken_back(version: int, missing: str) -> None:
     job = _job(_facts(choices={"global_batch_size": ()}))
     told = [each for _ in range(20) for each in job.controller.see(job.now, job.seen())]
     (asked,) = [each for each in told if each.changes]
     job.controller.written(job.now, asked.number, 2)
-    back = [each for _ in range(60) for each in job.controller.see(job.now, job.seen(version=2))]
+    back = [each for _ in range(60) for each in job.controller.see(job.now, job.seen(version=version))]
     assert [(each.kind, each.outcome) for each in back] == [("probe", "undone"), ("undo", "")]
-    assert "has reported no steps of that size" in back[-1].reason and back[-1].changes["global_batch_size"] == FIRST
+    assert f"the job has {missing} that size" in back[-1].reason and back[-1].changes["global_batch_size"] == FIRST
 
 
 def test_a_size_that_cannot_be_measured_is_taken_back() -> None:
@@ -382,6 +383,16 @@ def test_a_restarted_master_goes_on_from_a_size_that_was_kept_and_knows_those_th
     assert again.size == 512 and not [each for each in _sizes_told(again) if each in _sizes_told(job)]
     again.take(again.controller.undo(again.now))
     assert "undo" in again.kinds()
+
+
+def test_a_restarted_master_does_not_try_a_size_again_that_a_person_took_back() -> None:
+    job = _grown(knobs={"global_batch_size": (64, 512)})
+    while job.size == 512:
+        assert any(each.kind == "undo" for each in job.take(job.controller.undo(job.now)))
+    again = _again(job)
+    again.take(again.controller.resume(again.now))
+    again.run(2 * ENOUGH)
+    assert again.size < 512 and 512 not in [each.changes.get("global_batch_size") for each in again.told]
 
 
 def _again(job: TunedJob, sized: Callable[[Point, int], dict[str, float]] = _seconds) -> TunedJob:

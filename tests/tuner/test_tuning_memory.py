@@ -184,6 +184,18 @@ def test_a_point_that_was_in_force_takes_no_more_than_was_ever_taken() -> None:
     assert not memory.why_not(_point(facts, batch_size=64))
 
 
+def test_a_measured_peak_counts_for_all_points_that_take_as_much() -> None:
+    facts = _facts(_memory(capacity_bytes=12_000), choices={"dataloader.num_workers": (0, 2, 4)})
+    seen, alike = (_point(facts, batch_size=64, num_workers=workers) for workers in (2, 4))
+    memory = JobMemory(facts)
+    assert memory.why_not(seen) and memory.why_not(alike)
+    memory.see(seen, 11_000)
+    assert not memory.why_not(seen) and not memory.why_not(alike)
+    unknown = JobMemory(_facts(_memory(capacity_bytes=12_000, passes=())))
+    assert not unknown.why_not(_point(facts, num_workers=4)), "it takes what the present point takes"
+    assert unknown.why_not(_point(facts, batch_size=2))
+
+
 @pytest.mark.parametrize(("source", "is_tried"), [("measured", False), ("fake", True)])
 def test_measured_passes_are_not_believed_far_beyond_what_was_measured(source: str, is_tried: bool) -> None:
     facts = _facts(_memory(source=source, capacity_bytes=10**6))

@@ -122,6 +122,24 @@ def test_what_cannot_be_paid_for_is_not_proposed_but_saved_for() -> None:
     assert again is not None and again.is_affordable
 
 
+def test_whatever_is_saved_for_costs_more_than_was_saved() -> None:
+    """Else a course looks again at each report. Half of the largest gain, which is small here, is not worth a probe."""
+    facts = made_facts(choices=LOADER, share=8, values={"dataloader.batch_size": 4})
+    search = _search(facts)
+    assert search.best is not None
+    first = search.propose(search.best.point, ANY, 3)
+    assert first is not None
+    search.tell(_measured(first.point, 0.924))
+    here, found = search.best.point, []
+    for thousandths in range(-3500, -3300):
+        budget = _saved(thousandths / 1000)
+        proposal = search.propose(here, budget, 3)
+        assert proposal is not None
+        found.append(proposal.is_affordable)
+        assert proposal.is_affordable or proposal.cost > budget.saved
+    assert {True, False} == set(found)
+
+
 def test_a_probe_of_short_steps_lasts_until_as_many_are_told_of_as_are_measured() -> None:
     """A step of a tenth of a second, where one of the user's takes half of that: as many as there are in a report."""
     seconds, none = np.array([0.1]), np.zeros(1)

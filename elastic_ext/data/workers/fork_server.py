@@ -374,8 +374,8 @@ def _signals_of(numbers: AbstractSet[int]) -> io.FileIO:
 
 
 # --- a process that is forked from this one once, and from which all workers of a pool are forked --------------------
-# A fork stops whoever forks, for as long as its memory is large. A worker that is added or replaced costs this process
-# a message. What the other end does, and the words for it, stand above.
+# A process stands still while it forks, the longer the more memory it has. With a fork server, a worker that is added
+# or replaced costs this process no more than a message. What the fork server does, and its words, stand above.
 
 
 class ForkServerStarter:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -250,7 +250,11 @@ class TaskAssigner:
         return None if is_awaited else found
 
     def give(self, task: Task, worker: Worker) -> None:
-        """Give a task to a worker; where workers died over the task, perhaps its samples one by one before."""
+        """Give a task to a worker.
+
+        Where workers have died over the task, its ``probes`` may go first: its samples one by one, to find the one that
+        kills workers.
+        """
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
@@ -388,6 +392,8 @@ class Pool:
         task = self._tasks[number]
         if task.outcome is NOTHING:
             self._wait_for([task])
+        if isinstance(task.outcome, Future):
+            wait([task.outcome])  # a KeyboardInterrupt here leaves the batch for the next call
         del self._tasks[number]
         reraise(task, self._parts)
         return task.outcome.result() if isinstance(task.outcome, Future) else task.outcome

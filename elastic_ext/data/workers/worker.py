@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 # When to start or end one is decided elsewhere.
 
 _STACK_SECONDS = 2.0
-_SILENT_SECONDS = 0.1  # a stack that is being written has no longer gaps
+_SILENT_SECONDS = 0.1  # a worker that writes nothing for so long has written its whole stack
 
 
 class Worker:
@@ -68,7 +68,7 @@ class Worker:
         """How many of the first of ``tasks`` are done, with their batches on their way."""
         self.is_being_read = False
         """Whether the pool is in the middle of reading what the worker has sent."""
-        self._stack = -1  # its descriptor for the pipe with its stack
+        self._stack = -1  # the descriptor, in the worker's process, of the pipe that it writes its stack to
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as in_worker:
             indices, self._indices = multiprocessing.Pipe(duplex=False)
             in_worker.callback(indices.close)

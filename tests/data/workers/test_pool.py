@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -777,6 +778,23 @@ def test_after_an_interrupt_no_batch_is_taken_for_another(tmp_path: Path) -> Non
         with pytest.raises(KeyboardInterrupt):
             pool.take(1)
         assert [pool.take(number) for number in (1, 2, 3)] == [["taken"], [2], [3]]
+
+
+def test_after_an_interrupt_while_a_batch_is_pinned_it_can_be_taken() -> None:
+    pinned: Future[Any] = Future()
+
+    def finish(batch: Any) -> Future[Any]:
+        interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        interrupt.start()  # while take() waits for what this gives
+        return pinned
+
+    with Pool(work(), context=FORK, finish=finish) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            batches_made(pool, 1, [[0]])
+        pinned.set_result("pinned")
+        assert pool.take(0) == "pinned"
+        with pytest.raises(KeyError):
+            pool.take(0)
 
 
 def test_workers_and_what_they_are_forked_from_go_away_when_the_parent_is_killed(
