@@ -499,7 +499,7 @@ ADDED = {
         "micro_batch_size",
         "learning_rate",
     },
-    "profile-0.jsonl": {"logged"},
+    "profile-0.jsonl": {"logged", "logged_weights"},
     "workers.json workers": {"seat"},
     "membership.json": {"mode", "generation", "store", "num_seats"},
     "membership.json nodes": {"seats"},

@@ -189,7 +189,7 @@ class ProfileOutput:
             profile = summary_of([window], num_replicas=self._facts().num_replicas)
             if profile is not None:
                 self._sinks.write(profile)
-        if self._every_seconds > 0 and window.num_steps > 0:
+        if self._every_seconds > 0 and (window.num_steps > 0 or window.logged):
             self._keep(window)
 
     def with_profile(self, measures: Measures) -> Measures:
@@ -238,9 +238,11 @@ class ProfileOutput:
         if not windows or not _logger.isEnabledFor(logging.INFO):
             return
         known = self._facts()
+        logged, windows = merged(windows).logged, [each for each in windows if each.num_steps > 0] or windows
         profile = summary_of(windows, num_replicas=known.num_replicas)
         if profile is None:
             return
+        profile = replace(profile, logged=logged)  # also of an evaluation after the last step
         census, best = read_census(self._folder, self._world.name.seat), read_calibration(self._folder)
         mfu = flops_share(merged(windows), census, best, num_replicas=known.num_replicas)
         text = self._judged(windows, profile.seconds, census, best).text
