@@ -270,7 +270,7 @@ class ProfileOutput:
             )
             for rank, row in found.items()
         ]
-        return verdict(views, is_partial=len(others) + 1 < world.size)
+        return verdict(views, is_partial=len(views) < world.size)  # where some have not told of this config so far too
 
     def _others_here(self) -> Iterator[int]:
         """The seats of the other ranks on this machine; of another agent's ranks the files are in another folder."""

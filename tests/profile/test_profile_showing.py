@@ -321,6 +321,18 @@ def test_the_verdict_is_on_all_ranks_of_the_node(tmp_path: Path, caplog: pytest.
     )
 
 
+def test_a_rank_that_has_not_told_of_a_new_config_hides_no_verdict_on_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    write(tmp_path, [window(1.1, rank=1, world_size=2)])
+    output = shown(tmp_path, hosts=("node", "node"), seconds=60.0)
+    output.see(window(1.0, world_size=2))
+    output.see(window(2.0, world_size=2, config_version=7))
+    output.close()
+    assert "data-bound: 40% of training's time goes to waiting for samples" in told(caplog)[0]
+
+
 def test_what_is_of_another_rank_in_a_ranks_file_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
