@@ -354,7 +354,9 @@ READ = {
     "verified": ["ckpt", "verify", "storage", "--json"],
 }
 NOW: Mapping[str, frozenset[str]] = {
-    "status": frozenset({"time", "seen_seconds", "cpu_percent", "text", "troubles", "notes", "profile"}),
+    "status": frozenset(
+        {"time", "seen_seconds", "measured_seconds", "cpu_percent", "text", "troubles", "notes", "profile"}
+    ),
     "checkpoints": frozenset({"age_seconds"}),
     "master status": frozenset({"time", "up_seconds", "seen_seconds", "text", "troubles", "recommendations"}),
     "master events": frozenset({"time", "text"}),
