@@ -354,7 +354,9 @@ READ = {
     "verified": ["ckpt", "verify", "storage", "--json"],
 }
 NOW: Mapping[str, frozenset[str]] = {
-    "status": frozenset({"time", "seen_seconds", "cpu_percent", "text", "troubles", "notes", "profile"}),
+    "status": frozenset(
+        {"time", "seen_seconds", "measured_seconds", "cpu_percent", "text", "troubles", "notes", "profile"}
+    ),
     "checkpoints": frozenset({"age_seconds"}),
     "master status": frozenset({"time", "up_seconds", "seen_seconds", "text", "troubles", "recommendations"}),
     "master events": frozenset({"time", "text"}),
@@ -499,7 +501,7 @@ ADDED = {
         "micro_batch_size",
         "learning_rate",
     },
-    "profile-0.jsonl": {"logged"},
+    "profile-0.jsonl": {"logged", "logged_weights"},
     "workers.json workers": {"seat"},
     "membership.json": {"mode", "generation", "store", "num_seats"},
     "membership.json nodes": {"seats"},

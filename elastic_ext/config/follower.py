@@ -132,7 +132,7 @@ def _wrong_type(path: str, value: object, default: object) -> Refusal | None:
 
 # --- what one rank writes to the run directory of itself: events, and metrics every few seconds ----------------------
 
-_METRICS_SECONDS = 10.0
+_LEAST_METRICS_SECONDS, _MOST_METRICS_SECONDS = 1.0, 10.0  # in between as old as the run is: a young one tells sooner
 
 
 class Reports:
@@ -152,6 +152,7 @@ class Reports:
         """The calibration of the node that was written last: what the machine does at best."""
         self.due_at = 0.0
         """When the next metrics are to be written, on the clock of ``time.perf_counter``."""
+        self._began_at = time.perf_counter()
 
     def begin(self) -> None:
         """Make the run directory; rank 0 warns of another run that writes there."""
@@ -235,11 +236,16 @@ class Reports:
 
     def take_world(self, world: World) -> None:
         """Have the next metrics, which name this rank and the number of ranks, written at the next step."""
+        self.hasten()
+
+    def hasten(self) -> None:
+        """Have the next metrics written at the next step, as there is news for them. Any thread may call it."""
         self.due_at = 0.0
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """Write the metrics of this moment."""
-        self.due_at = time.perf_counter() + _METRICS_SECONDS
+        now = time.perf_counter()
+        self.due_at = now + min(max(now - self._began_at, _LEAST_METRICS_SECONDS), _MOST_METRICS_SECONDS)
         if self._directory is None:
             return
         ranks = self._ranks
@@ -521,7 +527,7 @@ class ConfigFollower:
             self._record(self.agreement.changes)
             self._warn_of_unread(passed.applied)
         elif time.perf_counter() > self.reports.due_at:
-            self._write_metrics()
+            self.write_metrics()
         return passed
 
     def pass_quietly(self, step: int, backwards: int) -> bool:
@@ -609,7 +615,7 @@ class ConfigFollower:
         with self._waiting(doubt):
             self.agreement.meet(Purpose.FINISH)
         self._finished = True
-        self._write_metrics()
+        self.write_metrics()
 
     def tell_peers(self, error: BaseException) -> None:
         """Leave word for the other ranks of the error that ends this one, unless they raise it too (RanksError).
@@ -708,7 +714,7 @@ class ConfigFollower:
         """Write an event for each config that came into force, and the metrics."""
         for applied in changes:
             self.reports.write_applied(applied)
-        self._write_metrics()
+        self.write_metrics()
 
     def _tell_refusal(self, version: int, digest: str, why: str) -> None:
         """Write the event of a version that was refused."""
@@ -717,7 +723,8 @@ class ConfigFollower:
             "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details
         )
 
-    def _write_metrics(self) -> None:
+    def write_metrics(self) -> None:
+        """Write this rank's metrics now, between two steps; by themselves they are written every few seconds."""
         self.reports.write(step=self.step, config=self.config, agree_every_steps=self.agreement.every)
 
     def _warn_of_unread(self, applied: Applied) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ext.records.logged import mean_logged
+from elastic_ext.records.logged import sum_logged
 from elastic_ext.records.metrics import MERGED_BY, NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, WITHIN_MICRO_STEPS, Phase
@@ -157,6 +157,7 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         )
     ordered = sorted(windows, key=lambda each: (each.begin, each.end))
     last = ordered[-1]
+    logged = _sums_of_logged(ordered)
     quantiles = [each.step_seconds for each in ordered if each.step_seconds]
     return replace(
         last,
@@ -165,7 +166,8 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         step_seconds=tuple(max(each) for each in zip(*quantiles, strict=False)),
         waiting_seconds=_mean_quartile([(each.num_detailed, each.waiting_seconds) for each in ordered]),
         computing_seconds=_mean_quartile([(each.num_detailed, each.computing_seconds) for each in ordered]),
-        logged=mean_logged((each.logged, max(each.num_steps, 1)) for each in ordered),
+        logged={name: total / weight for name, (total, weight) in logged.items()},
+        logged_weights={name: weight for name, (_, weight) in logged.items()},
         **{name: _MERGING[how]([getattr(each, name) for each in ordered]) for name, how in MERGED_BY.items()},
     )
 
@@ -260,6 +262,12 @@ _MERGING: Mapping[str, Callable[[list[Any]], Any]] = {
     "any": any,
 }
 """What makes one value of a field's values in several windows, by the word that MERGED_BY has for the field."""
+
+
+def _sums_of_logged(windows: Sequence[StepWindow]) -> dict[str, tuple[float, float]]:
+    """The weighted sum over windows of each number that the script has logged, and the sum of its weights."""
+    rows = (row for window in windows for row in window.weighed_logged().items())
+    return sum_logged(({name: value}, weight) for name, (value, weight) in rows)
 
 
 def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:

@@ -193,7 +193,7 @@ class ProfileOutput:
             profile = summary_of([window], num_replicas=self._facts().num_replicas)
             if profile is not None:
                 self._sinks.write(profile)
-        if self._every_seconds > 0 and window.num_steps > 0:
+        if self._every_seconds > 0 and (window.num_steps > 0 or window.logged):
             self._keep(window)
 
     def with_profile(self, measures: Measures) -> Measures:
@@ -243,9 +243,11 @@ class ProfileOutput:
         if not windows or not _logger.isEnabledFor(logging.INFO):
             return
         known = self._facts()
+        logged, windows = merged(windows).logged, [each for each in windows if each.num_steps > 0] or windows
         profile = summary_of(windows, num_replicas=known.num_replicas)
         if profile is None:
             return
+        profile = replace(profile, logged=logged)  # also of an evaluation after the last step
         census, best = read_census(self._folder, self._world.name.seat), read_calibration(self._folder)
         mfu = flops_share(merged(windows), census, best, num_replicas=known.num_replicas)
         text = self._judged(windows, profile.seconds, census, best).text
@@ -273,7 +275,7 @@ class ProfileOutput:
             )
             for rank, row in found.items()
         ]
-        return verdict(views, is_partial=len(others) + 1 < world.size)
+        return verdict(views, is_partial=len(views) < world.size)  # where some have not told of this config so far too
 
     def _others_here(self) -> Iterator[int]:
         """The seats of the other ranks on this machine; of another agent's ranks the files are in another folder."""

@@ -151,7 +151,9 @@ _SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def line_of(profile: StepProfile, *, mfu: float | None, text: str) -> str:
-    """A profile on one line, with ``text``, which says what holds training up."""
+    """A profile on one line, with ``text``, which says what holds training up; without steps, what was logged alone."""
+    if profile.num_steps == 0:
+        return f"step {profile.step}, {logged_in_words(profile.logged)}"
     told = ", ".join(filter(None, (logged_in_words(profile.logged), *_speeds(profile, mfu))))
     return f"step {profile.step}, {told}: {shares_in_words(profile.shares)}; {text}"
 

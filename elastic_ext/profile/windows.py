@@ -41,8 +41,8 @@ class TrainingProgress(NamedTuple):
     """How often the job itself has changed that version of the config, as config/elastic_config.py says."""
     is_settled: bool = True
     """Whether everything that should run is running, such as a loader's workers."""
-    logged: Mapping[str, float] = {}
-    """The means of the numbers that the script has logged since the last window."""
+    logged: Mapping[str, tuple[float, float]] = {}
+    """The means of the numbers that the script has logged since the last window, each with the sum of its weights."""
 
 
 class WindowAccumulator:
@@ -144,7 +144,8 @@ class WindowAccumulator:
             memory_bytes=memory.memory_bytes,
             accelerator_bytes=memory.accelerator_bytes,
             accelerator_peak_bytes=memory.accelerator_peak_bytes,
-            logged=progress.logged,
+            logged={name: mean for name, (mean, _) in progress.logged.items()},
+            logged_weights={name: weight for name, (_, weight) in progress.logged.items()},
         )
         self._begin, self._num_samples, self._is_settled = end, progress.num_samples, progress.is_settled
         self._config = progress.config_version, progress.config_revision

@@ -7,8 +7,9 @@ with a row, and have the code that measures it put the value into ``Counts.measu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from .text import counted, size_in_words
@@ -49,6 +50,7 @@ _STEPS = MetricUnit(name="steps", most=2**53, in_words=lambda value: counted(int
 _SECONDS = MetricUnit(name="seconds", most=1e9, in_words=lambda value: f"{value:.3g} s")
 _TIME = MetricUnit(name="seconds since 1970", most=1e11, in_words=lambda value: f"{value:.0f}")
 _NUMBER = MetricUnit(name="number", most=2**53, in_words=lambda value: f"{value:g}", is_whole=True)
+_LEAST_SPEED = 1e-6  # in steps per second
 _REAL = MetricUnit(name="number", most=1e18, in_words=lambda value: f"{value:.4g}")
 
 
@@ -240,6 +242,22 @@ class Measures:
             part_of="num_not_finite",
         )
     )
+
+    def at_rate(self, steps_per_second: float | None) -> Measures:
+        """These measures with all rates at the steps per second that an agent has counted, where it has.
+
+        Samples and tokens of a step are those of the metrics, so that the rates fit one another.
+        """
+        if steps_per_second is None:
+            return self
+        known = self.steps_per_second
+        rates: dict[str, Any] = {"steps_per_second": steps_per_second}
+        if known is not None and known >= _LEAST_SPEED:
+            for name in ("samples_per_second", "tokens_per_second"):
+                rate = getattr(self, name)
+                if rate is not None and math.isfinite(rate / known * steps_per_second):
+                    rates[name] = rate / known * steps_per_second
+        return replace(self, **rates)
 
     def told(self) -> dict[str, Any]:
         """The values that a node's status and the master hear of, by name."""

@@ -116,7 +116,10 @@ class StepWindow(JsonRecord):
     accelerator_peak_bytes: int | None = _merged_by("most", default=None)
     """The most accelerator memory that this process held since torch's peak counters began anew."""
     logged: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that the script gave to ``trainer.log()``, by name: each its mean over the steps of the window."""
+    """The numbers that the script gave to ``trainer.log()``, by name: each its mean over all that was logged of it."""
+    logged_weights: Mapping[str, float] = field(default_factory=dict)
+    """By the name of a logged number, the sum of the weights that its mean is made with: the samples of the micro-steps
+    that have logged it. Older records have none; there a number weighs as much as the window's steps."""
 
     @property
     def length(self) -> float:
@@ -132,6 +135,13 @@ class StepWindow(JsonRecord):
             )
         if not all(type(each) is float for each in self.logged.values()):
             raise ValueError("logged holds a value that is no floating point number")
+        if not all(type(each) in (int, float) and 0 < each < math.inf for each in self.logged_weights.values()):
+            raise ValueError("logged_weights holds a value that is no weight; allowed: finite numbers above 0")
+
+    def weighed_logged(self) -> dict[str, tuple[float, float]]:
+        """Each number that the script has logged in the window, with its weight in a mean over several windows."""
+        of_steps = float(max(self.num_steps, 1))
+        return {name: (value, self.logged_weights.get(name, of_steps)) for name, value in self.logged.items()}
 
 
 MERGED_BY: Mapping[str, str] = {

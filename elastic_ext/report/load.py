@@ -141,7 +141,17 @@ def _window_of(line: bytes) -> StepWindow:
     quantiles = tuple(map(_length, found.get("step_seconds", ())[:_NUM_QUANTILES]))
     seconds = _lengths(found["seconds"])
     logged = fitting(found["logged"]) if found.get("logged") else {}
-    return StepWindow(begin=begin, end=end, seconds=seconds, step_seconds=quantiles, logged=logged, **counts, **values)
+    weights = fitting(found["logged_weights"]) if logged and found.get("logged_weights") else {}
+    return StepWindow(
+        begin=begin,
+        end=end,
+        seconds=seconds,
+        step_seconds=quantiles,
+        logged=logged,
+        logged_weights={name: each for name, each in weights.items() if 0 < each < _MOST_COUNT},
+        **counts,
+        **values,
+    )
 
 
 def _count(value: object) -> int:
@@ -488,9 +498,8 @@ class _Gathering:
             self.num_failures = found or max(each.restart for each in processes)
 
     def _add_logged(self, piece: Slice, window: StepWindow) -> None:
-        """Add up the logged numbers of a window, each weighed by the window's steps."""
-        weight = float(max(window.num_steps, 1))
-        for name, value in window.logged.items():
+        """Add up the logged numbers of a window, each with its weight."""
+        for name, (value, weight) in window.weighed_logged().items():
             if name in self.logged or len(self.logged) < MOST_NAMES:
                 bins = self.logged.setdefault(name, Bins(2, MOST_BINS))
                 bins.add(piece.begin, piece.end, (value * weight, weight))

@@ -61,15 +61,18 @@ class LoggedNumbers:
         """Forget the numbers of the step under way, which is taken back, left out, or never ended."""
         self._under_way.clear()
 
-    def take_window(self) -> dict[str, float]:
-        """The mean of each number since the last call, for a profile window; none where none was logged."""
+    def take_window(self) -> dict[str, tuple[float, float]]:
+        """The mean of each number since the last call, and the sum of its weights, for a profile window.
+
+        None where none was logged.
+        """
         self._read()
-        return _means(self._of_window)
+        return _taken(self._of_window)
 
     def newest(self) -> dict[str, float]:
         """The mean of each number since the last call, for metrics; the mean before where none was logged since."""
         self._read()
-        self._newest |= _means(self._of_metrics)
+        self._newest |= {name: mean for name, (mean, _) in _taken(self._of_metrics).items()}
         return dict(self._newest)
 
     def _admitted(self, values: Iterable[str]) -> set[str]:
@@ -118,9 +121,9 @@ class LoggedNumbers:
             return {}
 
 
-def _means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """The mean of each sum, which begins anew; none of a number that no sample was counted for."""
-    found = {name: total / weight for name, (total, weight) in sums.items() if weight > 0}
+def _taken(sums: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The mean and the weight of each sum, which begins anew; none of a number that no sample was counted for."""
+    found = {name: (total / weight, weight) for name, (total, weight) in sums.items() if weight > 0}
     sums.clear()
     return found
 

@@ -66,12 +66,12 @@ def record(
     optimizers: Sequence[Optimizer],
     loader: object,
     *,
-    progress: Callable[[], tuple[int, int, Mapping[str, float]]],
+    progress: Callable[[], tuple[int, int, Mapping[str, tuple[float, float]]]],
     analyze: Callable[[Probe], Analyzer] | None = None,
 ) -> Recorder:
     """A recorder of where this rank's time goes, which ``follower`` hears.
 
-    ``progress`` gives the global step, samples, and the means of the numbers that were logged since the last window.
+    ``progress`` gives the global step, samples, and the means and weights of the numbers logged since the last window.
     ``analyze`` makes the analyzer of the memory that steps take.
     """
     device = _device_of(model)

@@ -200,26 +200,30 @@ def _in_words(description: Sequence[int | None]) -> str:
 # --- how fast training goes, and what it takes, for the metrics ------------------------------------------------------
 
 
+_LEAST_SECONDS = 1.0  # that rates are measured over
+
+
 class Speed:
-    """Measures steps and samples per second between two calls of ``measure``."""
+    """Measures steps and samples per second between two calls of ``measure``, a second or more apart."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._since = time.perf_counter()
         self._num_boundaries = self._num_samples = 0  # so many there were then
+        self._rates: tuple[float | None, float | None] = None, None  # steps and samples per second
 
     def measure(self) -> Measures:
-        """Steps and samples per second since the last call, the memory held now, and counted metrics."""
+        """Steps and samples per second of late, the memory held now, and counted metrics."""
         now, counts = time.perf_counter(), self._counts
         seconds = now - self._since
-        num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
-        self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
+        if seconds >= _LEAST_SECONDS or self._rates == (None, None):
+            num_steps = counts.num_boundaries - self._num_boundaries
+            num_samples = counts.num_samples - self._num_samples
+            self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
+            self._rates = num_steps / seconds if num_steps else None, num_samples / seconds if num_samples else None
+        steps, samples = self._rates
         measured: dict[str, Any] = {**asdict(memory_held()), **counts.measured}
-        return Measures(
-            steps_per_second=num_steps / seconds if num_steps else None,
-            samples_per_second=num_samples / seconds if num_samples else None,
-            **measured,
-        )
+        return Measures(steps_per_second=steps, samples_per_second=samples, **measured)
 
 
 # --- a prepared training on this rank: what it does at boundaries and epochs, together with the other ranks ----------
@@ -281,7 +285,6 @@ class Session:
             self._loading.compare()
             self._loading.compare_shares(self._gradients.sharing.num_ranks, training.state.remarks)
             self._begin_batches(follower.config)
-            follower.reports.measure = self._measure
             follower.agreement.appliers.effects = self._effects
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, training.growing.check)
@@ -415,6 +418,7 @@ class Session:
             raise StepError("a checkpoint is loaded only before the first step; trainer.rewind() goes back later")
         is_there = saving.checkpoints.load(self.resume)
         saving.plan()
+        self.follower.write_metrics()
         return is_there
 
     def rewind(self, step: int | None, *, skips: bool) -> Path:
@@ -453,6 +457,7 @@ class Session:
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
+        self.follower.write_metrics()
         return loaded.path
 
     def pass_boundary(self) -> None:
@@ -518,7 +523,9 @@ class Session:
         self.steps.log(values)
 
     def _tell_begun(self) -> None:
-        """Report that training has begun, and after which step it goes on."""
+        """Report that training has begun, and after which step it goes on; metrics tell what is in force from here."""
+        self.follower.reports.measure = self._measure
+        self.follower.write_metrics()
         step = self._counts.global_step
         text = f"training goes on after step {step}" if step else "training begins"
         checkpoints = self._training.checkpoints
@@ -742,6 +749,7 @@ class Session:
                 self._begin_due()
                 if self._saving is not None:
                     self._saving.end()
+                    self.follower.write_metrics()  # of the checkpoint that is saved last
                 self._tell_of_nothing_left()
         finally:
             self._let_go(by)

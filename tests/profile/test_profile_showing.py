@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.profile.breakdown import merged
 from elastic_ext.profile.output import ProfileOutput, Sinks, TensorBoardSink, TrainingFacts
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.reader import (
@@ -327,6 +330,18 @@ def test_the_verdict_is_on_all_ranks_of_the_node(tmp_path: Path, caplog: pytest.
     )
 
 
+def test_a_rank_that_has_not_told_of_a_new_config_hides_no_verdict_on_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    write(tmp_path, [window(1.1, rank=1, world_size=2)])
+    output = shown(tmp_path, hosts=("node", "node"), seconds=60.0)
+    output.see(window(1.0, world_size=2))
+    output.see(window(2.0, world_size=2, config_version=7))
+    output.close()
+    assert "data-bound: 40% of training's time goes to waiting for samples" in told(caplog)[0]
+
+
 def test_what_is_of_another_rank_in_a_ranks_file_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -472,6 +487,38 @@ def test_a_line_tells_logged_numbers_as_means_over_the_steps_of_its_windows() ->
     profile = summary_of(windows)
     assert profile is not None and profile.logged == {"loss": 3.5}
     assert line_of(profile, mfu=None, text="").split(",")[1] == " loss 3.5"
+
+
+def test_a_number_weighs_in_a_line_as_often_as_it_was_logged_and_not_as_its_windows_have_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    output = shown(tmp_path, seconds=60.0)
+    for at, accuracy, num_steps in ((1.0, 0.5, 90), (2.0, 1.0, 10), (3.0, 1.0, 20), (4.0, 1.0, 0)):
+        of_window = window(at, num_steps=num_steps) if num_steps else startup(at)
+        output.see(replace(of_window, logged={"val_acc": accuracy}, logged_weights={"val_acc": 16.0}))
+    output.close()
+    output.see(replace(startup(5.0), step=500, logged={"val_acc": 0.25}, logged_weights={"val_acc": 16.0}))
+    output.close()
+    assert [line.split(":")[1].split(", ")[1] for line in told(caplog)] == ["val_acc 0.875", "val_acc 0.25"]
+    assert told(caplog)[1] == "profile: step 500, val_acc 0.25"
+
+
+@given(st.lists(st.lists(st.tuples(st.floats(-9, 9), st.integers(1, 64)), max_size=3), min_size=1, max_size=6))
+def test_windows_that_are_merged_tell_the_mean_that_one_window_would_have_told(
+    rows: list[list[tuple[float, int]]],
+) -> None:
+    windows = []
+    for at, row in enumerate(rows):
+        weight = float(sum(each for _, each in row))
+        mean = {"n": sum(value * each for value, each in row) / weight} if row else {}
+        windows.append(replace(window(float(at)), logged=mean, logged_weights=dict.fromkeys(mean, weight)))
+    everything = [each for row in rows for each in row]
+    total = sum(weight for _, weight in everything)
+    expected = {"n": sum(value * weight for value, weight in everything) / total} if everything else {}
+    for found in (merged(windows), merged([merged(windows[:1]), *windows[1:]])):
+        assert found.logged == pytest.approx(expected)
+        assert found.logged_weights == pytest.approx({"n": float(total)} if everything else {})
 
 
 class FakeWriter:

@@ -292,6 +292,21 @@ def test_logged_numbers_are_drawn_over_time_as_means_of_ranks(tmp_path: Path) ->
     assert "Logged: bad" not in found.words, "of what has no place in a drawing there is none"
 
 
+def test_a_logged_number_weighs_as_often_as_it_was_logged_and_in_older_files_as_the_windows_steps(
+    tmp_path: Path,
+) -> None:
+    cases = ("weighed", {"acc": 16.0}, 0.75), ("older", {}, 0.55), ("bad", {"acc": -1.0}, 0.55)
+    for name, weights, expected in cases:
+        rows, folder = [first_window(START, 5.0)], tmp_path / name
+        folder.mkdir()
+        for accuracy, num_steps in ((0.5, 9), (1.0, 1)):
+            row = window(rows[-1].end, {"forward": 1e-4}, step=10, num_steps=num_steps)
+            rows.append(replace(row, logged={"acc": accuracy}, logged_weights=weights))
+        write_windows(folder, 0, rows)
+        told: Any = gathered(folder).to_dict()["logged"]
+        assert told["acc"]["last"] == pytest.approx(expected), name
+
+
 @given(st.floats(-1e15, 1e15), st.floats(-1e15, 1e15))
 def test_axes_of_any_numbers_have_few_marks_within_their_ends(one: float, other: float) -> None:
     low, high = sorted((one, other))

@@ -41,7 +41,7 @@ def test_a_number_is_the_mean_over_steps_that_committed_weighed_by_samples() -> 
     numbers.drop()
     numbers.add({"loss": 5}, 4)
     numbers.count()
-    assert numbers.take_window() == {"loss": (1 + 9 + 20) / 8, "acc": 0.5}
+    assert numbers.take_window() == {"loss": ((1 + 9 + 20) / 8, 8), "acc": (0.5, 1)}
     assert numbers.take_window() == {}, "that of the next window begins anew"
 
 
@@ -50,7 +50,7 @@ def test_metrics_keep_the_last_mean_of_a_number_and_windows_do_not_take_it_from_
     for loss in (1.0, 2.0):
         numbers.add({"loss": loss}, 1)
         numbers.count()
-        assert numbers.take_window() == {"loss": loss}
+        assert numbers.take_window() == {"loss": (loss, 1)}
     numbers.add({"val_loss": 7.0}, 1)
     numbers.count()
     assert numbers.newest() == {"loss": 1.5, "val_loss": 7.0}
@@ -70,7 +70,9 @@ def test_whenever_windows_end_each_number_that_counts_is_told_once(moves: list[t
             under_way.append(value)
         elif move == "window":
             told = [] if under_way else of_window  # else with the window in which the step ends
-            assert numbers.take_window() == pytest.approx({"n": fmean(told)} if told else {})
+            taken = numbers.take_window()
+            assert taken.keys() == ({"n"} if told else set())
+            assert taken.get("n") == (pytest.approx((fmean(told), len(told))) if told else None)
             of_window = of_window if under_way else []
         else:
             getattr(numbers, move)()
@@ -102,7 +104,7 @@ def test_a_tensor_is_added_up_on_its_device_and_read_with_the_window_alone() -> 
             numbers.count()
     assert not [name for name in seen.names if "_local_scalar_dense" in name], "which waits for a device"
     with Operations() as seen:
-        assert numbers.take_window() == {"loss": 2.0, "acc": 1.0}
+        assert numbers.take_window() == {"loss": (2.0, 4), "acc": (1.0, 3)}
         assert numbers.newest() == {"loss": 2.0, "acc": 1.0}
     assert seen.names == ["aten.stack.default"], "all are read in one copy, for both"
 
@@ -123,7 +125,7 @@ def test_sums_of_a_broken_device_are_left_out_with_one_warning_and_others_are_to
     for loss in (1.0, 2.0):
         numbers.add({"loss": torch.tensor(1.0, device="meta"), "acc": torch.tensor(loss), "lr": loss}, 1)
         numbers.count()
-        assert numbers.take_window() == {"acc": loss, "lr": loss}
+        assert numbers.take_window() == {"acc": (loss, 1), "lr": (loss, 1)}
     (message,) = caplog.messages
     assert message.startswith("numbers of trainer.log() cannot be read from their device, and are left out: ")
 
@@ -144,7 +146,7 @@ def test_on_a_gpu_nothing_waits_to_add_numbers_and_sums_follow_tensors_to_anothe
         numbers.add({"loss": loss * 1}, 1)
     numbers.count()
     with Operations() as seen:
-        assert numbers.take_window() == {"loss": 2.0, "acc": 1.0}
+        assert numbers.take_window() == {"loss": (2.0, 1), "acc": (1.0, 1)}
     assert seen.names.count("aten.stack.default") == 1
 
 
@@ -155,7 +157,7 @@ def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
         loss.fill_(100.0)
         numbers.count()
         loss.fill_(4.0)
-    assert numbers.take_window() == {"loss": 3.0}
+    assert numbers.take_window() == {"loss": (3.0, 2)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
@@ -164,7 +166,7 @@ def test_sums_are_as_exact_as_numbers_whatever_the_dtype(dtype: torch.dtype) -> 
     for _ in range(3000):
         numbers.add({"n": torch.ones((), dtype=dtype)}, 1)
     numbers.count()
-    assert numbers.take_window() == {"n": 1.0}
+    assert numbers.take_window() == {"n": (1.0, 3000)}
 
 
 @pytest.mark.parametrize(

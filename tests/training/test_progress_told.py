@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
 from elastic_ext.cli.jobs import config_file_in
+from elastic_ext.training.counters import Counts
 from elastic_ext.training.options import FollowOptions
+from elastic_ext.training.session import Speed
 
 DATA = TensorDataset(torch.arange(24.0).reshape(24, 1))
 
@@ -80,3 +82,73 @@ def test_the_metrics_of_a_rank_have_the_batch_and_the_learning_rate_in_use(tmp_p
                     optimizer.zero_grad()
         assert proposal.outcome == "in force"
         assert told() == pytest.approx([3, 1, 0.15])
+
+
+class Run:
+    """A run that takes steps at a rate that halves with each, and saves checkpoints in ``folder``."""
+
+    def __init__(self, folder: Path, name: str, **given: Any) -> None:
+        self.model, self.run_dir = nn.Linear(1, 1), folder / name
+        self.loader = ElasticDataLoader(DATA, batch_size=2)
+        self.trainer = ElasticTrainer(
+            self.model,
+            self.loader,
+            global_batch_size=4,
+            shared_storage_path=folder / "storage",
+            checkpoint_interval=CheckpointInterval(),
+            follow_options=FollowOptions(job="j", run_dir=self.run_dir),
+            **given,
+        )
+        inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        halving = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
+        self.optimizer, self.schedule = self.trainer.prepare(inner, halving)
+
+    def take(self, num_steps: int) -> None:
+        for _, (inputs,) in zip(range(2 * num_steps), self.loader, strict=False):
+            with self.trainer.step():
+                self.model(inputs).sum().backward()
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+
+    def told(self) -> list[Any]:
+        """The step, the learning rate and the step of the newest checkpoint in the metrics."""
+        metrics = json.loads((self.run_dir / "metrics-0.json").read_text())
+        return [metrics["step"], metrics["measures"]["learning_rate"], metrics["measures"]["checkpoint_step"]]
+
+
+def test_the_first_metrics_of_a_resumed_run_have_its_rate_and_the_checkpoint_that_it_goes_on_from(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "first")
+    with run.trainer, run.trainer.epoch(0):
+        run.take(3)
+        run.trainer.save_checkpoint()
+    resumed = Run(tmp_path, "second")
+    with resumed.trainer:
+        assert resumed.trainer.global_step == 3
+        assert resumed.told() == [3, 0.125, 3]
+
+
+def test_metrics_are_written_at_the_step_after_a_save_and_once_training_has_ended(tmp_path: Path) -> None:
+    run = Run(tmp_path, "run")
+    with run.trainer:
+        with run.trainer.epoch(0):
+            run.take(2)
+            run.trainer.save_checkpoint()
+            run.take(1)
+            assert run.told() == [3, 0.125, 2]
+            run.take(1)
+        run.trainer.save_checkpoint()
+    assert run.told() == [4, 0.0625, 4]
+
+
+def test_metrics_that_are_written_soon_after_others_keep_their_rates() -> None:
+    counts = Counts()
+    speed = Speed(counts)
+    assert speed.measure().steps_per_second is None
+    counts.num_boundaries, counts.num_samples = 8, 64
+    first = speed.measure()
+    assert first.steps_per_second is not None and first.samples_per_second == 8 * first.steps_per_second
+    again = speed.measure()
+    assert (again.steps_per_second, again.samples_per_second) == (first.steps_per_second, first.samples_per_second)

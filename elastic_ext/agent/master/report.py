@@ -223,7 +223,7 @@ def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Se
     message = pb.Worker()
     try:
         if metrics is not None:
-            put_metrics(message, metrics.measures.told())
+            put_metrics(message, metrics.measures.at_rate(worker.steps_per_second).told())
             put_logged(message, metrics.measures.logged)
             message.shares.update(metrics.measures.shares)
             message.step, message.config_version = metrics.step, metrics.config_version

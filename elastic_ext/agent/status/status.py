@@ -149,6 +149,10 @@ class RankStatus:
     exit_code: int | None
     seen_seconds: float
     """How many seconds ago the rank was last heard of."""
+    measured_step: int | None
+    """The step at which the rank wrote its metrics, of which ``measures`` are; an agent knows of later steps."""
+    measured_seconds: float | None
+    """How many seconds ago the rank wrote its metrics."""
     step: int | None
     steps_per_second: float | None
     samples_per_second: float | None
@@ -191,12 +195,22 @@ class ProgressStatus:
 
 
 def progress_of(
-    ranks: Sequence[RankStatus], metrics: Mapping[int, RankMetrics], *, now: float, is_running: bool
+    ranks: Sequence[RankStatus],
+    metrics: Mapping[int, RankMetrics],
+    *,
+    now: float,
+    is_running: bool,
+    goes_on_from: int | None,
 ) -> ProgressStatus | None:
-    """How far training is at ``now``, in seconds since 1970; None where no rank has told of a step."""
+    """How far training is at ``now``, in seconds since 1970; None where no rank has told of a step.
+
+    ``goes_on_from`` is the step that ranks which were told to end have saved last: records may be older.
+    """
     steps = [each.step for each in ranks if each.step is not None]
     if not steps:
         return None
+    if goes_on_from is not None:
+        steps.append(goes_on_from)
     newest = max(metrics.values(), key=lambda each: each.time, default=None)
     measures = Measures() if newest is None else newest.measures
     told = (each.measures for each in metrics.values() if each.measures.checkpoint_time is not None)
@@ -326,7 +340,7 @@ def status_of(files: RunFiles) -> NodeStatus:
         world_size=membership.world_size if membership else newest.world_size if newest else None,
         goes_on_from=goes_on_from,
         model=files.model,
-        progress=progress_of(ranks, metrics, now=files.time, is_running=is_running),
+        progress=progress_of(ranks, metrics, now=files.time, is_running=is_running, goes_on_from=goes_on_from),
         profile=profile_of(files.profiles, metrics),
         config=config,
         ranks=ranks,
@@ -402,7 +416,10 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         state = "ended"  # since the agent looked, or the agent has ended as well
     elif state == "running" and files.agent.host != files.host and not files.is_agent_running:
         state = "unknown"
-    measures = _at_rate(metrics.measures if metrics else Measures(), worker.steps_per_second)
+    measures = (metrics.measures if metrics else Measures()).at_rate(worker.steps_per_second)
+    step = _first(worker.step, metrics.step if metrics else None)
+    if metrics is not None and metrics.time > files.workers.time:  # as at the end, or where the agent was killed
+        step = metrics.step
     return RankStatus(
         rank=worker.rank,
         local_rank=worker.local_rank,
@@ -410,7 +427,9 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         state=state,
         exit_code=worker.exit_code,
         seen_seconds=files.time - files.workers.time,
-        step=_first(worker.step, metrics.step if metrics else None),
+        measured_step=metrics.step if metrics else None,
+        measured_seconds=files.time - metrics.time if metrics else None,
+        step=step,
         steps_per_second=measures.steps_per_second,
         samples_per_second=measures.samples_per_second,
         memory_bytes=_first(worker.memory_bytes, measures.memory_bytes),
@@ -425,23 +444,6 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
     )
 
 
-def _at_rate(measures: Measures, steps_per_second: float | None) -> Measures:
-    """The measures of a rank with all its rates at the steps per second that its agent has counted, where it has.
-
-    Samples and tokens of a step are those of the metrics, so that the rates fit one another.
-    """
-    if steps_per_second is None:
-        return measures
-    known = measures.steps_per_second
-    rates: dict[str, Any] = {"steps_per_second": steps_per_second}
-    if known is not None and known >= _LEAST_SPEED:
-        for name in ("samples_per_second", "tokens_per_second"):
-            rate = getattr(measures, name)
-            if rate is not None and math.isfinite(rate / known * steps_per_second):
-                rates[name] = rate / known * steps_per_second
-    return replace(measures, **rates)
-
-
 def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
     seen_seconds, measures = files.time - metrics.time, metrics.measures
     state: RankState = "running" if metrics.pid in files.living else "ended"
@@ -454,6 +456,8 @@ def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
         state=state,
         exit_code=None,
         seen_seconds=seen_seconds,
+        measured_step=metrics.step,
+        measured_seconds=seen_seconds,
         step=metrics.step,
         steps_per_second=measures.steps_per_second,
         samples_per_second=measures.samples_per_second,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from elastic_ext.members.plan import MembershipPlan
@@ -48,9 +48,8 @@ def line_of(status: NodeStatus, width: int | None = None) -> str:
     """The most important of one job's status, on one line, which is cut to ``width`` characters."""
     running = [each for each in status.ranks if each.state == "running"]
     parts = [status.state if status.state != "running" else f"running, {_ranks_in_words(len(running))}"]
-    steps = [each.step for each in status.ranks if each.step is not None]
-    if steps:
-        parts.append(f"step {max(steps)}")
+    if status.progress is not None:
+        parts.append(f"step {status.progress.step}")
     if status.goes_on_from is not None:
         parts.append(f"can go on from step {status.goes_on_from}")
     if status.troubles:
@@ -87,16 +86,20 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
     measured = next((each.measures for each in status.ranks if each.measures.global_batch_size is not None), None)
     if measured is not None:
         yield "batch", _batch_in_words(measured, status.world_size)
-    rate = next((each.measures.learning_rate for each in status.ranks if each.measures.learning_rate is not None), None)
-    if rate is not None:
-        yield "learning rate", words_of("learning_rate", {"learning_rate": rate})
+    if loader := _loader_in_words([each.measures.num_workers for each in status.ranks]):
+        yield "loader", loader
+    rated = next((each for each in status.ranks if each.measures.learning_rate is not None), None)
+    if rated is not None:
+        rate = words_of("learning_rate", {"learning_rate": rated.measures.learning_rate})
+        yield "learning rate", rate + _age_in_words(rated, status.progress)
     if status.progress is not None:
         yield "progress", progress_in_words(status.progress)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
     if speed is not None and status.state == "running":
         yield "speed", _speed_in_words(status, speed)
     if logged := status.logged:
-        yield "logged", _logged_in_words(logged, len(status.ranks))
+        first = next(each for each in status.ranks if each.measures.logged)
+        yield "logged", _logged_in_words(logged, len(status.ranks)) + _age_in_words(first, status.progress)
     if status.profile is not None:
         yield "profile", status.profile.verdict.text
         for straggler in status.profile.stragglers[:_MOST_NAMED]:
@@ -128,6 +131,24 @@ def progress_in_words(progress: ProgressStatus) -> str:
 def _logged_in_words(logged: Mapping[str, float], num_ranks: int) -> str:
     of = "" if num_ranks == 1 else f"; means of the {num_ranks} ranks here"
     return logged_in_words(logged) + of
+
+
+def _age_in_words(rank: RankStatus, progress: ProgressStatus | None) -> str:
+    """When a rank has measured what is shown of it, where training has come further since; else empty."""
+    if rank.measured_seconds is None or progress is None or rank.measured_step == progress.step:
+        return ""
+    return f" (as of step {rank.measured_step}, {age_in_words(rank.measured_seconds)} ago)"
+
+
+def _loader_in_words(num_workers: Sequence[int | None]) -> str:
+    """How many workers ranks' dataloaders have, by the number of each rank; empty where none is known."""
+    known = [each for each in num_workers if each is not None]
+    if not known:
+        return ""
+    least, most = min(known), max(known)
+    if most == 0:
+        return "no workers: each rank loads samples itself"
+    return f"{counted(most, 'worker')} on each rank" if least == most else f"{least} to {most} workers on a rank"
 
 
 def _model_in_words(model: ModelProfile) -> str:

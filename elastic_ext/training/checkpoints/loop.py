@@ -40,6 +40,7 @@ class Saving:
         self.checkpoints = checkpoints
         self._saver = checkpoints.job.saver
         self._follower = training.follower
+        checkpoints.job.run.on_commit = training.follower.reports.hasten
         self._steps = training.steps
         self._counts = training.counts
         self._state = training.state
@@ -328,6 +329,7 @@ class Saving:
             is_saved, words = self._save()
             _logger.info("%s, and training ends", words)
             self._tell_left(self._counts.global_step if is_saved else None, words)
+        self._follower.write_metrics()  # which tell how far training has come, and of the checkpoint
         raise SystemExit(EXIT_STATUS)
 
     def _tell_left(self, step: int | None, words: str) -> None:

@@ -608,6 +608,14 @@ def test_a_beat_tells_of_workers_their_metrics_and_windows_once_and_of_the_membe
         assert [each.step for each in later.workers[0].windows] == [30]
 
 
+def test_samples_and_tokens_per_second_of_a_beat_are_at_the_steps_per_second_beside_them(tmp_path: Path) -> None:
+    write_workers(tmp_path)
+    write_metrics(tmp_path, pid=os.getpid(), steps_per_second=5.0, samples_per_second=320.0, tokens_per_second=640.0)
+    with ScriptedMaster() as master, linked(tmp_path, master.place):
+        (worker,) = master.wait_for("Beat").workers
+        assert (worker.steps_per_second, worker.samples_per_second, worker.tokens_per_second) == (2.5, 160.0, 320.0)
+
+
 def test_windows_of_a_beat_that_was_not_answered_are_told_again(tmp_path: Path) -> None:
     write_workers(tmp_path)
     append(tmp_path / "profile-0.jsonl", window(0, 10.0, 10).to_json() + "\n")

@@ -163,6 +163,46 @@ def test_the_batch_and_the_learning_rate_in_use_are_told(replicas: int, micro_ba
     assert "  batch " not in words(status_of(PLAIN)) and "learning rate" not in words(status_of(PLAIN))
 
 
+def test_numbers_that_are_older_than_the_step_say_of_when_they_are() -> None:
+    measures = Measures(learning_rate=0.0018, logged={"loss": 1.82})
+    rows = metrics(0, measures=measures), metrics(1, measures=measures)
+    status = status_of(replace(WITH_AGENT, metrics=rows))
+    assert "  learning rate  0.0018 (as of step 40, 5 s ago)\n" in words(status)
+    assert "  logged         loss 1.82; means of the 2 ranks here (as of step 40, 5 s ago)\n" in words(status)
+    assert status.to_dict()["ranks"][0]["measured_step"] == 40 and status.to_dict()["ranks"][0]["step"] == 50
+    assert "as of" not in words(status_of(replace(WITH_AGENT, metrics=tuple(replace(row, step=50) for row in rows))))
+    assert "as of" not in words(status_of(replace(PLAIN, metrics=rows))), "without an agent all is of the metrics"
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "told"),
+    [
+        ((4, 4), "4 workers on each rank"),
+        ((1, 1), "1 worker on each rank"),
+        ((2, 4), "2 to 4 workers on a rank"),
+        ((None, 3), "3 workers on each rank"),
+        ((0, 0), "no workers: each rank loads samples itself"),
+        ((None, None), ""),
+    ],
+)
+def test_how_many_workers_load_samples_is_told(num_workers: tuple[int | None, ...], told: str) -> None:
+    rows = tuple(metrics(rank, measures=Measures(num_workers=each)) for rank, each in enumerate(num_workers))
+    text = words(status_of(replace(PLAIN, metrics=rows)))
+    assert (f"  loader         {told}\n" in text) if told else ("loader" not in text)
+
+
+def test_the_step_is_that_of_the_newest_record_or_of_the_save_that_ended_training() -> None:
+    ended = replace(WITH_AGENT, is_agent_running=False, living=frozenset())
+    for at, metrics_step, step in ((NOW - 5, 40, 50), (NOW - 1, 63, 63)):  # the agent's record is two seconds old
+        rows = metrics(0, time=at, step=metrics_step), metrics(1, time=at, step=metrics_step)
+        status = status_of(replace(ended, metrics=rows))
+        assert {each.step for each in status.ranks} == {step} and f"j: ended, step {step}, " in line_of(status)
+    saved = replace(ended, workers=LEFT, events=(told("can-go-on", 84, at=NOW - 1),))
+    status = status_of(saved)
+    assert status.progress is not None and status.progress.step == 84
+    assert ", step 84, can go on from step 84" in line_of(status)
+
+
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
     status = status_of(RunFiles(path="/run", time=NOW, host=HOST, config=version(1)))
     assert status.state == "empty" and status.troubles == ()

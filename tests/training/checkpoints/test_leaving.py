@@ -136,6 +136,9 @@ def test_in_steps_all_ranks_finish_the_same_one_and_it_is_saved(
         assert step >= 5 and name == f"step_{step}"
         words = f"{_GOES_ON} {step}: {folder_of(tmp_path, name)} is saved"
         assert told_on(tmp_path, num_ranks) == [(step, words)] * num_ranks
+        metrics = [json.loads((tmp_path / f"{rank}/metrics-{rank}.json").read_text()) for rank in range(num_ranks)]
+        assert [each["step"] for each in metrics] == [step] * num_ranks
+        assert metrics[0]["measures"]["checkpoint_step"] == step
         state = json.loads(next(tmp_path.glob(f"storage/*/*/{name}/trainer_state.json")).read_text())
         assert state["counts"]["global_step"] == step
     with job_in(tmp_path, 1, num_steps=1, where="outside") as job:

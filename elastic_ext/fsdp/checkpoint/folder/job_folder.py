@@ -20,7 +20,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -102,6 +102,8 @@ class JobFolder:
         self._settled: str | None = None  # the run whose chain is all that is left here
         self.newest: Commit | None = None
         """The COMMIT of the checkpoint that this process has committed last; None before the first."""
+        self.on_commit: Callable[[], None] | None = None
+        """Called once a checkpoint is committed, on the thread that has done so."""
 
     @classmethod
     def find(cls, storage: Path, job: str) -> JobFolder | None:
@@ -273,6 +275,8 @@ class JobFolder:
         self._settled = commit.run_id
         del self._begun[name]
         self.newest = commit
+        if self.on_commit is not None:
+            self.on_commit()
         return ListedCheckpoint(path=path, commit=commit)
 
     @contextlib.contextmanager

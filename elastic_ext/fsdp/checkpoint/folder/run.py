@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ class Run:
         self._id = _NOT_BEGUN
         self._came_from: Commit | None = None
         self._saved_at: int | None = None  # the global step of this run's newest checkpoint
+        self.on_commit: Callable[[], None] | None = None
+        """Called on the first rank once a checkpoint is committed, on the thread that has done so; set before
+        ``claim``."""
 
     @property
     def chain(self) -> Chain:
@@ -98,6 +101,7 @@ class Run:
         try:
             path, self._id = self._storage.together(take, "claiming the job's folder of checkpoints")[0]
             self._folder = folders[0] if folders else JobFolder(Path(path))
+            self._folder.on_commit = self.on_commit
         finally:
             if self._folder is None:  # another try must not find it held by this very process
                 is_over.set()
