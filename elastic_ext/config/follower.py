@@ -22,7 +22,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -168,10 +168,16 @@ class Reports:
                 last.job,
             )
 
-    def write_applied(self, applied: Applied) -> None:
-        """Write the event that a config came into force."""
-        version, revision = applied.new.version, applied.new.revision
-        details = {"version": version, "revision": revision, "changes": applied.changes}
+    def write_applied(self, applied: Applied, unread: Sequence[str] = ()) -> None:
+        """Write the event that a config came into force; it sets the keys ``unread``, which nothing has asked for."""
+        details = {
+            "version": applied.new.version,
+            "revision": applied.new.revision,
+            "replaces": applied.old.version,
+            "changes": applied.values_used,
+            "effects": {path: words for path, words in applied.effects.items() if path in applied.changes},
+            "unread": list(unread),
+        }
         self.write_event("config-applied", step=applied.step, text=str(applied), details=details)
 
     def write_event(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
@@ -506,8 +512,7 @@ class ConfigFollower:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
         if passed.applied is not None:
-            self._record(passed.applied)
-            self._warn_of_unread(passed.applied)
+            self._record(passed.applied, self._warn_of_unread(passed.applied))
         elif time.perf_counter() > self.reports.due_at:
             self._write_metrics()
         return passed
@@ -689,10 +694,10 @@ class ConfigFollower:
                 "earlier, or make a new follower or trainer on every rank"
             )
 
-    def _record(self, applied: Applied | None) -> None:
+    def _record(self, applied: Applied | None, unread: Sequence[str] = ()) -> None:
         """Write the event of a config that came into force, if one did, and the metrics."""
         if applied is not None:
-            self.reports.write_applied(applied)
+            self.reports.write_applied(applied, unread)
         self._write_metrics()
 
     def _tell_refusal(self, version: int, digest: str, why: str) -> None:
@@ -705,8 +710,8 @@ class ConfigFollower:
     def _write_metrics(self) -> None:
         self.reports.write(step=self.step, config=self.config, agree_every_steps=self.agreement.every)
 
-    def _warn_of_unread(self, applied: Applied) -> None:
-        """Name what a version sets and nothing here has asked for: most often a misspelt name."""
+    def _warn_of_unread(self, applied: Applied) -> list[str]:
+        """Warn of the keys that a version sets and nothing here has asked for, most often misspelt, and give them."""
         unread = self._knobs.unread(applied, self.agreement.appliers.sections)
         if unread and self.ranks.rank == 0:
             _logger.warning(
@@ -714,3 +719,4 @@ class ConfigFollower:
                 applied.new.label,
                 ", ".join(unread),
             )
+        return unread
