@@ -292,6 +292,8 @@ class ConfigRounds:
         self._appliers = appliers
         self.base = base
         """The start-up config, with a resumed one over it: what absent keys of a file mean."""
+        self.startup = base
+        """The start-up config of the script alone."""
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()

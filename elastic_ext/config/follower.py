@@ -16,6 +16,7 @@ of a rank's files (records/run_dir.py).
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -56,7 +57,7 @@ from .agreement import Agreement, AgreementInterval, Boundary
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
 from .control_word import GatheredWords, Purpose
 from .elastic_config import ElasticConfig
-from .keys import KEYS, section_of
+from .keys import KEYS, Value, section_of
 from .watcher import ConfigWatcher
 
 __all__ = ["ConfigFollower", "Reports", "UserKnobs", "follow_config"]
@@ -89,6 +90,11 @@ class UserKnobs:
         if reason is not None:
             raise ConfigError([reason])
         return float(value) if isinstance(default, float) and isinstance(value, int) else value
+
+    def default(self, path: str) -> Value:
+        """The default with which the script reads a dotted key; None where it reads none, or one of no simple type."""
+        default = self._defaults.get(path)
+        return default if isinstance(default, (bool, int, float, str)) else None
 
     def was_read(self, path: str) -> bool:
         """Whether the script has asked for this dotted key."""
@@ -237,8 +243,10 @@ class Reports:
         """Have the next metrics, which name this rank and the number of ranks, written at the next step."""
         self.due_at = 0.0
 
-    def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
-        """Write the metrics of this moment."""
+    def write(
+        self, *, step: int, config: ElasticConfig, agree_every_steps: int, from_checkpoint: Mapping[str, str]
+    ) -> None:
+        """Write the metrics of this moment; ``from_checkpoint`` as RankMetrics has it."""
         self.due_at = time.perf_counter() + _METRICS_SECONDS
         if self._directory is None:
             return
@@ -256,6 +264,7 @@ class Reports:
             config_version=config.version,
             config_revision=config.revision,
             agree_every_steps=agree_every_steps,
+            from_checkpoint=from_checkpoint,
             measures=self.measure(),
         )
         self._directory.write_metrics(metrics)
@@ -276,6 +285,45 @@ _DOUBTFUL_SECONDS = 30.0  # how long to wait for ranks that may be waiting elsew
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 _SCRIPTS = "the script's"  # value of a key that the script has not told of
 _MOST_TOLD = 5
+_MOST_FROM_CHECKPOINT = 20  # keys
+
+
+def _remark_on_file(
+    changes: Mapping[str, tuple[Value, Value]], own: Mapping[str, Value], file: str, *, resumed: bool, is_saved: bool
+) -> str:
+    """A warning of a config file that was there at the start, with the command that takes back what it changes.
+
+    ``changes`` has, by dotted key, the value that would be in force without the file, and the file's. ``own`` has the
+    script's own value, None where it is not known. ``resumed`` is whether the values without the file may be those of a
+    checkpoint; ``is_saved`` whether values in force come into checkpoints, which the next start goes on from: there a
+    key that was only taken out of the file still has the file's value.
+    """
+    told, edits, is_removed, unknown = [], [], False, []
+    for path, (without, new) in changes.items():
+        mine = own.get(path)
+        before = shown(mine) if mine is not None else _SCRIPTS if without is None or resumed else shown(without)
+        if without is not None and without != mine and resumed:
+            before += f" (the checkpoint's: {shown(without)})"
+        if mine is None and without is None and section_of(path) == "tuning":
+            before = ""  # the launcher's
+        told.append(f"{path}{before and ' '}{before} -> {shown(new)}")
+        if is_saved and mine is not None:
+            edits.append(f"{path}={json.dumps(mine)}")
+        elif new is not None and (without is None or not resumed):
+            edits.append(f"{path}=")
+            is_removed = True
+        elif new is not None:
+            unknown.append(path)
+    when = ", now" if is_saved and is_removed else ", now or at the next start"
+    command = " ".join(["elastic-ext config set --file", shlex.quote(file), *map(shlex.quote, edits)])
+    more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+    words = (
+        f"the config file {file} was there at the start, and wins over the script"
+        f"{' and the checkpoint' if resumed else ''}: {', '.join(told[:_MOST_TOLD])}{more}"
+    )
+    if unknown:
+        words += f"; without it the checkpoint's values are in force, so give {', '.join(unknown)} the wanted value"
+    return f"{words}; to have the script's own values{when}: {command}" if edits else words
 
 
 def follow_config(
@@ -457,23 +505,17 @@ class ConfigFollower:
             return 0
         self._has_told_of_file = True
         pairs = self.agreement.base.differences(self.config).items()
-        changes = {path: pair for path, pair in pairs if section_of(path) != "tuning" and path != "checkpoint.now"}
+        changes = {path: pair for path, pair in pairs if path != "checkpoint.now"}
         if changes and self.ranks.rank == 0:
-            told = [
-                f"{path} {_SCRIPTS if old is None else shown(old)} -> {shown(new)}"
-                for path, (old, new) in changes.items()
-            ]
-            more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
-            removed = [shlex.quote(f"{path}=") for path, (_, new) in changes.items() if new is not None]
-            file = shlex.quote(str(self.settings.config_file))
-            _logger.warning(
-                "the config file %s was there at the start, and wins over the script%s: %s; to have the script's own "
-                "values, now or at the next start: %s",
-                self.settings.config_file,
-                "" if resumed_version is None else " and the checkpoint",
-                ", ".join(told[:_MOST_TOLD]) + more,
-                " ".join(["elastic-ext config set --file", file, *removed]),
+            resumed = resumed_version is not None
+            text = _remark_on_file(
+                changes,
+                {path: self._own_value(path) for path in changes},
+                str(self.settings.config_file),
+                resumed=resumed,
+                is_saved=resumed or self.agreement.saves_config,
             )
+            _logger.warning("%s", text)
         return len(changes)
 
     @property
@@ -637,6 +679,7 @@ class ConfigFollower:
         """
         self.agreement.step = state["step"]
         self.agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        self.reports.due_at = 0.0  # metrics tell what the checkpoint has brought
 
     def close(self, by: str = "follower.close() was called") -> None:
         """Stop following; what is in force stays readable. Closing twice is allowed.
@@ -708,7 +751,28 @@ class ConfigFollower:
         )
 
     def _write_metrics(self) -> None:
-        self.reports.write(step=self.step, config=self.config, agree_every_steps=self.agreement.every)
+        self.reports.write(
+            step=self.step,
+            config=self.config,
+            agree_every_steps=self.agreement.every,
+            from_checkpoint=self._from_checkpoint(),
+        )
+
+    def _from_checkpoint(self) -> dict[str, str]:
+        """The values in force that the resumed checkpoint has brought in place of the script's, in words, by key."""
+        if self.agreement.resumed_version is None:
+            return {}
+        base, found = self.agreement.base, {}
+        for path, value in base.values().items():
+            own = self._own_value(path)
+            if value != own and value == self.config.get(path) and len(found) < _MOST_FROM_CHECKPOINT:
+                found[path] = f"{shown(value, 60)}{'' if own is None else f' (the script has {shown(own, 60)})'}"
+        return found
+
+    def _own_value(self, path: str) -> Value:
+        """The script's own value of a dotted key, as it told or as it reads it; None where that is not known."""
+        own = self.agreement.own_value(path)
+        return self._knobs.default(path) if own is None else own
 
     def _warn_of_unread(self, applied: Applied) -> list[str]:
         """Warn of the keys that a version sets and nothing here has asked for, most often misspelt, and give them."""

@@ -251,6 +251,7 @@ def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
     with ExitStack() as undo:
         undo.callback(training.follower.close)
         told = {path: value for path, value in training.startup.items() if path not in Parallelism.paths}
+        told |= training.batches.loader_values
         checkpoints = checkpoints_for(  # the script's plan wins over a saved one
             training.saved_state, training.follower, told, training.request, launched=launched
         )

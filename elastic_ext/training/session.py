@@ -277,6 +277,7 @@ class Session:
             follower.reports.measure = self._measure
             follower.agreement.appliers.effects = self._effects
             follower.agreement.appliers.own_values = self._batches.loader_values
+            follower.agreement.saves_config = training.checkpoints is not None
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, training.growing.check)
             follower.on_change("tuning", lambda old, new: self._learning.take_up(new))
