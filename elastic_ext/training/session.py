@@ -40,7 +40,7 @@ from .model_state import StateDictGuard, whole_state_dict
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
-from .remarks import Remarks
+from .remarks import LengthRemark, Remarks
 from .steps.steps import Steps
 
 if TYPE_CHECKING:
@@ -252,6 +252,8 @@ class Session:
         self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
+        self.doubted_lengths: dict[object, LengthRemark | None] = {}
+        """By schedule, the remark on a length that may have been counted in micro-batches; None where it was not."""
         self._state_dicts = StateDictGuard(training.spread, training.state)
         self.endless = EndlessBatches(self, training)
         """What ``trainer.batches()`` gives."""
@@ -684,6 +686,7 @@ class Session:
                 if self._saving is not None:
                     self._saving.end()
                 self._tell_of_nothing_left()
+                self._tell_of_length()
         finally:
             self._let_go(by)
 
@@ -699,6 +702,12 @@ class Session:
         )
         _logger.warning("%s", text)
         self.follower.reports.write_event("nothing-left", step=counts.global_step, text=text, details={})
+
+    def _tell_of_length(self) -> None:
+        """Warn where training has ended with the steps that a schedule's length has if it counts micro-batches."""
+        for remark in self.doubted_lengths.values():
+            if remark is not None and not self.should_stop and self._counts.global_step == remark.num_steps:
+                self._remark("length of a schedule", remark.text_at_end)
 
     def abandon(self) -> None:
         """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""
