@@ -762,8 +762,8 @@ class ConfigFollower:
         """The values in force that the resumed checkpoint has brought in place of the script's, in words, by key."""
         if self.agreement.resumed_version is None:
             return {}
-        base, found = self.agreement.base, {}
-        for path, value in base.values().items():
+        found: dict[str, str] = {}
+        for path, value in self.agreement.base.values().items():
             own = self._own_value(path)
             if value != own and value == self.config.get(path) and len(found) < _MOST_FROM_CHECKPOINT:
                 found[path] = f"{shown(value, 60)}{'' if own is None else f' (the script has {shown(own, 60)})'}"
