@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -162,7 +163,7 @@ def a_trainer(folder: Path, capsys: pytest.CaptureFixture[str], schedule: str = 
     loader = ElasticDataLoader(TensorDataset(*make_data(256)), batch_size=4, num_workers=1)
     trainer = trainer_of(folder, model, loader, global_batch_size=8)
     bare = AdamW(model.parameters(), lr=3e-3)
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "one cycle": lambda: lr_scheduler.OneCycleLR(bare, max_lr=3e-3, total_steps=10**6),
         "halved": lambda: lr_scheduler.LambdaLR(bare, lambda step: 0.5),
     }
