@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -37,6 +37,8 @@ _MOST_EVENT_BYTES = 1 << 20
 _MOST_REFUSED = 200  # as many versions as a history has
 _JUDGED_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+_UNREAD = "nothing in this job has asked for {} so far; correct the name if it is misspelt\n"
+_NOT_THE_FILES = "the script has it too, or the checkpoint that was resumed"
 
 
 class ConfigPlace(Protocol):
@@ -70,6 +72,14 @@ class JobAnswer:
     words: str
     step: int | None = None
     """The first step under the version; None where it is not in force."""
+    replaces: object = None
+    """The version that was in force before; None where that is not known."""
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """By dotted key that has another value in force now, the value before and after; None for what is not known."""
+    effects: Mapping[str, str] = field(default_factory=dict)
+    """By dotted key, what its new value leads to, in words, where the value alone does not tell."""
+    unread: tuple[str, ...] = ()
+    """The dotted keys of the version that nothing in the job has asked for."""
 
 
 class RefusedByJob(Exception):
@@ -142,7 +152,7 @@ class FilesConfig:
                 if event.kind == "config-applied":
                     on_all = f" on all {newest.world_size} ranks" if newest.world_size > 1 else ""
                     words = f"in force from step {event.step}{on_all}"
-                    return JobAnswer(outcome="in force", words=words, step=event.step)
+                    return _answer(event, words)
                 words = f"the job refuses version {new.version}, and version {newest.config_version} stays in force"
                 return JobAnswer(outcome="refused", words=f"{words}: {event.details.get('why')}")
             if time.monotonic() >= deadline:
@@ -271,13 +281,15 @@ def _written(
         why = on_one_line(passed_over[refused.digest])
         words += f"made from version {before.version}, since the job has refused version {refused.version}: {why}\n"
         record["made_from"] = before.version
-    words += _changes(before, new)
+    words += _changes_in_words(before, new, verdict)
     if taken is not None:
         record |= {"num_holding": taken[0], "num_nodes": taken[1]}
         words += f"taken by {taken[0]} of {counted(taken[1], 'node')}\n"
     if verdict is not None:
         record |= {"outcome": verdict.outcome, "step": verdict.step, "words": verdict.words}
+        record |= {"in_force": verdict.changes, "effects": verdict.effects, "unread": verdict.unread}
         words += "" if verdict.outcome == "refused" else f"{verdict.words}\n"
+        words += _UNREAD.format(", ".join(verdict.unread)) if verdict.unread else ""
     output = _line(record) if options.json else words
     if verdict is not None and verdict.outcome == "refused":
         raise RefusedByJob(output, f"{verdict.words}; `elastic-ext config undo` puts back what is in force")
@@ -301,6 +313,47 @@ def _version(entries: Sequence[HistoryEntry], version: int) -> ElasticConfig:
 
 def _changes(old: ElasticConfig, new: ElasticConfig) -> str:
     lines = (f"{path}: {_value(before)} -> {_value(after)}\n" for path, (before, after) in old.differences(new).items())
+    return "".join(lines)
+
+
+def _answer(event: JobEvent, words: str) -> JobAnswer:
+    """A job's answer in the event by which a rank tells that a version came into force.
+
+    The event comes from a file, to which a job of another version of this library may have written.
+    """
+    changes, effects, unread = (event.details.get(name) for name in ("changes", "effects", "unread"))
+    pairs = changes.items() if isinstance(changes, Mapping) else ()
+    return JobAnswer(
+        outcome="in force",
+        words=words,
+        step=event.step,
+        replaces=event.details.get("replaces"),
+        changes={
+            path: (each[0], each[1]) for path, each in pairs if isinstance(each, (list, tuple)) and len(each) == 2
+        },
+        effects={path: str(text) for path, text in effects.items()} if isinstance(effects, Mapping) else {},
+        unread=tuple(map(str, unread)) if isinstance(unread, (list, tuple)) else (),
+    )
+
+
+def _changes_in_words(old: ElasticConfig, new: ElasticConfig, answer: JobAnswer | None) -> str:
+    """What a version changes in the file, a line for each key, with what the job's ``answer`` says of the key.
+
+    A key that the file did not have has the value before that was in force, where the job knows it.
+    """
+    lines = []
+    for path, (before, after) in old.differences(new).items():
+        used, remarks = (None, None), []
+        if answer is not None and answer.outcome == "in force":
+            used = answer.changes.get(path, used)
+            if after is None and path in answer.changes and used[1] is not None:
+                remarks.append(f"{_value(used[1])} is in force")
+            elif after is None and path not in answer.changes and answer.replaces == old.version:
+                remarks.append(f"{_value(before)} stays in force: {_NOT_THE_FILES}")
+            if path in answer.effects:
+                remarks.append(on_one_line(answer.effects[path]))
+        remark = f" ({'; '.join(remarks)})" if remarks else ""
+        lines.append(f"{path}: {_value(used[0] if before is None else before)} -> {_value(after)}{remark}\n")
     return "".join(lines)
 
 

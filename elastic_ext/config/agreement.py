@@ -23,6 +23,7 @@ from elastic_ext.records.json import JsonRecord
 from .apply import Applied, Applier, Appliers, ConfigRounds, ConfigSource, Proposal
 from .control_word import ControlWord, GatheredWords, IntervalEstimator, Lag, Purpose, RoundPlace, start_differences
 from .elastic_config import ElasticConfig
+from .keys import Value
 
 if TYPE_CHECKING:
     from elastic_ext.ranks.group import PendingSum, Ranks
@@ -312,6 +313,8 @@ class Agreement:
         self._told_members = self._known_members = self._members = 0  # by this rank, by all; news for the next boundary
         self.resumed_version: int | None = None
         """The version of the config that was loaded from a checkpoint; None where none was."""
+        self.saves_config = False
+        """Whether checkpoints are saved, which have the config in force, so that a later run is resumed under it."""
         self._started = False
         self._broken: RanksError | None = None
         ranks.progress = lambda: self._make_word(Purpose.ROUTINE).progress
@@ -325,6 +328,11 @@ class Agreement:
     def base(self) -> ElasticConfig:
         """What is in force where no file says otherwise: the start-up config, with a resumed one over it."""
         return self._rounds.base
+
+    def own_value(self, path: str) -> Value:
+        """The script's own value of a dotted key; None where that is not known."""
+        value = self._rounds.startup.get(path)
+        return self.appliers.own_values.get(path) if value is None else value
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section, on this rank, from the next change on."""

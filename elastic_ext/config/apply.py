@@ -104,16 +104,28 @@ class Applied:
     effects: Mapping[str, str] = field(default_factory=dict)
     """By dotted key, what its new value leads to on this rank, in words for the log, where the value alone does not
     tell."""
+    own_values: Mapping[str, Value] = field(default_factory=dict)
+    """The script's own values of keys that may be absent from both configs, by dotted key."""
 
     @property
     def changes(self) -> dict[str, tuple[Value, Value]]:
         """Each dotted key that the new config changes: its value before and after."""
         return self.old.differences(self.new)
 
+    @property
+    def values_used(self) -> dict[str, tuple[Value, Value]]:
+        """As ``changes``, with the script's own value, where it is known, of a key that a config leaves to it."""
+        own = self.own_values
+        return {
+            path: (own.get(path) if old is None else old, own.get(path) if new is None else new)
+            for path, (old, new) in self.changes.items()
+        }
+
     def __str__(self) -> str:
         effects = {path: f" ({words})" for path, words in self.effects.items()}
         changes = ", ".join(
-            f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}" for path, (old, new) in self.changes.items()
+            f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}"
+            for path, (old, new) in self.values_used.items()
         )
         reason = f" ({unquoted(self.new.reason, 200)})" if self.new.reason else ""
         since = f"step {self.step}" if self.step else "the start"  # a checkpoint that is loaded next may set the step
@@ -133,6 +145,8 @@ class Appliers:
         """The heartbeat in which this rank notes that it checks or applies a config."""
         self.effects: Callable[[], Mapping[str, str]] = dict
         """Gives, after a config was applied, the ``effects`` of Applied."""
+        self.own_values: Mapping[str, Value] = {}
+        """The script's own values of keys that its start-up config leaves out, as far as they are known."""
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section from the next change on."""
@@ -288,6 +302,8 @@ class ConfigRounds:
         self._appliers = appliers
         self.base = base
         """The start-up config, with a resumed one over it: what absent keys of a file mean."""
+        self.startup = base
+        """The start-up config of the script alone."""
         self.warns = warns
         """Whether this rank is the one to warn of a stale file."""
         self._proposals: deque[Proposal] = deque()
@@ -600,7 +616,9 @@ class ConfigRounds:
         reasons = self._appliers.check(new, may_wait=may_wait) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
-        applied = Applied(old=self.config, new=new, step=step, effects=self._appliers.effects())
+        applied = Applied(
+            old=self.config, new=new, step=step, effects=self._appliers.effects(), own_values=self._appliers.own_values
+        )
         self.config = new
         lowest = min(new.version, self.newest_agreed.version)
         self._settled = {key for key in self._settled if key[0] >= lowest}

@@ -16,13 +16,14 @@ of a rank's files (records/run_dir.py).
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +58,7 @@ from .agreement import Agreement, AgreementInterval, Boundary
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
 from .control_word import GatheredWords, Purpose
 from .elastic_config import ElasticConfig
-from .keys import KEYS, section_of
+from .keys import KEYS, Value, section_of
 from .watcher import ConfigWatcher
 
 __all__ = ["ConfigFollower", "Reports", "UserKnobs", "follow_config"]
@@ -90,6 +91,11 @@ class UserKnobs:
         if reason is not None:
             raise ConfigError([reason])
         return float(value) if isinstance(default, float) and isinstance(value, int) else value
+
+    def default(self, path: str) -> Value:
+        """The default with which the script reads a dotted key; None where it reads none, or one of no simple type."""
+        default = self._defaults.get(path)
+        return default if isinstance(default, (bool, int, float, str)) else None
 
     def was_read(self, path: str) -> bool:
         """Whether the script has asked for this dotted key."""
@@ -170,10 +176,16 @@ class Reports:
                 last.job,
             )
 
-    def write_applied(self, applied: Applied) -> None:
-        """Write the event that a config came into force."""
-        version, revision = applied.new.version, applied.new.revision
-        details = {"version": version, "revision": revision, "changes": applied.changes}
+    def write_applied(self, applied: Applied, unread: Sequence[str] = ()) -> None:
+        """Write the event that a config came into force; it sets the keys ``unread``, which nothing has asked for."""
+        details = {
+            "version": applied.new.version,
+            "revision": applied.new.revision,
+            "replaces": applied.old.version,
+            "changes": applied.values_used,
+            "effects": {path: words for path, words in applied.effects.items() if path in applied.changes},
+            "unread": list(unread),
+        }
         self.write_event("config-applied", step=applied.step, text=str(applied), details=details)
 
     def write_event(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
@@ -242,8 +254,10 @@ class Reports:
         """Have the next metrics written at the next step, as there is news for them. Any thread may call it."""
         self.due_at = 0.0
 
-    def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
-        """Write the metrics of this moment."""
+    def write(
+        self, *, step: int, config: ElasticConfig, agree_every_steps: int, from_checkpoint: Mapping[str, str]
+    ) -> None:
+        """Write the metrics of this moment; ``from_checkpoint`` as RankMetrics has it."""
         now = time.perf_counter()
         self.due_at = now + min(max(now - self._began_at, _LEAST_METRICS_SECONDS), _MOST_METRICS_SECONDS)
         if self._directory is None:
@@ -262,6 +276,7 @@ class Reports:
             config_version=config.version,
             config_revision=config.revision,
             agree_every_steps=agree_every_steps,
+            from_checkpoint=from_checkpoint,
             measures=self.measure(),
         )
         self._directory.write_metrics(metrics)
@@ -282,6 +297,45 @@ _DOUBTFUL_SECONDS = 30.0  # how long to wait for ranks that may be waiting elsew
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 _SCRIPTS = "the script's"  # value of a key that the script has not told of
 _MOST_TOLD = 5
+_MOST_FROM_CHECKPOINT = 20  # keys
+
+
+def _remark_on_file(
+    changes: Mapping[str, tuple[Value, Value]], own: Mapping[str, Value], file: str, *, resumed: bool, is_saved: bool
+) -> str:
+    """A warning of a config file that was there at the start, with the command that takes back what it changes.
+
+    ``changes`` has, by dotted key, the value that would be in force without the file, and the file's. ``own`` has the
+    script's own value, None where it is not known. ``resumed`` is whether the values without the file may be those of a
+    checkpoint; ``is_saved`` whether values in force come into checkpoints, which the next start goes on from: there a
+    key that was only taken out of the file still has the file's value.
+    """
+    told, edits, is_removed, unknown = [], [], False, []
+    for path, (without, new) in changes.items():
+        mine = own.get(path)
+        before = shown(mine) if mine is not None else _SCRIPTS if without is None or resumed else shown(without)
+        if without is not None and without != mine and resumed:
+            before += f" (the checkpoint's: {shown(without)})"
+        if mine is None and without is None and section_of(path) == "tuning":
+            before = ""  # the launcher's
+        told.append(f"{path}{before and ' '}{before} -> {shown(new)}")
+        if is_saved and mine is not None:
+            edits.append(f"{path}={json.dumps(mine)}")
+        elif new is not None and (without is None or not resumed):
+            edits.append(f"{path}=")
+            is_removed = True
+        elif new is not None:
+            unknown.append(path)
+    when = ", now" if is_saved and is_removed else ", now or at the next start"
+    command = " ".join(["elastic-ext config set --file", shlex.quote(file), *map(shlex.quote, edits)])
+    more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+    words = (
+        f"the config file {file} was there at the start, and wins over the script"
+        f"{' and the checkpoint' if resumed else ''}: {', '.join(told[:_MOST_TOLD])}{more}"
+    )
+    if unknown:
+        words += f"; without it the checkpoint's values are in force, so give {', '.join(unknown)} the wanted value"
+    return f"{words}; to have the script's own values{when}: {command}" if edits else words
 
 
 def follow_config(
@@ -469,23 +523,17 @@ class ConfigFollower:
             return 0
         self._has_told_of_file = True
         pairs = self.agreement.base.differences(self.config).items()
-        changes = {path: pair for path, pair in pairs if section_of(path) != "tuning" and path != "checkpoint.now"}
+        changes = {path: pair for path, pair in pairs if path != "checkpoint.now"}
         if changes and self.ranks.rank == 0:
-            told = [
-                f"{path} {_SCRIPTS if old is None else shown(old)} -> {shown(new)}"
-                for path, (old, new) in changes.items()
-            ]
-            more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
-            removed = [shlex.quote(f"{path}=") for path, (_, new) in changes.items() if new is not None]
-            file = shlex.quote(str(self.settings.config_file))
-            _logger.warning(
-                "the config file %s was there at the start, and wins over the script%s: %s; to have the script's own "
-                "values, now or at the next start: %s",
-                self.settings.config_file,
-                "" if resumed_version is None else " and the checkpoint",
-                ", ".join(told[:_MOST_TOLD]) + more,
-                " ".join(["elastic-ext config set --file", file, *removed]),
+            resumed = resumed_version is not None
+            text = _remark_on_file(
+                changes,
+                {path: self._own_value(path) for path in changes},
+                str(self.settings.config_file),
+                resumed=resumed,
+                is_saved=resumed or self.agreement.saves_config,
             )
+            _logger.warning("%s", text)
         return len(changes)
 
     @property
@@ -524,8 +572,7 @@ class ConfigFollower:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
         if passed.applied is not None:
-            self._record(self.agreement.changes)
-            self._warn_of_unread(passed.applied)
+            self._record(self.agreement.changes, self._warn_of_unread(passed.applied))
         elif time.perf_counter() > self.reports.due_at:
             self.write_metrics()
         return passed
@@ -653,6 +700,7 @@ class ConfigFollower:
         """
         self.agreement.step = state["step"]
         self.agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        self.reports.due_at = 0.0  # metrics tell what the checkpoint has brought
 
     def close(self, by: str = "follower.close() was called") -> None:
         """Stop following; what is in force stays readable. Closing twice is allowed.
@@ -710,10 +758,10 @@ class ConfigFollower:
                 "earlier, or make a new follower or trainer on every rank"
             )
 
-    def _record(self, changes: Iterable[Applied]) -> None:
-        """Write an event for each config that came into force, and the metrics."""
+    def _record(self, changes: Sequence[Applied], unread: Sequence[str] = ()) -> None:
+        """Write an event for each config that came into force, the last with what is ``unread``, and the metrics."""
         for applied in changes:
-            self.reports.write_applied(applied)
+            self.reports.write_applied(applied, unread if applied is changes[-1] else ())
         self.write_metrics()
 
     def _tell_refusal(self, version: int, digest: str, why: str) -> None:
@@ -725,10 +773,31 @@ class ConfigFollower:
 
     def write_metrics(self) -> None:
         """Write this rank's metrics now, between two steps; by themselves they are written every few seconds."""
-        self.reports.write(step=self.step, config=self.config, agree_every_steps=self.agreement.every)
+        self.reports.write(
+            step=self.step,
+            config=self.config,
+            agree_every_steps=self.agreement.every,
+            from_checkpoint=self._from_checkpoint(),
+        )
 
-    def _warn_of_unread(self, applied: Applied) -> None:
-        """Name what a version sets and nothing here has asked for: most often a misspelt name."""
+    def _from_checkpoint(self) -> dict[str, str]:
+        """The values in force that the resumed checkpoint has brought in place of the script's, in words, by key."""
+        if self.agreement.resumed_version is None:
+            return {}
+        found: dict[str, str] = {}
+        for path, value in self.agreement.base.values().items():
+            own = self._own_value(path)
+            if value != own and value == self.config.get(path) and len(found) < _MOST_FROM_CHECKPOINT:
+                found[path] = f"{shown(value, 60)}{'' if own is None else f' (the script has {shown(own, 60)})'}"
+        return found
+
+    def _own_value(self, path: str) -> Value:
+        """The script's own value of a dotted key, as it told or as it reads it; None where that is not known."""
+        own = self.agreement.own_value(path)
+        return self._knobs.default(path) if own is None else own
+
+    def _warn_of_unread(self, applied: Applied) -> list[str]:
+        """Warn of the keys that a version sets and nothing here has asked for, most often misspelt, and give them."""
         unread = self._knobs.unread(applied, self.agreement.appliers.sections)
         if unread and self.ranks.rank == 0:
             _logger.warning(
@@ -736,3 +805,4 @@ class ConfigFollower:
                 applied.new.label,
                 ", ".join(unread),
             )
+        return unread

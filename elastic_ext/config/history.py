@@ -109,7 +109,8 @@ def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) 
     """The entry whose content an undo writes again, among those whose digest is not ``refused``.
 
     It is the one before the version in which the present content was first written: undos in a row go further and
-    further back. Where the newest entry is refused, it is the newest that is not.
+    further back, and from the first version to one without keys. Where the newest entry is refused, it is the newest
+    that is not.
     """
     if entries and entries[-1].config.digest in refused:
         return newest_accepted(entries, refused) or _SCRIPTS
@@ -117,7 +118,10 @@ def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) 
     for index in range(len(kept) - 1, 0, -1):
         if kept[index].restores is None and kept[index].config.version == kept[-1].origin:
             return kept[index - 1]
-    raise _refused("there is no earlier version to go back to", "a file with at least two versions")
+    is_first = bool(kept) and kept[0].restores is None and kept[0].config.version == kept[-1].origin
+    if is_first and kept[-1].config.values() and len(entries) < _MOST_ENTRIES:  # a longer one has lost its first
+        return _SCRIPTS
+    raise _refused("there is no earlier version to go back to", "a file that sets a key, or whose history has")
 
 
 def edited(
@@ -142,10 +146,11 @@ def edited(
 
 def restored(target: HistoryEntry, *, version: int) -> ElasticConfig:
     """The content of ``target`` as another version."""
+    is_first = target.origin == _SCRIPTS.origin
     return replace(
         target.config,
         version=version,
-        reason=f"back to version {target.origin}",
+        reason="back to before the first version: no key is set" if is_first else f"back to version {target.origin}",
         apply_at_step=None,
         checkpoint=replace(target.config.checkpoint, now=None),  # it was for the version that introduced it
     )

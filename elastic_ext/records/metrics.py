@@ -53,6 +53,8 @@ class RankMetrics(JsonRecord):
     config_version: int
     config_revision: int
     agree_every_steps: int
+    from_checkpoint: Mapping[str, str] = field(default_factory=dict)
+    """By dotted key, a value in force that the resumed checkpoint has brought, in words, with the script's own."""
     measures: Measures = field(default_factory=Measures)
 
     def check_read(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ext.config.apply import Applier
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.keys import DataloaderSection
+from elastic_ext.config.keys import DataloaderSection, Value
 from elastic_ext.data.batch_plan import BatchPlan, StepPlan
 from elastic_ext.data.sources import (
     BatchDrawingSource,
@@ -539,6 +539,12 @@ class Batches:
             return str(error)
         num = plan.full_step.num_micro_steps
         return _BY_HAND.format(num=num) if self.is_gathered_by_hand and num > 1 else None
+
+    @property
+    def loader_values(self) -> dict[str, Value]:
+        """The present settings of the loader as values of config keys, as far as it tells them."""
+        found = {f"dataloader.{name}": getattr(self.loader, name, None) for name in LOADER_SETTINGS}
+        return {path: value for path, value in found.items() if isinstance(value, int)}
 
     def own_values(self) -> dict[str, object]:
         """Config values that a resumed config may not change: the batch size of a loader that has its own."""

@@ -145,15 +145,12 @@ class FactsOfJob:
 
     def _values(self, global_batch: int, share: int) -> dict[str, Any]:
         """By key the value in force: the config's, or what the loader and the plan say where they know better."""
-        config, loader, plan = self._follower.config, self._batches.loader, self._spread.plan
+        config, batches, plan = self._follower.config, self._batches, self._spread.plan
         values: dict[str, Any] = {key: config.get(key) for key in TUNABLE}
         values["global_batch_size"] = global_batch
         micro_batch = values[_SIZE]
         values[_SIZE] = min(micro_batch, share) if isinstance(micro_batch, int) else share
-        for name in LOADER_SETTINGS:
-            present = getattr(loader, name, None)
-            if isinstance(present, int):
-                values[f"dataloader.{name}"] = present
+        values.update(batches.loader_values)
         if plan is not None:
             values.update({key: None for key in values if key.startswith(("parallelism.", "communication."))})
             values.update(values_of(plan))

@@ -42,6 +42,7 @@ from .checks import (
 from .facts import FactsOfJob, tell_of_model
 from .gradients.noise import Learning
 from .members import TrainingMembers, version_to_join
+from .optimizers.optimizer import ElasticLRScheduler
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
 from .options import LaunchSize
@@ -170,7 +171,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     for kind, text in remarks_on_optimizers(training.model, training.optimizers):
         state.remarks.say(kind, text)
     for schedule in prepared.schedulers:
-        schedule.look_at_length = partial(_remark_on_length, schedule.inner, epoch, training)
+        schedule.look_at_length = partial(_remark_on_length, schedule, epoch, training)
     training.memory = DeviceMemory(_device_of(training.model))
     training.guarding = Guarding(training)
     training.growing = Growing(training)
@@ -253,6 +254,7 @@ def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
     with ExitStack() as undo:
         undo.callback(training.follower.close)
         told = {path: value for path, value in training.startup.items() if path not in Parallelism.paths}
+        told |= training.batches.loader_values
         checkpoints = checkpoints_for(  # the script's plan wins over a saved one
             training.saved_state, training.follower, told, training.request, launched=launched
         )
@@ -384,13 +386,19 @@ def _tell_remark(training: Training, text: str) -> None:
     training.follower.reports.write_event("remark", step=training.counts.global_step, text=text, details={})
 
 
-def _remark_on_length(scheduler: Any, epoch: EpochLength | None, training: Training) -> None:
+def _remark_on_length(schedule: ElasticLRScheduler, epoch: EpochLength | None, training: Training) -> None:
+    """Say what there is to say of a schedule's length; where it may be right, not again after a resume."""
     batch = training.batches.global_batch
     if batch is None or epoch is None:
         return
-    text = remark_on_length(scheduler, epoch, batch, training.session.endless.max_steps)
-    if text is not None:
-        training.state.remarks.say("length of a schedule", text)
+    remark = remark_on_length(schedule.inner, epoch, batch, training.session.endless.max_steps)
+    training.session.doubted_lengths[schedule] = remark
+    if remark is None:
+        return
+    if not remark.may_be_right:
+        training.state.remarks.say("length of a schedule", remark.text)
+    elif not schedule.was_resumed:
+        training.state.remarks.mention("length of a schedule, maybe", remark.text)
 
 
 def _check(training: Training, scaler: Any) -> None:

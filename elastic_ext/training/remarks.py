@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ext.ranks.world import World
 
-__all__ = ["EpochLength", "Remarks", "is_looked_at", "lengths_of", "next_look", "remark_on_length"]
+__all__ = ["EpochLength", "LengthRemark", "Remarks", "is_looked_at", "lengths_of", "next_look", "remark_on_length"]
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ class Remarks:
         """Log what is said from here on where this rank is the first of ``world``."""
         self.are_logged = world.rank == 0
 
+    def mention(self, kind: str, text: str) -> None:
+        """Log ``text``, which is right of many loops and no warning, unless one of its kind was logged before."""
+        if kind not in self._said and self.are_logged:
+            _logger.info("%s (this is logged once)", text)
+        self._said.add(kind)
+
     def say(self, kind: str, text: str, *, on_any_rank: bool = False) -> None:
         """Log ``text``, unless a warning of its kind was logged before."""
         if kind in self._said:
@@ -86,11 +92,26 @@ class EpochLength:
         return -(-self.num_batches * self.batch_samples // global_batch)
 
 
-def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int, max_steps: int | None = None) -> str | None:
-    """A warning about a schedule that may be made for micro-batches, and steps once per step; None for none.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthRemark:
+    """A remark on a schedule whose length may have been counted in micro-batches, while it steps once per step."""
+
+    text: str
+    may_be_right: bool
+    """Whether the length is one of whole epochs of steps as well, and only the end of training tells which it is."""
+    num_steps: int
+    """How many steps training has if the length counts micro-batches."""
+    text_at_end: str
+    """The warning where training has ended after so many steps."""
+
+
+def remark_on_length(
+    scheduler: Any, epoch: EpochLength, global_batch: int, max_steps: int | None = None
+) -> LengthRemark | None:
+    """A remark on a schedule that may be made for micro-batches, and steps once per step; None for none.
 
     ``max_steps`` is the number of steps that the loop takes, where it says so. How many epochs it takes it never says:
-    a length of so many epochs of micro-batches is one of more epochs of steps too.
+    a length of so many epochs of micro-batches may be one of more epochs of steps too.
     """
     num_batches, num_steps = epoch.num_batches, epoch.num_steps(global_batch)
     if num_batches < _FEWEST_BATCHES or 3 * num_steps > 2 * num_batches:
@@ -101,12 +122,19 @@ def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int, max_
         num_epochs = length // num_batches
         epochs, each = (f"{num_epochs} epochs", "each") if num_epochs > 1 else ("one epoch", "it")
         right = f"right for {length // num_steps} epochs of {num_steps} steps each" if length % num_steps == 0 else ""
-        return (
+        text = (
             f"{type(scheduler).__name__} has {name} {length}, and steps once per step of the global batch of "
             f"{global_batch} samples: {right or 'no whole number of epochs'}; if training has {epochs}, {length} "
             f"counts the {num_batches} micro-batches of {each}, as len(dataloader) gives them, and the schedule would "
             f"not come to its end: give it the number of steps, {num_epochs * num_steps}"
         )
+        at_end = (
+            f"training has ended after {epochs} of {num_steps} steps, and {type(scheduler).__name__} has {name} "
+            f"{length}, which counts the {num_batches} micro-batches of {each}, as len(dataloader) gives them: the "
+            f"schedule has not come to its end; give it the number of steps, {num_epochs * num_steps}"
+        )
+        may_be_right = bool(right) and max_steps is None
+        return LengthRemark(text=text, may_be_right=may_be_right, num_steps=num_epochs * num_steps, text_at_end=at_end)
     return None
 
 

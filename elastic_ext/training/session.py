@@ -40,7 +40,7 @@ from .model_state import StateDictGuard, whole_state_dict
 from .optimizers.accelerate import is_prepared
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
-from .remarks import Remarks
+from .remarks import LengthRemark, Remarks
 from .steps.steps import Steps
 
 if TYPE_CHECKING:
@@ -263,6 +263,8 @@ class Session:
         self._is_exception_told = self._has_begun_epoch = False
         self._joined_epoch: int | None = None  # which the ranks that this one has joined are in
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
+        self.doubted_lengths: dict[object, LengthRemark | None] = {}
+        """By schedule, the remark on a length that may have been counted in micro-batches; None where it was not."""
         self._state_dicts = StateDictGuard(training.spread, training.state)
         self.endless = EndlessBatches(self, training)
         """What ``trainer.batches()`` gives."""
@@ -286,6 +288,8 @@ class Session:
             self._loading.compare_shares(self._gradients.sharing.num_ranks, training.state.remarks)
             self._begin_batches(follower.config)
             follower.agreement.appliers.effects = self._effects
+            follower.agreement.appliers.own_values = self._batches.loader_values
+            follower.agreement.saves_config = training.checkpoints is not None
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, training.growing.check)
             follower.on_change("tuning", lambda old, new: self._learning.take_up(new))
@@ -751,6 +755,7 @@ class Session:
                     self._saving.end()
                     self.follower.write_metrics()  # of the checkpoint that is saved last
                 self._tell_of_nothing_left()
+                self._tell_of_length()
         finally:
             self._let_go(by)
 
@@ -766,6 +771,12 @@ class Session:
         )
         _logger.warning("%s", text)
         self.follower.reports.write_event("nothing-left", step=counts.global_step, text=text, details={})
+
+    def _tell_of_length(self) -> None:
+        """Warn where training has ended with the steps that a schedule's length has if it counts micro-batches."""
+        for remark in self.doubted_lengths.values():
+            if remark is not None and not self.should_stop and self._counts.global_step == remark.num_steps:
+                self._remark("length of a schedule", remark.text_at_end)
 
     def abandon(self) -> None:
         """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""

@@ -99,6 +99,7 @@ def test_where_there_is_no_file_nothing_is_set_aside(node: Node) -> None:
 
 def test_a_refused_change_writes_nothing(node: Node) -> None:
     node.set(1)
+    node.tuner.undo()
     before = node.path.read_bytes()
     with pytest.raises(ConfigError, match="allowed"):
         node.tuner.set({"optimizer.learning_rate": -1}, reason="")

@@ -284,6 +284,7 @@ def test_undo_writes_the_earlier_content_as_a_new_version_again_and_again(run: S
         assert run("undo") == 0
         assert run.out == f"version {version} written\nuser.x: {value + 1} -> {value}\n"
         assert run.read().version == version and run.read().get("user.x") == value
+    assert run("undo") == 0 and run.out == "version 6 written\nuser.x: 1 -> absent\n"
     before = run.disk()
     assert run("undo") == 2 and "no earlier version" in run.err
     assert run.disk() == before

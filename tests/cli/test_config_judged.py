@@ -6,15 +6,20 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
+from torch.optim import AdamW, lr_scheduler
+from torch.utils.data import TensorDataset
 
-from elastic_ext import ConfigFollower, ElasticConfig, follow_config
+from elastic_ext import ConfigFollower, ElasticConfig, ElasticDataLoader, follow_config
 from elastic_ext.cli import main
+from tests.support.training import make_data, make_model, trainer_of
 
 END_SECONDS = 60.0
 WHY = "rank 0: global_batch_size: 1 is too few"
@@ -23,9 +28,16 @@ WHY = "rank 0: global_batch_size: 1 is too few"
 class Job:
     """A job in this process, which takes steps while a command runs."""
 
-    def __init__(self, run_dir: Path, follower: ConfigFollower, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        follower: ConfigFollower,
+        capsys: pytest.CaptureFixture[str],
+        step: Callable[[], object] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.follower = follower
+        self._step = step or follower.boundary
         self.out = self.err = ""
         self._capsys = capsys
 
@@ -36,7 +48,7 @@ class Job:
             status = pool.submit(main, ["config", *command, "--file", str(self.run_dir)])
             while not status.done():
                 assert time.monotonic() < end
-                self.follower.boundary()
+                self._step()
                 threading.Event().wait(0.001)
         self.out, self.err = self._capsys.readouterr()
         self.out = re.sub(r"step \d+", "step N", self.out)
@@ -67,17 +79,20 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Job]:
 
 
 def test_a_version_that_the_job_takes_is_told_with_its_first_step(job: Job) -> None:
+    job.follower.knob("x")
     assert job.run("set", "user.x=1") == 0
     assert job.out == "version 1 written\nuser.x: absent -> 1\nin force from step N\n"
     assert job.run("set", "user.x=2", "--json") == 0
     told = json.loads(job.out.replace("step N", "step 0"))
     assert told["version"] == 2 and told["outcome"] == "in force" and told["step"] <= job.follower.step
+    assert told["in_force"] == {"user.x": [1, 2]} and told["effects"] == {} and told["unread"] == []
 
 
 def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one_is_made_from_what_is_in_force(
     job: Job,
 ) -> None:
     assert job.run("set", "user.x=1") == 0
+    job.follower.knob("mixup")
     assert job.run("set", "global_batch_size=1") == 2
     assert job.out == "version 2 written\nglobal_batch_size: absent -> 1\n"
     words = f"the job refuses version 2, and version 1 stays in force: {WHY}; `elastic-ext config undo` puts back what"
@@ -128,6 +143,105 @@ def test_where_the_first_version_was_refused_undo_puts_the_scripts_own_values_ba
     assert job.run("undo") == 0
     assert job.out == "version 2 written\nglobal_batch_size: 1 -> absent\nin force from step N\n"
     assert job.in_file == {}
+
+
+def test_a_name_that_nothing_in_the_job_reads_is_told_to_whoever_sets_it(job: Job) -> None:
+    job.follower.knob("x")
+    assert job.run("set", "user.x=1", "user.mixpu=0.2", "user.y=1") == 0
+    assert job.out.endswith(
+        "in force from step N\nnothing in this job has asked for user.mixpu, user.y so far; correct the name if it is "
+        "misspelt\n"
+    )
+    assert job.run("set", "user.y=2", "--json") == 0
+    assert json.loads(job.out.replace("step N", "step 0"))["unread"] == ["user.y"]
+
+
+@contextmanager
+def a_trainer(folder: Path, capsys: pytest.CaptureFixture[str], schedule: str = "") -> Iterator[Job]:
+    """A job with a trainer and a loader with a worker of its own."""
+    model = make_model()
+    loader = ElasticDataLoader(TensorDataset(*make_data(256)), batch_size=4, num_workers=1)
+    trainer = trainer_of(folder, model, loader, global_batch_size=8)
+    bare = AdamW(model.parameters(), lr=3e-3)
+    made: dict[str, Callable[[], Any]] = {
+        "one cycle": lambda: lr_scheduler.OneCycleLR(bare, max_lr=3e-3, total_steps=10**6),
+        "halved": lambda: lr_scheduler.LambdaLR(bare, lambda step: 0.5),
+    }
+    prepared = [trainer.prepare(bare, made[schedule]()) if schedule else trainer.prepare(bare)]
+    optimizer, scheduler = prepared[0] if schedule else (prepared[0], None)
+    with trainer:
+        batches = iter(trainer.batches())
+
+        def step() -> None:
+            while True:
+                inputs, targets = next(batches)
+                with trainer.step():
+                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    if scheduler is not None:
+                        scheduler.step()
+                    optimizer.zero_grad()
+                if trainer.sync_gradients:
+                    return
+
+        yield Job(folder / "0", trainer._training.follower, capsys, step)
+
+
+def test_what_a_version_leads_to_is_printed_with_the_values_that_were_in_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with a_trainer(tmp_path, capsys) as job:
+        assert job.run("set", "dataloader.batch_size=1000", "dataloader.num_workers=2") == 0
+        assert job.out == (
+            "version 1 written\n"
+            "dataloader.batch_size: 4 -> 1000 (8 at once: a rank's share of a step is 8)\n"
+            "dataloader.num_workers: 1 -> 2\nin force from step N\n"
+        )
+        assert job.run("undo") == 0
+        assert job.out == (
+            "version 2 written\ndataloader.batch_size: 1000 -> absent (4 is in force)\n"
+            "dataloader.num_workers: 2 -> absent (1 is in force)\nin force from step N\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "base", "effect"),
+    [
+        (
+            "one cycle",
+            "0.00012",
+            "the base that the schedule multiplies: the schedule began with 0.00012, this is 12.5 times that, and so "
+            "are all rates to come; the next step uses 0.0015, and not 0.00012",
+        ),
+        ("halved", "0.003", "the base that the schedule multiplies: the next step uses 0.00075, and not 0.0015"),
+    ],
+)
+def test_a_rate_under_a_schedule_is_told_with_the_rates_that_steps_use(
+    schedule: str, base: str, effect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with a_trainer(tmp_path, capsys, schedule) as job:
+        assert job.run("set", "optimizer.learning_rate=1.5e-3") == 0
+        assert job.out == (
+            f"version 1 written\noptimizer.learning_rate: {base} -> 0.0015 ({effect})\nin force from step N\n"
+        )
+        assert job.run("set", "optimizer.learning_rate=", "optimizer.weight_decay=0.5") == 0
+        assert f"optimizer.learning_rate: 0.0015 -> absent ({base} is in force; the base that the " in job.out
+
+
+def test_a_key_that_is_taken_out_and_stays_in_force_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with training(tmp_path / "run") as follower:
+        state = {"config": {"version": 0, "user": {"x": 2}}, "revision": 0, "step": 9}
+        follower.load_state_dict(state)  # as a checkpoint brings it
+        job = Job(tmp_path / "run", follower, capsys)
+        assert job.run("set", "user.x=2", "user.y=2") == 0
+        assert job.run("set", "user.x=2", "user.y=3") == 0
+        assert job.run("set", "user.x=") == 0
+        assert job.out == (
+            "version 3 written\nuser.x: 2 -> absent (2 stays in force: the script has it too, or the checkpoint that "
+            "was resumed)\nin force from step N\n"
+        )
 
 
 def test_no_command_waits_for_a_version_that_no_job_is_to_take_now(

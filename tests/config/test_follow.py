@@ -458,8 +458,8 @@ LEFT = {
 }
 """What a run has left behind."""
 LEFT_TOLD = (
-    "optimizer.learning_rate 1.0 -> 0.25, dataloader.num_workers the script's -> 4, user.a b the script's -> 1, "
-    "user.c the script's -> 2, user.d the script's -> 3 and 1 more"
+    'optimizer.learning_rate 1.0 -> 0.25, dataloader.num_workers the script\'s -> 4, tuning.mode -> "auto", '
+    "user.a b the script's -> 1, user.c the script's -> 2 and 2 more"
 )
 
 
@@ -481,13 +481,13 @@ def test_a_file_that_the_last_run_has_left_is_warned_of_with_what_it_changes_and
     assert words[0] == "elastic-ext" and main(words[1:]) == 0
     with seen_by() as seen, follower_in(folder, startup=startup) as follower:
         take_step(follower, seen)
-        assert follower.config.version == 6 and follower.config.values() == startup | {"tuning.mode": "auto"}
+        assert follower.config.version == 6 and follower.config.values() == startup
     assert told_of_file(seen.log) == []
 
 
 @pytest.mark.parametrize(
     ("restart", "resumed_version", "words"),
-    [("1", None, ""), ("0", 5, ""), ("0", 4, "wins over the script and the checkpoint: user.c the script's -> 2, ")],
+    [("1", None, ""), ("0", 5, ""), ("0", 4, 'the script and the checkpoint: tuning.mode -> "auto", user.c the ')],
 )
 def test_a_file_that_was_in_force_before_a_restart_is_not_told_of(
     folder: Path, restart: str, resumed_version: int | None, words: str, monkeypatch: pytest.MonkeyPatch
@@ -501,6 +501,46 @@ def test_a_file_that_was_in_force_before_a_restart_is_not_told_of(
             follower.load_state_dict(state)
         take_step(follower, seen)
     assert [words in line for line in told_of_file(seen.log)] == [True] * bool(words)
+
+
+def test_the_command_of_that_warning_restores_the_scripts_values_over_a_checkpoint_too(folder: Path) -> None:
+    """By naming them: a key that is taken out has the checkpoint's value."""
+    put(folder, 0, {"version": 5, "optimizer": {"learning_rate": 0.25}, "user": {"depth": 4, "width": 3, "x": 2}})
+    startup = {"optimizer.learning_rate": 1.0}
+    brought = {"version": 4, "optimizer": {"learning_rate": 0.5}, "user": {"width": 2, "x": 1}}
+    state = {"config": brought, "revision": 0, "step": 9}
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        follower.knob("depth", 1)
+        follower.knob("width", 1)
+        follower.load_state_dict(state)
+        take_step(follower, seen)
+    (line,) = told_of_file(seen.log)
+    file = folder / "0" / "config.json"
+    assert line.endswith(
+        "and wins over the script and the checkpoint: optimizer.learning_rate 1.0 (the checkpoint's: 0.5) -> 0.25, "
+        "user.width 1 (the checkpoint's: 2) -> 3, user.x the script's (the checkpoint's: 1) -> 2, user.depth 1 -> 4; "
+        "without it the checkpoint's values are in force, so give user.x the wanted value; to have the script's own "
+        "values, now or at the next start: elastic-ext config set "
+        f"--file {file} optimizer.learning_rate=1.0 user.width=1 user.depth=1"
+    )
+    words = shlex.split(line.partition("next start: ")[2])
+    assert main(words[1:]) == 0
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        follower.load_state_dict(state)
+        take_step(follower, seen)
+        wanted = {"optimizer.learning_rate": 1.0, "user.width": 1, "user.depth": 1, "user.x": 2}
+        assert follower.config.values() == wanted
+
+
+def test_the_metrics_have_what_the_resumed_checkpoint_has_brought_into_force(folder: Path) -> None:
+    put(folder, 0, {"version": 5, "user": {"x": 2}})
+    startup = {"optimizer.learning_rate": 1.0, "optimizer.weight_decay": 0.5}
+    brought = {"version": 4, "optimizer": {"learning_rate": 0.5, "weight_decay": 0.5}, "user": {"x": 1, "y": "a"}}
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        follower.load_state_dict({"config": brought, "revision": 0, "step": 9})
+        take_step(follower, seen)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+    assert metrics["from_checkpoint"] == {"optimizer.learning_rate": "0.5 (the script has 1.0)", "user.y": '"a"'}
 
 
 def test_a_torch_that_was_never_tested_is_said_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,8 @@ def test_undo_goes_further_back_each_time_and_says_where_it_went(history: Config
     for x, version in ((3, 5), (2, 6), (1, 7)):
         new = history.undo()
         assert (new.version, new.reason, value(history)) == (version, f"back to version {x}", x)
+    new = history.undo()
+    assert (new.version, new.values()) == (8, {}) and new.reason == "back to before the first version: no key is set"
     before = history.path.read_bytes()
     with pytest.raises(ConfigError, match="no earlier version"):
         history.undo()
@@ -234,12 +236,26 @@ def test_undo_after_the_file_was_deleted_brings_it_back(history: ConfigHistory) 
 def test_undo_without_anything_earlier_is_refused(history: ConfigHistory) -> None:
     with pytest.raises(ConfigError, match="no earlier version"):
         history.undo()
-    by_hand(history, 1, 1)
-    with pytest.raises(ConfigError, match="no earlier version"):
-        history.undo()
     history.path.write_bytes(b"broken")
     with pytest.raises(ConfigError, match="not JSON"):
         history.undo()
+
+
+def test_undo_of_the_first_version_sets_no_key_and_so_does_undo_of_what_comes_after(history: ConfigHistory) -> None:
+    by_hand(history, 7, 1)
+    assert (history.undo().version, value(history)) == (8, None)
+    history.set({"user.y": 1}, reason="")
+    assert history.undo().values() == {}
+    with pytest.raises(ConfigError, match="no earlier version to go back to; allowed: a file that sets a key"):
+        history.undo()
+
+
+def test_the_oldest_version_of_a_history_that_has_lost_some_is_not_taken_for_the_first() -> None:
+    config = ElasticConfig(version=7, user={"x": 1})
+    entries = [HistoryEntry(time=0.0, config=config), *[HistoryEntry(time=0.0, config=config, restores=7)] * 199]
+    assert undo_target(entries[:-1]).config.version == 0
+    with pytest.raises(ConfigError, match="no earlier version"):
+        undo_target(entries)
 
 
 operations = st.lists(st.integers(0, 9) | st.just("undo") | st.just("hand"), max_size=15)
@@ -256,7 +272,7 @@ def test_any_order_of_sets_undos_and_edits_by_hand_is_what_an_editor_would_do(
     recorded = True  # an edit by hand that nobody saw before the next one is lost
     for number, operation in enumerate(operations):
         if operation == "undo":
-            if len(stack) < 2:
+            if not stack:
                 with pytest.raises(ConfigError):
                     history.undo()
                 continue
@@ -277,7 +293,7 @@ def test_any_order_of_sets_undos_and_edits_by_hand_is_what_an_editor_would_do(
         version += 1
         current = history.current()
         assert current is not None and current.version == version
-        assert current.get("user.x") == stack[-1]
+        assert current.get("user.x") == (stack[-1] if stack else None)
     assert versions(history) == sorted(set(versions(history)))
 
 

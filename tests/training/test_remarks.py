@@ -27,7 +27,7 @@ from elastic_ext.training.optimizers.prepared import check_optimizers, remarks_o
 from elastic_ext.training.remarks import EpochLength, Remarks, remark_on_length
 from elastic_ext.training.session import EpochsOfSampler, num_unshared
 from tests.support.ranks import RankPool
-from tests.support.training import Slices, bits_of, make_data, make_model, shared, trainer_of
+from tests.support.training import ResumableSlices, Slices, bits_of, make_data, make_model, shared, trainer_of
 
 
 def test_a_remark_is_said_once_of_its_kind_and_by_the_rank_that_is_to(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,13 +78,15 @@ EPOCH = EpochLength(num_batches=100, batch_samples=16)
 @pytest.mark.parametrize("kind", WITH_A_LENGTH)
 def test_a_length_that_was_counted_in_micro_batches_is_told_with_both_numbers(kind: str) -> None:
     told = remark_on_length(schedule_of(kind, 400), EPOCH, 64)
-    assert told is not None
-    assert ": right for 16 epochs of 25 steps each; if training has 4 epochs, 400 counts the 100 micro-batches " in told
-    assert told.endswith(": give it the number of steps, 100")
+    assert told is not None and told.may_be_right and told.num_steps == 100
+    words = ": right for 16 epochs of 25 steps each; if training has 4 epochs, 400 counts the 100 micro-batches "
+    assert words in told.text
+    assert told.text.endswith(": give it the number of steps, 100")
 
 
 def test_the_sentence_of_a_cosine_has_both_readings_of_its_length() -> None:
-    assert remark_on_length(schedule_of("cosine", 400), EPOCH, 64) == (
+    told = remark_on_length(schedule_of("cosine", 400), EPOCH, 64)
+    assert told is not None and told.text == (
         "CosineAnnealingLR has T_max 400, and steps once per step of the global batch of 64 samples: right for 16 "
         "epochs of 25 steps each; if training has 4 epochs, 400 counts the 100 micro-batches of each, as "
         "len(dataloader) gives them, and the schedule would not come to its end: give it the number of steps, 100"
@@ -93,16 +95,17 @@ def test_the_sentence_of_a_cosine_has_both_readings_of_its_length() -> None:
 
 def test_a_length_of_no_whole_number_of_epochs_is_right_for_none() -> None:
     told = remark_on_length(schedule_of("cosine", 100), EPOCH, 60)
-    assert told is not None
-    assert "of 60 samples: no whole number of epochs; if training has one epoch, 100 counts the 100 " in told
-    assert told.endswith(" would not come to its end: give it the number of steps, 27")
+    assert told is not None and not told.may_be_right
+    assert "of 60 samples: no whole number of epochs; if training has one epoch, 100 counts the 100 " in told.text
+    assert told.text.endswith(" would not come to its end: give it the number of steps, 27")
 
 
 @pytest.mark.parametrize(("max_steps", "is_said"), [(100, True), (400, False), (600, False)])
 def test_a_loop_that_says_how_many_steps_it_takes_is_told_of_a_longer_schedule_alone(
     max_steps: int, is_said: bool
 ) -> None:
-    assert (remark_on_length(schedule_of("cosine", 400), EPOCH, 64, max_steps) is not None) == is_said
+    told = remark_on_length(schedule_of("cosine", 400), EPOCH, 64, max_steps)
+    assert (told is not None) == is_said and (told is None or not told.may_be_right)
 
 
 @pytest.mark.parametrize("kind", [*WITH_A_LENGTH, "steps", "lambda", "plateau"])
@@ -139,6 +142,7 @@ def test_the_length_of_an_epoch_is_what_a_script_counts() -> None:
 def test_a_schedule_that_steps_after_epochs_counts_those(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps_where: str
 ) -> None:
+    caplog.set_level(logging.INFO)
     model, bare = make_model(), None
     bare = SGD(model.parameters(), lr=0.1)
     source = Slices(make_data(64), 4)
@@ -156,13 +160,51 @@ def test_a_schedule_that_steps_after_epochs_counts_those(
             if steps_where == "after":
                 scheduler.step()
     trainer.close()
-    assert len(caplog.records) == (steps_where == "within")
+    told = [each for each in caplog.records if "has T_max" in each.message]
+    assert [each.levelname for each in told] == ["INFO"] * (steps_where == "within")
+    assert all(each.levelname == "INFO" for each in caplog.records)
+
+
+LENGTH = "CosineAnnealingLR has T_max "
+ENDED = "training has ended after 2 epochs of 4 steps, and CosineAnnealingLR has T_max 32, which counts the 16 "
+
+
+@pytest.mark.parametrize(
+    ("length", "num_epochs", "ends"),
+    [(32, 8, []), (32, 2, [("WARNING", ENDED)]), (32, 3, []), (8, 2, [])],
+)
+def test_a_length_that_may_be_right_is_mentioned_once_and_warned_of_where_training_ends_as_if_it_were_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int, num_epochs: int, ends: list[tuple[str, str]]
+) -> None:
+    """A run of one epoch, and another that is resumed from it: the second says nothing of the length as it begins."""
+    caplog.set_level(logging.INFO)
+    for until in (1, num_epochs):
+        model, source = make_model(), ResumableSlices(make_data(64), 4)
+        bare = SGD(model.parameters(), lr=0.1)
+        trainer = trainer_of(tmp_path, model, source, global_batch_size=16, shared_storage_path=tmp_path / "storage")
+        optimizer, scheduler = trainer.prepare(bare, lr_scheduler.CosineAnnealingLR(bare, length))
+        with trainer:
+            for epoch in range(trainer.start_epoch, until):
+                with trainer.epoch(epoch):
+                    for inputs, targets in source:
+                        with trainer.step():
+                            nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                            optimizer.step()
+                            scheduler.step()
+                            optimizer.zero_grad()
+            trainer.save_checkpoint()
+    told = [(each.levelname, each.message) for each in caplog.records if LENGTH in each.message]
+    begins = [("INFO", f"{LENGTH}32, and steps once per step")] if length == 32 else []
+    expected = [*begins, *ends]
+    assert [level for level, _ in told] == [level for level, _ in expected]
+    assert all(text.startswith(words) for (_, text), (_, words) in zip(told, expected, strict=True))
 
 
 @pytest.mark.parametrize(("batch", "num_said"), [(16, 1), (5, 0)])
 def test_a_schedule_as_long_as_steps_were_is_told_of_when_they_become_larger(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, num_said: int
 ) -> None:
+    caplog.set_level(logging.INFO)
     model, source = make_model(), Slices(make_data(64), 4)
     bare = SGD(model.parameters(), lr=0.1)
     trainer = trainer_of(tmp_path, model, source, global_batch_size=4)
@@ -175,11 +217,12 @@ def test_a_schedule_as_long_as_steps_were_is_told_of_when_they_become_larger(
                 scheduler.step()
                 optimizer.zero_grad()
             if trainer.global_step == 3:
-                assert not caplog.records
+                assert not [each for each in caplog.records if "T_max" in each.message]
                 trainer.propose({"global_batch_size": batch}, "to see")
         assert trainer.global_batch_size == batch
     told = "CosineAnnealingLR has T_max 32, and steps once per step of the global batch of 16 samples: right for 8 "
-    assert [each.message.startswith(told) for each in caplog.records] == [True] * num_said
+    found = [each for each in caplog.records if "T_max" in each.message]
+    assert [(each.levelname, each.message.startswith(told)) for each in found] == [("INFO", True)] * num_said
 
 
 # ---- samplers ----

@@ -317,6 +317,7 @@ def status_of(files: RunFiles) -> NodeStatus:
     if is_running:
         for is_trouble, words in _config_words(files, config, step=newest.step if newest else 0):
             (troubles if is_trouble else notes).append(words)
+        notes += _from_checkpoint_in_words(files, newest)
     elif config.refusal:
         troubles.append(_refused_in_words(config))
     if is_running and membership is not None and len(membership.nodes) > 1:
@@ -555,6 +556,15 @@ def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterat
     elif version > lowest:
         words = f"version {version} has been in the config file for {age_in_words(age)}; version {lowest} is in force"
         yield age > _LAG_SECONDS, words + ("; the log of rank 0 says why" if age > _LAG_SECONDS else "")
+
+
+def _from_checkpoint_in_words(files: RunFiles, newest: RankMetrics | None) -> Iterator[str]:
+    """A sentence about the values in force that the resumed checkpoint has brought, and the config file leaves out."""
+    in_file = set() if files.config is None else set(files.config.values())
+    values = {} if newest is None else newest.from_checkpoint
+    told = [f"{path} {words}" for path, words in values.items() if path not in in_file]
+    if told:
+        yield f"from the checkpoint that was resumed, as the config file leaves it out: {', '.join(told)}"
 
 
 def _refused_in_words(config: ConfigStatus) -> str:

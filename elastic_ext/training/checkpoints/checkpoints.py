@@ -651,7 +651,7 @@ def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, 
     differs += [
         f"{path} stays {config.get(path)}, the script's is {value}"
         for path, value in startup.items()
-        if config.get(path) != value
+        if config.get(path) not in (None, value)
     ]
     differs += resumed.stays
     _logger.log(

@@ -549,6 +549,11 @@ class ElasticLRScheduler:
         return self._has_stepped_within or self._stepped_in != _NEVER
 
     @property
+    def was_resumed(self) -> bool:
+        """Whether the schedule has stepped within a step before this run was resumed."""
+        return self._has_stepped_within
+
+    @property
     def may_have_ended_epoch(self) -> bool:
         """Whether the schedule has stepped since the last step, and does not do so after each step of an epoch."""
         return not self._steps_after_each and self.bare_steps() is not None

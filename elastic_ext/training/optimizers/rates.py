@@ -61,6 +61,7 @@ class Rates:
         # The base is what the first group's rate, or its schedule's, goes back to while the config does not change it.
         self._given_rate = self._base = self.base_rate or 0.0
         self._decays = [_decay_of(group) for group in self._groups]
+        self._rate_before = 0.0  # that a step would have used before the config's rate was last set
         self._is_fresh = True  # no step was taken with the groups' rates
         self.must_look = True
         """Whether ``look()`` has to be called before the next step: before the first, and while the config sets a rate
@@ -101,10 +102,25 @@ class Rates:
 
     @property
     def effect(self) -> str:
-        """How the config's rate acts on rates that the loop writes, in words; empty where it is the rate itself."""
-        if self._rate_factor == 1.0 or not self.are_by_hand:
+        """What the config's rate, set last, makes of the rates that a schedule or the loop writes, in words.
+
+        Empty where the config's rate is the one that steps use.
+        """
+        now = self.effective[0] if "lr" in self._groups[0] else 0.0
+        if self.are_by_hand:
+            if self._rate_factor == 1.0:
+                return ""
+            return f"a factor of {self._rate_factor:g} on the rates that the loop writes: {now:g} is used"
+        if "initial_lr" not in self._groups[0]:
             return ""
-        return f"a factor of {self._rate_factor:g} on the rates that the loop writes: {self.effective[0]:g} is used"
+        step = f"the next step uses {now:g}" + (f", and not {self._rate_before:g}" if now != self._rate_before else "")
+        if self._base == float(getattr(self._optimizer, "defaults", {}).get("lr") or 0.0):
+            return f"the base that the schedule multiplies: {step}"
+        # OneCycleLR and CyclicLR write a base of their own, which few expect to be the one that the key means.
+        return (
+            f"the base that the schedule multiplies: the schedule began with {self._base:g}, this is "
+            f"{self._rate_factor:g} times that, and so are all rates to come; {step}"
+        )
 
     def look(self) -> None:
         """See whether the loop has written rates or decays; called before every step for which ``must_look`` is set."""
@@ -119,7 +135,7 @@ class Rates:
 
     def set_rate(self, rate: float) -> None:
         """Have the first group's base rate be ``rate``; other groups keep their ratio to it, schedules go on."""
-        self._notice()
+        self._rate_before = self.effective[0]
         self._rate, self.must_look = rate, True
         self._put_rate(rate)
 

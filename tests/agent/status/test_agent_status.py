@@ -115,6 +115,16 @@ def test_a_job_without_an_agent_is_told_of_by_its_metrics() -> None:
     assert status.troubles == status.notes == () and status.config.in_force == (3,)
 
 
+def test_values_that_a_checkpoint_has_brought_and_the_file_leaves_out_are_told() -> None:
+    brought = {"dataloader.num_workers": "6 (the script has 1)", "user.x": "2"}
+    config = ElasticConfig(version=3, user={"x": 2})
+    status = status_of(replace(PLAIN, metrics=(metrics(0, from_checkpoint=brought), metrics(1)), config=config))
+    assert status.notes == (
+        "from the checkpoint that was resumed, as the config file leaves it out: dataloader.num_workers 6 (the script "
+        "has 1)",
+    )
+
+
 def test_numbers_that_scripts_log_are_told_as_the_mean_of_the_ranks() -> None:
     told = (
         metrics(0, measures=Measures(logged={"loss": 2.0, "acc": 0.5})),

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticError, RanksDisagreeError, StepError
+from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticError, RanksDisagreeError, StepError
+from elastic_ext.cli import main
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.records.files import write_whole
@@ -415,6 +417,43 @@ def test_a_run_that_finds_nothing_left_to_do_says_so(tmp_path: Path, caplog: pyt
     train(tmp_path, tmp_path / "storage", until=NUM_STEPS + HALF)
     train(tmp_path, None, until=0)  # which has nothing to do either, and went on from nothing
     assert told() == [words]
+
+
+def test_the_command_against_a_file_that_was_left_restores_a_loaders_workers_past_a_checkpoint_that_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command is run once a checkpoint was saved under the file, as "now or at the next start" has it."""
+
+    def run(*, steps: int) -> int:
+        model = net(0.0, seed=0)
+        loader = ElasticDataLoader(TensorDataset(*make_data(64)), batch_size=4, num_workers=1)
+        trainer = trainer_of(tmp_path, model, loader, shared_storage_path=tmp_path / "storage")
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        with trainer:
+            for inputs, targets in itertools.islice(loader, steps):
+                with trainer.step():
+                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if steps:
+                trainer.save_checkpoint()
+            return int(loader.num_workers)
+
+    (tmp_path / "0").mkdir()
+    put(tmp_path / "0", version=3, dataloader={"num_workers": 2})
+    assert run(steps=1) == 2
+    (warning,) = [each for each in caplog.messages if "was there at the start" in each]
+    assert "dataloader.num_workers 1 -> 2; to have" in warning
+    command = shlex.split(warning.partition("next start: ")[2])
+    assert command[-1] == "dataloader.num_workers=1" and main(command[1:]) == 0
+    assert run(steps=0) == 1
+    assert main([*command[1:-1], "dataloader.num_workers="]) == 0
+    caplog.clear()
+    assert run(steps=0) == 2, "the checkpoint's value is above the script's"
+    (line,) = [each for each in caplog.messages if "resuming from" in each]
+    assert line.endswith("dataloader.num_workers stays 2, the script's is 1")
+    metrics = json.loads((tmp_path / "0" / "metrics-0.json").read_text())
+    assert metrics["from_checkpoint"] == {"dataloader.num_workers": "2 (the script has 1)"}
 
 
 def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

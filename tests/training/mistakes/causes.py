@@ -17,8 +17,8 @@ __all__ = ["Cause", "Found", "HowItComes", "Loop", "Room"]
 
 Loop = Callable[[Training], None]
 HowItComes = Literal["StepError", "ValueError", "ElasticError", "RanksDisagreeError", "TornStepError", "warning"]
-Found = Literal["at once", "first steps", "sampled"]
-"""At once: where it is made. Sampled: in the first steps and in ever fewer after them."""
+Found = Literal["at once", "first steps", "sampled", "at the end"]
+"""At once: where it is made. Sampled: in the first steps and in ever fewer after them. At the end: of training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

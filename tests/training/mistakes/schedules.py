@@ -84,25 +84,25 @@ def steps_the_bare_schedule(training: Training) -> None:
 
 @SCHEDULES.cause(
     "the schedule's length was counted in micro-batches",
-    says="CosineAnnealingLR has T_max 48, and steps once per step of the global batch of 16 samples: right for 12 "
-    "epochs of 4 steps each; if training has 3 epochs, 48 counts the 16 micro-batches of each, as len(dataloader) "
-    "gives them, and the schedule would not come to its end: give it the number of steps, 12",
+    says="training has ended after one epoch of 4 steps, and CosineAnnealingLR has T_max 16, which counts the 16 "
+    "micro-batches of it, as len(dataloader) gives them: the schedule has not come to its end; give it the number of "
+    "steps, 4",
     comes_as="warning",
-    found="first steps",
+    found="at the end",
     num_ranks=(1, 2),
 )
 def counts_micro_batches(training: Training) -> None:
     bare, loader = training.sgd(), training.elastic_loader()
-    training.prepare(bare, lr_scheduler.CosineAnnealingLR(bare, 3 * len(loader)), loader=loader)
+    training.prepare(bare, lr_scheduler.CosineAnnealingLR(bare, len(loader)), loader=loader)
     training.go_on()
 
 
 @SCHEDULES.cause(
     "a warm-up in transformers' way was counted in micro-batches",
-    says="LambdaLR has num_training_steps 16, and steps once per step of the global batch of 16 samples: right for 4 "
-    "epochs of 4 steps each; if training has one epoch, 16 counts the 16 micro-batches of it",
+    says="training has ended after one epoch of 4 steps, and LambdaLR has num_training_steps 16, which counts the 16 "
+    "micro-batches of it",
     comes_as="warning",
-    found="first steps",
+    found="at the end",
 )
 def counts_micro_batches_in_a_partial_function(training: Training) -> None:
     bare, loader = training.sgd(), training.elastic_loader()
