@@ -664,6 +664,8 @@ def test_looking_from_many_threads_while_the_file_changes_is_safe(tmp_path: Path
 class SettledBetween(ConfigWatcher):
     """A watcher whose file is written anew, on another thread, between two readings of when contents are warned of."""
 
+    _when: float | None
+
     @property
     def _warn_at(self) -> float | None:
         when, self._when = self._when, None

@@ -561,7 +561,7 @@ def test_a_worker_that_dies_within_the_first_batch_it_told_a_state_of_is_replace
 def test_an_epoch_that_is_named_is_to_come_though_the_one_before_was_given_up() -> None:
     loader = ElasticDataLoader(Telling(8), batch_size=2)
     loader.plan(BatchPlan(global_batch=2, num_ranks=1, micro_batch=2), 0)
-    batches = iter(loader)
+    batches: Any = iter(loader)
     next(batches)
     loader.commit()
     batches.close()

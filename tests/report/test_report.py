@@ -295,7 +295,9 @@ def test_logged_numbers_are_drawn_over_time_as_means_of_ranks(tmp_path: Path) ->
 def test_a_logged_number_weighs_as_often_as_it_was_logged_and_in_older_files_as_the_windows_steps(
     tmp_path: Path,
 ) -> None:
-    cases = ("weighed", {"acc": 16.0}, 0.75), ("older", {}, 0.55), ("bad", {"acc": -1.0}, 0.55)
+    cases: list[tuple[str, dict[str, float], float]] = [
+        ("weighed", {"acc": 16.0}, 0.75), ("older", {}, 0.55), ("bad", {"acc": -1.0}, 0.55)
+    ]  # fmt: skip
     for name, weights, expected in cases:
         rows, folder = [first_window(START, 5.0)], tmp_path / name
         folder.mkdir()
