@@ -392,7 +392,8 @@ def _remark_on_length(schedule: ElasticLRScheduler, epoch: EpochLength | None, t
     if batch is None or epoch is None:
         return
     remark = remark_on_length(schedule.inner, epoch, batch, training.session.endless.max_steps)
-    training.session.doubted_lengths[schedule] = remark
+    doubted = training.session.doubted_lengths
+    doubted[schedule] = None if schedule in doubted else remark  # at another batch the number of steps tells nothing
     if remark is None:
         return
     if not remark.may_be_right:

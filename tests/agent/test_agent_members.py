@@ -143,6 +143,7 @@ def end(job: Job, *made: Node) -> None:
     assert [node.end() for node in made] == [0] * len(made), "\n".join(node.text for node in made)
 
 
+@pytest.mark.slow
 def test_a_node_joins_and_leaves_again_and_the_workers_of_the_other_go_on(job: Job) -> None:
     with job.started(num_workers=2) as first:
         before = job.wait_for(2, version=1)
@@ -190,6 +191,7 @@ def test_the_node_of_rank_0_leaves_and_the_others_go_on_and_take_in_another(job:
     job.check_steps()
 
 
+@pytest.mark.slow
 def test_who_joins_and_dies_before_it_is_ready_is_dropped_and_nobody_notices(job: Job) -> None:
     with job.started() as first:
         before = job.wait_for(1, version=1)
@@ -208,6 +210,7 @@ def test_who_joins_and_dies_before_it_is_ready_is_dropped_and_nobody_notices(job
         assert [each["details"]["plan"] for each in told(first, "membership")] == [1, 3], "of 2 no worker has heard"
 
 
+@pytest.mark.slow
 def test_who_joins_and_is_lost_before_it_is_ready_is_done_without(job: Job) -> None:
     job.say("hold")
     with job.started() as first:
@@ -240,6 +243,7 @@ def test_where_the_ranks_refuse_a_plan_all_workers_are_started_anew_and_it_is_sa
         assert first.kinds().count("workers-started") == 2 and "worker-failed" not in first.kinds()
 
 
+@pytest.mark.slow
 def test_where_members_change_live_alone_who_joins_is_sent_away_that_the_ranks_refuse(job: Job) -> None:
     job.say("refuse", "rank 0 has a loader that cannot replay")
     with job.started("--members=live") as first:
@@ -257,6 +261,7 @@ def test_where_members_change_live_alone_who_joins_is_sent_away_that_the_ranks_r
         assert first.kinds().count("workers-started") == 1
 
 
+@pytest.mark.slow
 def test_where_no_boundary_comes_in_time_all_workers_are_started_anew(job: Job) -> None:
     job.say("deaf")
     with job.started("--shutdown-timeout=2") as first:
@@ -286,6 +291,7 @@ def test_a_worker_that_fails_while_members_change_is_a_failure_as_ever(job: Job)
         assert (first.end(), second.end()) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_node_waits_to_join_as_long_as_it_would_need_a_restart_where_members_change_live_alone(job: Job) -> None:
     job.say("why", "the dataset is an IterableDataset")
     with job.started("--members=live") as first:
@@ -316,6 +322,7 @@ def test_where_members_change_by_a_restart_it_is_said_why(job: Job, by: str) -> 
         end(job, first, second)
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_while_a_node_warms_up_ends_there_too(job: Job) -> None:
     job.say("hold")
     with job.started() as first, nodes(job.node(1)) as (second,):
@@ -327,6 +334,7 @@ def test_a_job_that_ends_while_a_node_warms_up_ends_there_too(job: Job) -> None:
 # ---- requests over the control socket ----
 
 
+@pytest.mark.slow
 def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     with job.started() as first, nodes(job.node(1)) as (second,):
         before = job.wait_for(2, version=2)
