@@ -47,6 +47,7 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.config.control_word.GatheredWords"),
     ("py:class", "elastic_ext.config.control_word.Purpose"),
     ("py:class", "elastic_ext.config.follower._Default"),
+    ("py:class", "elastic_ext.config.watcher.FileWatcher"),
     ("py:class", "elastic_ext.ranks.heartbeat.Heartbeat"),
     ("py:class", "elastic_ext.ranks.group.Ranks"),
     ("py:class", "elastic_ext.ranks.world.World"),

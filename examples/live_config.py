@@ -67,7 +67,7 @@ def show(training: Training) -> list[tuple[int, list[int]]]:
     expect(5)
     training.config_file.write_text('{"version": 6, "optimizer": {"learning_rate": ')
     print("(the file now holds half a JSON object)", flush=True)
-    training.wait_for_line(r"config\.json was refused, version 5 stays: .*not JSON")
+    training.wait_for_line(r"config\.json was refused, and version 5, valid before, is kept: .*not JSON")
     edit(training, "undo")
     expect(6)
 
