@@ -274,6 +274,7 @@ def test_where_no_boundary_comes_in_time_all_workers_are_started_anew(job: Job) 
         assert first.kinds().count("workers-started") == 2 and "worker-failed" not in first.kinds()
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_while_members_change_is_a_failure_as_ever(job: Job) -> None:
     job.say("hold")
     with job.started("--max-restarts=1") as first, nodes(job.node(1, "--max-restarts=1")) as (second,):
@@ -361,6 +362,7 @@ def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pyte
         end(job, first)
 
 
+@pytest.mark.slow
 def test_a_node_leaves_as_another_joins_by_one_plan(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     with job.started() as first, nodes(job.node(1)) as (second,):
         before = job.wait_for(2, version=2)
