@@ -13,7 +13,10 @@ from typing import Literal
 
 from elastic_ext.records.json import JsonRecord
 
-__all__ = ["Member", "MembershipMode", "MembershipPlan", "NodeShare"]
+__all__ = ["JOINS", "Member", "MembershipMode", "MembershipPlan", "NodeShare"]
+
+JOINS = "ELASTIC_EXT_JOINS"
+"""The variable by which an agent says which plan a worker is to join, by its version."""
 
 MembershipMode = Literal["restart", "live"]
 """How the workers of a plan come to it: ``restart`` starts all of them; with ``live`` those that stay go on."""

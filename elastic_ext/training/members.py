@@ -34,7 +34,7 @@ from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
 from elastic_ext.members.checks import Answer, decide, differences, digest_of, why_not_members
-from elastic_ext.members.plan import Member, MembershipPlan
+from elastic_ext.members.plan import JOINS, Member, MembershipPlan
 from elastic_ext.members.regroup import FORM_SECONDS, Generation, present_backend
 from elastic_ext.members.store import CALL, GO, here
 from elastic_ext.members.watcher import PlanWatcher
@@ -50,12 +50,10 @@ from .checkpoints.signals import EXIT_STATUS
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["JOINS", "MembersChange", "TrainingMembers", "plan_until_joined", "version_to_join"]
+__all__ = ["MembersChange", "TrainingMembers", "plan_until_joined", "version_to_join"]
 
 _logger = logging.getLogger(__name__)
 
-JOINS = "ELASTIC_EXT_JOINS"
-"""The variable by which an agent says which plan a worker is to join."""
 ANSWER_SECONDS = 10.0  # joiners do nothing but wait to be called
 _SETTLE_SECONDS = 2.0  # for a save under way; where that takes longer the plan waits for the next boundary
 _PATIENCE_SECONDS = 20.0  # of such waiting

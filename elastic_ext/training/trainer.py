@@ -302,7 +302,8 @@ class ElasticTrainer:
         Several optimizers, or schedulers, come and go as a list; one ``torch.amp.GradScaler`` is for all of them. All
         ranks call this, once.
         """
-        from .members import JOINS
+        from elastic_ext.members.plan import JOINS
+
         from .prepare import prepare
 
         if self._session is not None:

@@ -53,7 +53,6 @@ class Cluster:
             f"keep_alive_max_attempt={silence}{conf}",
             f"--max-restarts={max_restarts}",
             "--local-addr=127.0.0.1",
-            "--members=restart",
         ]
 
     def node(self, number: int, arguments: Sequence[str] = FOR_EVER, *, num_workers: int = 1) -> Node:

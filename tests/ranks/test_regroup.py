@@ -19,7 +19,7 @@ from elastic_ext.records.run_dir import GivenSeat
 from tests.support.ranks import RankPool
 from tests.support.worlds import Former, Workers, agents_store
 
-WORLDS: list[Workers] = [(0, 1), (1, 0, 2), (2, 1), (0, 2, 1), (2, 1), (1, 2, 0), (2, 1)]
+WORLDS: list[Workers] = [(0, 1), (1, 0, 2), (2, 1), (0, 2, 1), (2, 1), (1, 2, 0), (2, 1), (1, 0)]
 """Worker numbers in the order of their ranks: world after world."""
 SECONDS = 60.0
 

@@ -30,6 +30,7 @@ from torch.distributed.elastic.utils.api import macros
 from elastic_ext.agent.arguments import WorkerPlace, devices_of, environment_of, with_start
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.members.decision import MembersChoice
+from elastic_ext.members.plan import JOINS
 from elastic_ext.ranks.processes import ProcessIdentity, end_groups, process_of
 from elastic_ext.records.agent import WorkerState
 from elastic_ext.torch_private.agent import bound_command, bound_function, handling_signals_by
@@ -56,7 +57,6 @@ __all__ = [
 _LEFT_SECONDS = 3.0  # for what a worker has started and left behind
 _MOST_THREADS = 32
 _SEAT = "ELASTIC_EXT_SEAT"
-_JOINS = "ELASTIC_EXT_JOINS"
 
 
 class WorkerNotStarted(ElasticError):
@@ -237,7 +237,7 @@ def environments(
     """
     if not joins:
         seats = free_seats([worker.global_rank for worker in group.workers], taken=())  # the round before has ended
-    others = {_JOINS: str(joins)} if joins else {}
+    others = {JOINS: str(joins)} if joins else {}
     return {
         worker.local_rank: {**_environment(launch, group, worker, restart_count), _SEAT: str(seat), **others}
         for worker, seat in zip(group.workers, seats, strict=True)
