@@ -89,6 +89,7 @@ WITHOUT_TORCH = frozenset(
         "profile.device_timeline",
         "profile.ledger",
         "profile.memory.analysis_client",
+        "profile.memory.analysis_process",
         "profile.memory.extrapolation",
         "profile.memory.peaks",
         "profile.memory.questions",
@@ -173,6 +174,7 @@ STARTS_WITHOUT_PYNVML = ("elastic_ext.training.prepare", "elastic_ext.run", "ela
 WHEN_CALLED: Mapping[str, str] = {
     "fsdp.checkpoint.format.copy": "numpy",
     "tuner.controller": "tuner.search",
+    "profile.memory.analysis_process": "profile.memory.analysis",
     "profile.output": "torch",
 }
 """What a light module imports in the functions that need it, which is not all that it is imported for: what is heavy,
@@ -228,7 +230,6 @@ READS_ENVIRON = frozenset(
         "fsdp.checkpoint.checkpointer",
         "profile.memory.analysis_process",
         "profile.step_costs",
-        "records.run_dir",
         "training.trainer",
     }
 )
@@ -820,6 +821,34 @@ def test_list_of_threads_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [place for place in places if not any(f"'{place}'" in fault for fault in faults)] == []
 
 
+@pytest.mark.parametrize("table", ["READS_ENVIRON", "WRITES_TO_THE_TERMINAL"])
+def test_every_file_that_may_read_the_environment_or_print_does(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    may: frozenset[str] = globals()[table]
+    assert may <= set(SOURCES)
+    monkeypatch.setitem(globals(), table, frozenset())
+    words = {"READS_ENVIRON": "os.", "WRITES_TO_THE_TERMINAL": "prints"}[table]
+    assert {name for name in may if not any(words in fault for fault in writing_faults(name, SOURCES[name]))} == set()
+
+
+def test_every_light_module_imports_when_called_what_the_table_says() -> None:
+    for name, target in WHEN_CALLED.items():
+        seen = [each for each in _graph(SOURCES)[name] if each.in_function]
+        assert any(each.target == target or inner(each.target, SOURCES) == target for each in seen), name
+
+
+TESTS_ELSEWHERE = {"benchmarks", "saved", "support", "training/mistakes"}
+"""Folders of tests/ that are no folder of the package."""
+TESTED_FROM_ABOVE = {"agent/workers/at_start": "what runs in a worker's Python before anything else, in workers' tests"}
+
+
+def test_tests_lie_in_folders_of_the_same_names() -> None:
+    ours = {path.parent.relative_to(ROOT / PACKAGE).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")} - {"."}
+    theirs = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")} - {
+        "."
+    }
+    assert theirs - TESTS_ELSEWHERE == ours - set(TESTED_FROM_ABOVE)
+
+
 # --- the checks can fail --------------------------------------------------------------------------------------------
 
 
@@ -900,6 +929,7 @@ def test_the_picture_of_the_house_has_its_folders_its_floors_and_no_file_that_is
     assert on_floors == dict(FLOORS)
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
     named = set(re.findall(r"`([a-z_/]+\.py)`", text))
+    assert {name for name in named if "/" in name} - {each.removeprefix(f"{PACKAGE}/") for each in files} == set()
     assert {name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)} == set()
 
 
@@ -993,7 +1023,7 @@ def test_what_resembles_forbidden_writing_is_no_fault() -> None:
     source = 'class A:\n    def print(self) -> None: ...\n\ndef f(a: A) -> None:\n    """print(x)"""\n    a.print()\n'
     assert writing_faults("somewhere", source) == []
     assert writing_faults("somewhere", "try:\n    pass\nexcept (OSError, ValueError):\n    pass") == []
-    assert writing_faults("records.run_dir", "import os\nx = os.environ['A']") == []
+    assert writing_faults("training.trainer", "import os\nx = os.environ['A']") == []
 
 
 def test_named_place_may_catch_everything_and_its_neighbour_may_not() -> None:

@@ -295,6 +295,28 @@ def test_whatever_needs_torch_starts_and_has_its_options(installed: Installed, s
     assert converted.status == 0 and (saved / "converted" / ".metadata").exists(), converted.err
 
 
+def test_the_processes_that_the_library_starts_by_itself_start(installed: Installed) -> None:
+    """The commands as a module, the process that predicts memory, and the one that outlives its agent."""
+    as_command, as_module = installed.run(["elastic-ext", "--help"], ["-m", "elastic_ext.cli", "--help"])
+    assert as_module.status == 0 and options_in(as_module.out) == options_in(as_command.out)
+
+    def done(*arguments: str, told: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, *arguments]
+        return subprocess.run(
+            argv, cwd=installed.work, env=installed.environ, input=told, capture_output=True, text=True, timeout=60
+        )
+
+    begin = "from elastic_ext.profile.memory.analysis_process import main; main()"
+    predicted = done("-c", begin, told="no question\n")
+    assert predicted.returncode == 0 and "problem" in json.loads(predicted.stdout), predicted.stderr
+    memory = installed.work / "elastic_ext-memory"
+    memory.mkdir()
+    dismissed = done("-m", "elastic_ext.agent.orphan_guard", str(memory), "1", told='["done"]\n')
+    assert (dismissed.returncode, dismissed.stderr) == (0, "") and memory.exists()
+    orphaned = done("-m", "elastic_ext.agent.orphan_guard", str(memory), "1", told="[]\n")
+    assert orphaned.returncode == 0 and "the agent was killed" in orphaned.stderr and not memory.exists()
+
+
 STATUSES: Sequence[tuple[int, Sequence[str]]] = [
     (2, []),
     (2, ["no-such-command"]),
