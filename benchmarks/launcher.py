@@ -224,7 +224,7 @@ def lose(launcher: Sequence[str]) -> Reading:
 def main(share: float = 1.0) -> list[Result]:
     """A table for each; with less time, without those that need a node to leave."""
     compared: list[Comparison] = [
-        _compare("Start to the first step, two ranks", start, NO_SLOWER, num_rounds=shortened(11, share, least=3)),
+        _compare("Start to the first step, two ranks", start, NO_SLOWER, num_rounds=shortened(11, share, least=4)),
         _compare("No step: a worker is killed", crash, NO_SLOWER, num_rounds=shortened(5, share, least=3)),
         _compare("No step: a node joins", join, BETTER, num_rounds=3),
     ]
