@@ -300,20 +300,23 @@ def test_the_processes_that_the_library_starts_by_itself_start(installed: Instal
     as_command, as_module = installed.run(["elastic-ext", "--help"], ["-m", "elastic_ext.cli", "--help"])
     assert as_module.status == 0 and options_in(as_module.out) == options_in(as_command.out)
 
-    def done(*arguments: str, told: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, *arguments]
-        return subprocess.run(
-            argv, cwd=installed.work, env=installed.environ, input=told, capture_output=True, text=True, timeout=60
-        )
-
     begin = "from elastic_ext.profile.memory.analysis_process import main; main()"
-    predicted = done("-c", begin, told="no question\n")
-    assert predicted.returncode == 0 and "problem" in json.loads(predicted.stdout), predicted.stderr
+    where: Any = {"cwd": installed.work, "env": installed.environ, "text": True}
+    with subprocess.Popen(
+        [sys.executable, "-c", begin], **where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
+    ) as analysis:
+        assert analysis.stdin is not None and analysis.stdout is not None
+        analysis.stdin.write("no question\n")
+        assert "problem" in json.loads(analysis.stdout.readline())
+        assert analysis.wait(DEADLINE_SECONDS) == 0
     memory = installed.work / "elastic_ext-memory"
     memory.mkdir()
-    dismissed = done("-m", "elastic_ext.agent.orphan_guard", str(memory), "1", told='["done"]\n')
-    assert (dismissed.returncode, dismissed.stderr) == (0, "") and memory.exists()
-    orphaned = done("-m", "elastic_ext.agent.orphan_guard", str(memory), "1", told="[]\n")
+    warden = [sys.executable, "-m", "elastic_ext.agent.orphan_guard", str(memory), "1"]
+    dismissed, orphaned = (
+        subprocess.run(warden, **where, input=told, capture_output=True, timeout=DEADLINE_SECONDS)
+        for told in ('["done"]\n', "[]\n")
+    )
+    assert (dismissed.returncode, dismissed.stderr) == (0, "")
     assert orphaned.returncode == 0 and "the agent was killed" in orphaned.stderr and not memory.exists()
 
 
