@@ -101,7 +101,7 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         first = next(each for each in status.ranks if each.measures.logged)
         yield "logged", _logged_in_words(logged, len(status.ranks)) + _age_in_words(first, status.progress)
     if status.profile is not None:
-        yield "profile", status.profile.verdict.text
+        yield "profile", status.profile.verdict.text_over_steps
         for straggler in status.profile.stragglers[:_MOST_NAMED]:
             yield "slow", straggler.text
     yield "config", _config_in_words(status.config)
