@@ -183,7 +183,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.session = session = Session(training)
     _after_each_window(follower, session.see_window)
     if training.spread.plan is not None:
-        training.parallelism = Parallelism(training.spread, training.optimizers, session)
+        training.parallelism = Parallelism(training)
         training.gradients.on_unused = training.spread.expect_unused
         training.gradients.before_step = session.keep_up_with_model
     training.steps = (HeartbeatSteps if follower.heartbeat.wants_micro_steps else Steps)(training)

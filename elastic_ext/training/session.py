@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from elastic_ext.config.elastic_config import ElasticConfig
@@ -247,7 +246,6 @@ class Session:
         self.has_ended = False
         """Whether training has ended, so that nothing more is taken or saved."""
         self._training = training
-        self._saving: Saving | None = None
         self._counts, self._batches = training.counts, training.batches
         self._gradients, self._learning = training.gradients, training.learning
         self._loading = SameLoading(training.batches, training.ranks)
@@ -286,7 +284,7 @@ class Session:
         try:
             self._loading.compare()
             self._loading.compare_shares(self._gradients.sharing.num_ranks, training.state.remarks)
-            self._begin_batches(follower.config)
+            self.cut_as_config_says(follower.config)
             follower.agreement.appliers.effects = self._effects
             follower.agreement.appliers.own_values = self._batches.loader_values
             follower.agreement.saves_config = training.checkpoints is not None
@@ -306,16 +304,16 @@ class Session:
             self._forget_change()
             if training.why_not_reshard is not None:  # from here on: what is found at the start may say it
                 follower.add(FixedSharding(training.why_not_reshard, follower))
-            self._take_up(follower.config)
+            self.take_up_config(follower.config)
             self._materialise()
             members = training.members
             members.start()
             if training.checkpoints is not None:
-                self._saving = Saving(training.checkpoints, training)
+                training.saving = Saving(training.checkpoints, training)
                 if not members.joins:
                     training.checkpoints.resume(self.resume)
                 training.checkpoints.try_out()
-                self._saving.start()
+                training.saving.start()
             if members.joins:
                 members.arrive()
             self._tell_begun()
@@ -329,47 +327,19 @@ class Session:
     def take_world(self, world: World) -> None:
         """Tell what this rank's training keeps of its ranks that they are those of ``world`` now, between two steps.
 
-        After ``Ranks.regroup``, and once the model is spread over these ranks and ``Gradients.take_up`` was called:
-        nothing is exchanged here. What asks the ranks each time is not told.
+        After ``Ranks.regroup``, and once the model is spread over these ranks and ``Gradients.take_up`` was called: all
+        that is exchanged here is who of them holds the job's folder. What asks the ranks each time is not told.
         """
         training, follower = self._training, self.follower
         follower.take_world(world)
         parts = training.settings, training.state.remarks, training.profile_output, training.facts, training.guarding
         for each in (*parts, self._learning):
             each.take_world(world)
-        if self._saving is not None:
-            self._saving.take_world(world)
         self._loading.take_world(world)
         self._show_progress()
-        self._begin_batches(follower.config)
-
-    def cut_batches(self, *, num_ranks: int, rank: int) -> None:
-        """Cut steps for a world that is agreed on, before it is there: the next batch that the loop takes is of it."""
-        self._batches.begin(self.follower.config, num_ranks=num_ranks, rank=rank)
-
-    def cut_as_config_says(self) -> None:
-        """Cut steps for the world that is there, where another one had been agreed on."""
-        self._begin_batches(self.follower.config)
-
-    def settle_saves(self) -> None:
-        """End all saves on these ranks, and forget what is held in memory; with all of them, before they change."""
-        if self._saving is not None:
-            self._saving.settle()
-
-    def tell_saving(self) -> dict[str, Any] | None:
-        """Where saving checkpoints is, as JSON for a rank that joins; None where training keeps none."""
-        saving = self._saving
-        return None if saving is None else {"checkpoints": saving.checkpoints.tell(), "loop": saving.tell()}
-
-    def join_saving(self, told: Mapping[str, Any] | None) -> None:
-        """Save from here on as the ranks do that this one has joined."""
-        if self._saving is not None and told is not None:
-            self._saving.checkpoints.join(told["checkpoints"])
-            self._saving.join(told["loop"])
-
-    def take_up_config(self, config: ElasticConfig) -> None:
-        """Be as the config in force says, on a rank that has joined others."""
-        self._take_up(config)
+        self.cut_as_config_says(follower.config)
+        if training.saving is not None:
+            training.saving.take_world(world)
 
     def go_on_in_epoch_of(self, counts: Counts, *, is_within: bool) -> None:
         """Note that this rank has joined others; ``is_within`` says that their epoch is under way."""
@@ -386,7 +356,7 @@ class Session:
         self._batches.is_resuming = True
         self.follower.load_state_dict(self._with_own_values(config))
         self._batches.is_resuming = False
-        self._take_up(self.follower.config)
+        self.take_up_config(self.follower.config)
 
     def evaluation(self) -> AbstractContextManager[None]:
         """A context in which this rank is outside of steps, and may take as long as it likes without being a hang."""
@@ -478,9 +448,9 @@ class Session:
             self._learning.begin_step()
         if self._progress.is_shown:
             self._progress.advance()
-        if self._saving is not None:
-            self._saving.pass_boundary(step, boundary)
-        members = self._training.members
+        saving, members = self._training.saving, self._training.members
+        if saving is not None:
+            saving.pass_boundary(step, boundary)
         if members.is_waiting or (boundary is not None and boundary.members > 0):
             members.pass_boundary(0 if boundary is None else boundary.members)
 
@@ -553,19 +523,6 @@ class Session:
             if self._shows_start:  # a terminal that no log reaches
                 sys.stderr.write(f"elastic_ext: {on_one_line(line)}\n")
 
-    def registered(self) -> Sequence[Mapping[str, torch.Tensor]]:
-        """The tensors that the user has registered, in the same order on all ranks."""
-        return [tensors for _, tensors in sorted(self._training.registered.items())]
-
-    def let_go_of_parameters(self) -> Sequence[object]:
-        """Drop references to parameters where possible; gives our objects that still refer to some."""
-        self._training.guarding.let_go()
-        return self._gradients.holders()
-
-    def agree_on_reshard(self, error: BaseException | None) -> None:
-        """Return if no rank brought an error while the model is resharded; else all ranks raise."""
-        self.follower.ranks.all_or_raise(error, "changing how the model is spread")
-
     def take_up_model(self) -> None:
         """Share the gradients of the model as it is sharded now, and guard its state_dict."""
         self._gradients.take_up(self._training.spread.engine)
@@ -578,19 +535,10 @@ class Session:
             self.steps.weigh_anew()
             self._training.guarding.expect_more()
 
-    def give_up(self, why: str) -> None:
-        """Let no further step be taken, for the reason ``why``."""
-        self.steps.give_up(why)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was ever begun, or a checkpoint gone back to."""
-        return not self.steps.has_not_begun
-
     def wait_for_staging(self) -> None:
         """Wait until no tensor is being staged for a checkpoint: parameters and optimizer state may change."""
-        if self._saving is not None:
-            self._saving.checkpoints.fence()
+        if self._training.checkpoints is not None:
+            self._training.checkpoints.fence()
 
     def tell_resharded(self, report: ReshardReport) -> None:
         """Have all parts follow a change of plan that was made, and report it."""
@@ -709,8 +657,8 @@ class Session:
         if is_over or not self.should_stop:  # by itself trainer.epoch() is the next one, in this run
             self._counts.epoch += 1
         self.steps.do_first(self._begin_outside)
-        if self._saving is not None:
-            self._saving.end_epoch(is_over=is_over)
+        if self._training.saving is not None:
+            self._training.saving.end_epoch(is_over=is_over)
 
     def _remark(self, kind: str, text: str | None) -> None:
         if text is not None:
@@ -727,8 +675,9 @@ class Session:
         """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
         if not self._counts.is_in_epoch:
             self.leave_unfinished()
-            if self._saving is not None:
-                self._saving.begin_due_in_step()
+            saving = self._training.saving
+            if saving is not None:
+                saving.begin_due_in_step()
 
     def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
         """End training with all ranks, or tell them of ``error``, an exception. Twice is allowed.
@@ -738,12 +687,13 @@ class Session:
         if self.has_ended:
             return
         self.has_ended = True
+        saving = self._training.saving
         try:
             if error is not None:
                 self.endless.end(error)
                 self._tell(error)
-                if self._saving is not None:
-                    self._saving.give_up_due(is_well=False)
+                if saving is not None:
+                    saving.give_up_due(is_well=False)
             elif not self._is_exception_told and self.steps.torn is None:
                 self.endless.end(None)
                 self.steps.pass_owed_boundary()
@@ -751,8 +701,8 @@ class Session:
                 self.steps.end_epoch()
                 self.follower.finish(doubt=self.steps.doubt)
                 self._begin_due()
-                if self._saving is not None:
-                    self._saving.end()
+                if saving is not None:
+                    saving.end()
                     self.follower.write_metrics()  # of the checkpoint that is saved last
                 self._tell_of_nothing_left()
                 self._tell_of_length()
@@ -782,15 +732,16 @@ class Session:
         """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""
         if self.has_ended:
             return
-        if self._saving is not None:
-            self._saving.stop()
+        saving = self._training.saving
+        if saving is not None:
+            saving.stop()
             is_well = not hasattr(sys, "last_value")
             if is_well and self.follower.ranks.world_size == 1 and self.steps.torn is None:
                 self.endless.end(None)
-            self._saving.give_up_due(is_well=is_well)
+            saving.give_up_due(is_well=is_well)
         if self.follower.ranks.world_size > 1:
-            if self._saving is not None:
-                self._saving.checkpoints.job.saver.wait_for_held()
+            if saving is not None:
+                saving.checkpoints.job.saver.wait_for_held()
             return
         self.has_ended = True
         _logger.info("a trainer was dropped without trainer.close(); the trainer no longer follows the config file")
@@ -812,8 +763,8 @@ class Session:
                 ending.callback(self._training.parallelism.close)
             ending.callback(self._progress.end)
             ending.callback(self.endless.let_go)
-            if self._saving is not None:
-                ending.callback(self._saving.stop)
+            if self._training.saving is not None:
+                ending.callback(self._training.saving.stop)
 
     def _refuse_within_step(self) -> None:
         if self.steps.torn is not None:
@@ -822,18 +773,18 @@ class Session:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
 
     def _kept(self) -> Saving:
-        if self._saving is None:
+        if self._training.saving is None:
             raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
         if self.has_ended:
             raise ElasticError(
                 "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
                 "trainer.close()"
             )
-        return self._saving
+        return self._training.saving
 
     def _begin_due(self) -> None:
-        if self._saving is not None:
-            self._saving.begin_due()
+        if self._training.saving is not None:
+            self._training.saving.begin_due()
 
     def note_leaving(self) -> None:
         """Note that training ends by an exit, on all ranks: what is raised then is no failure."""
@@ -843,17 +794,18 @@ class Session:
         """Tell the other ranks of an exception, once."""
         if not self._is_exception_told:
             self._is_exception_told = True
-            if self._saving is not None:
-                self._saving.leave_failed(error)
+            if self._training.saving is not None:
+                self._training.saving.leave_failed(error)
             self.follower.tell_peers(error)
 
-    def _begin_batches(self, config: ElasticConfig) -> None:
+    def cut_as_config_says(self, config: ElasticConfig) -> None:
+        """Cut steps by ``config`` for the ranks that are there, whatever others they were cut for."""
         self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         largest = self._batches.largest
         self.follower.heartbeat.note_change()
-        self._begin_batches(new)
+        self.cut_as_config_says(new)
         if self._batches.largest > largest:
             self._training.guarding.expect_more()
         self._follow_batch(new)
@@ -871,9 +823,9 @@ class Session:
         }
         return {path: words for path, words in effects.items() if words}
 
-    def _take_up(self, config: ElasticConfig) -> None:
-        """Bring batches, rates and learning in line with ``config``, at the start or after a state was loaded."""
-        self._begin_batches(config)
+    def take_up_config(self, config: ElasticConfig) -> None:
+        """Bring batches, rates and learning in line with ``config``: at the start, after loading, after joining."""
+        self.cut_as_config_says(config)
         if self._counts.reference_batch is None:
             self._counts.reference_batch = self._startup.global_batch_size
         self._follow_batch(config)

@@ -9,7 +9,7 @@ session.py, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from .batches import Batches
     from .checkpoints.checkpoints import CheckpointRequest, Checkpoints
+    from .checkpoints.loop import Saving
     from .checkpoints.state import TrainingState
     from .facts import FactsOfJob
     from .gradients.gradients import Gradients
@@ -114,6 +115,8 @@ class Training:
     saved_state: TrainingState = field(init=False)
     """The state of this rank that checkpoints hold."""
     checkpoints: Checkpoints | None = field(init=False)
+    saving: Saving | None = field(init=False, default=None)
+    """When the loop saves checkpoints; None where it keeps none, and until the session has begun."""
     attempts: Attempts = field(init=False)
 
     @property
@@ -135,3 +138,12 @@ class Training:
     def why_not_reshard(self) -> str | None:
         """Why the model stays as it is sharded, None where that can be changed."""
         return self.spread.why_not or (None if self.spread.plan else NOT_SPREAD)
+
+    def registered_tensors(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """The tensors that the user has registered, in the same order on all ranks."""
+        return [tensors for _, tensors in sorted(self.registered.items())]
+
+    def let_go_of_parameters(self) -> Sequence[object]:
+        """Drop references to parameters where possible; gives our objects that still refer to some."""
+        self.guarding.let_go()
+        return self.gradients.holders()
