@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,61 +13,24 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.config.lr_scaling import rate_factor
 from elastic_ext.errors import ElasticError, RanksError, StepError
-from elastic_ext.profile.windows import memory_held
 from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.ranks.world import World
-from elastic_ext.records.logged import logged_in_words
-from elastic_ext.records.measures import Measures
-from elastic_ext.records.metrics import StepWindow
-from elastic_ext.records.text import Progress, on_one_line
 
 from .checkpoints.loop import Saving
 from .checks import EpochsOfSampler, SameLoading
 from .counters import Counts
-from .description import start_line
 from .endless import EndlessBatches
-from .facts import tell_of_model
 from .model_state import StateDictGuard, whole_state_dict
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
-from .remarks import LengthRemark
 from .steps.steps import Steps
 
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["Session", "Speed", "raise_on_all"]
+__all__ = ["Session", "raise_on_all"]
 
 _logger = logging.getLogger(__name__)
-
-
-# --- how fast training goes, and what it takes, for the metrics ------------------------------------------------------
-
-
-_LEAST_SECONDS = 1.0  # that rates are measured over
-
-
-class Speed:
-    """Measures steps and samples per second between two calls of ``measure``, a second or more apart."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-        self._since = time.perf_counter()
-        self._num_boundaries = self._num_samples = 0  # so many there were then
-        self._rates: tuple[float | None, float | None] = None, None  # steps and samples per second
-
-    def measure(self) -> Measures:
-        """Steps and samples per second of late, the memory held now, and counted metrics."""
-        now, counts = time.perf_counter(), self._counts
-        seconds = now - self._since
-        if seconds >= _LEAST_SECONDS or self._rates == (None, None):
-            num_steps = counts.num_boundaries - self._num_boundaries
-            num_samples = counts.num_samples - self._num_samples
-            self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
-            self._rates = num_steps / seconds if num_steps else None, num_samples / seconds if num_samples else None
-        steps, samples = self._rates
-        measured: dict[str, Any] = {**asdict(memory_held()), **counts.measured}
-        return Measures(steps_per_second=steps, samples_per_second=samples, **measured)
 
 
 # --- a prepared training on this rank: what it does at boundaries and epochs, together with the other ranks ----------
@@ -95,30 +56,15 @@ class Session:
         self._training = training
         self._counts, self._batches = training.counts, training.batches
         self._gradients, self._learning = training.gradients, training.learning
+        self._bar = training.reports.bar
         self._loading = SameLoading(training.batches, training.ranks)
         self._startup = ElasticConfig.from_values(training.startup)
-        wanted = training.following.progress
-        # A script may have put something else in its place, and a process without a console has none.
-        is_terminal = wanted is not False and bool(getattr(sys.stderr, "isatty", bool)())
-        self._wants_progress = is_terminal if wanted is None else wanted
-        self._progress = Progress(is_shown=False)
-        self._show_progress()
-        self._shows_start = is_terminal and not _logger.hasHandlers()
-        self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
         self._joined_epoch: int | None = None  # which the ranks that this one has joined are in
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
-        self.doubted_lengths: dict[object, LengthRemark | None] = {}
-        """By schedule, the remark on a length that may have been counted in micro-batches; None where it was not."""
         self._state_dicts = StateDictGuard(training.spread, training.state)
         self.endless = EndlessBatches(self, training)
         """What ``trainer.batches()`` gives."""
-
-    def _show_progress(self) -> None:
-        """Have the bar shown on the first rank, from the next epoch on, and ended on another."""
-        self._progress.is_shown = self._training.ranks.rank == 0 and self._wants_progress
-        if not self._progress.is_shown:
-            self._progress.end()
 
     @property
     def steps(self) -> Steps:
@@ -163,7 +109,7 @@ class Session:
                 training.saving.start()
             if members.joins:
                 members.arrive()
-            self._tell_begun()
+            training.reports.begin()
             members.tell_begun()
             if training.accelerated is not None:
                 training.accelerated.begin(lambda: steps.is_committing)
@@ -179,11 +125,10 @@ class Session:
         """
         training, follower = self._training, self.follower
         follower.take_world(world)
-        parts = training.settings, training.state.remarks, training.profile_output, training.facts, training.guarding
-        for each in (*parts, self._learning):
+        parts = training.settings, training.state.remarks, training.reports, training.profile_output, training.facts
+        for each in (*parts, training.guarding, self._learning):
             each.take_world(world)
         self._loading.take_world(world)
-        self._show_progress()
         self.cut_as_config_says(follower.config)
         if training.saving is not None:
             training.saving.take_world(world)
@@ -274,7 +219,7 @@ class Session:
         self._learning.forget()
         self._learning.take_up(config)
         self.follower.agreement.step = self._counts.global_step
-        self._progress.advance(self._counts.num_steps - num_steps)
+        self._bar.advance(self._counts.num_steps - num_steps)
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
@@ -293,8 +238,8 @@ class Session:
             self.should_stop = boundary.stop
         if self._learning.is_on:
             self._learning.begin_step()
-        if self._progress.is_shown:
-            self._progress.advance()
+        if self._bar.is_shown:
+            self._bar.advance()
         saving, members = self._training.saving, self._training.members
         if saving is not None:
             saving.pass_boundary(step, boundary)
@@ -305,70 +250,11 @@ class Session:
         if self._training.parallelism is not None:
             self._training.parallelism.forget()
 
-    def _measure(self) -> Measures:
-        self._training.growing.warn()
-        self._training.facts.tell()
-        logged = self._training.logged.newest()
-        measured = self._training.profile_output.with_profile(self._speed.measure())
-        return replace(measured, logged=logged, **self._step_to_come(), **self._progress_made())
-
-    def _step_to_come(self) -> dict[str, Any]:
-        """The metrics of what a step takes and does, by what is in force."""
-        return {
-            "global_batch_size": self._batches.step_samples,
-            "micro_batch_size": self._batches.largest or None,
-            "learning_rate": self._training.settings.rate,
-        }
-
-    def _progress_made(self) -> dict[str, Any]:
-        """The metrics of how far training is, and of its newest checkpoint."""
-        is_in_epoch = self._counts.is_in_epoch
-        newest = None if self._training.checkpoints is None else self._training.checkpoints.job.run.newest
-        return {
-            "epoch": self._counts.epoch if is_in_epoch else None,
-            "num_epoch_steps_left": self._batches.num_steps_left if is_in_epoch else None,
-            "checkpoint_step": None if newest is None else newest.global_step,
-            "checkpoint_time": None if newest is None else newest.saved_seconds,
-        }
-
-    def see_window(self, window: StepWindow) -> None:
-        """Tell of what a profile window of rank 0 has brought: the job's facts, and logged numbers beside the bar."""
-        self._training.facts.tell()
-        if window.logged:
-            self._progress.note(logged_in_words(window.logged))
-
     def log(self, values: Mapping[str, object]) -> None:
         """Count numbers of the script's: with the step under way, or between two steps at once."""
         if self.has_ended:
             raise ElasticError("training has ended, and trainer.log() was called; call it before")
         self.steps.log(values)
-
-    def _tell_begun(self) -> None:
-        """Report that training has begun, and after which step it goes on; metrics tell what is in force from here."""
-        self.follower.reports.measure = self._measure
-        self.follower.write_metrics()
-        step = self._counts.global_step
-        text = f"training goes on after step {step}" if step else "training begins"
-        checkpoints = self._training.checkpoints
-        job = None if checkpoints is None else checkpoints.job
-        resumed = None if checkpoints is None or checkpoints.path is None else checkpoints.job.run.newest
-        details = {
-            "global_batch_size": self._batches.global_batch,
-            "checkpoints": None if job is None else str(job.root),
-            "checkpoint_interval": None if checkpoints is None else checkpoints.interval_in_words,
-            "checkpoint_job": None if job is None else job.name,
-            "saves_on_signals": checkpoints is not None and checkpoints.options.save_on_signals,
-            "resumed_from": None if resumed is None or checkpoints is None else str(checkpoints.path),
-            "saved_by_ranks": None if resumed is None else resumed.num_ranks,
-            "config_file": str(self.follower.settings.config_file),
-        }
-        self.follower.reports.write_event("training-began", step=step, text=text, details=details)
-        self._training.facts.tell()
-        if self.follower.ranks.rank == 0 and self.follower.settings.enabled:
-            line = start_line(self._training, self.follower.tell_of_file())
-            _logger.info("%s", line)
-            if self._shows_start:  # a terminal that no log reaches
-                sys.stderr.write(f"elastic_ext: {on_one_line(line)}\n")
 
     def take_up_model(self) -> None:
         """Share the gradients of the model as it is sharded now, and guard its state_dict."""
@@ -394,11 +280,7 @@ class Session:
         self.follower.heartbeat.note_change()
         self._training.growing.forget()
         self._training.guarding.expect_more()
-        tell_of_model(self._training)
-        if self.follower.ranks.rank == 0:
-            _logger.info("the model was resharded: %s", report)
-        step = self._counts.global_step
-        self.follower.reports.write_event("resharded", step=step, text=str(report), details=report.details())
+        self._training.reports.tell_resharded(report)
 
     def reset(self) -> None:
         """Begin an epoch: count its steps and its batches from zero."""
@@ -442,7 +324,7 @@ class Session:
         """Begin ``epoch`` with all ranks, or go on with the rest of it."""
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
-            self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
+            self._training.state.remarks.say("another first epoch", self._counts.remark_on_beginning(epoch))
         self.go_on_in_epoch()
         joined, self._joined_epoch = self._joined_epoch, None
         if epoch == self._counts.unfinished_epoch:
@@ -456,7 +338,7 @@ class Session:
             self._loading.compare_orders()
             self._loading.compare_batches(self._gradients.sharing.num_ranks)
         self._counts.epoch, self._counts.is_in_epoch, self.is_in_epoch = epoch, True, True
-        self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
+        self._bar.begin(f"epoch {epoch}", self._batches.num_steps)
 
     def go_on_in_epoch(self) -> None:
         """Have the time between two steps count as time in which the loop takes a batch: if long, it is a hang."""
@@ -474,13 +356,13 @@ class Session:
         """Leave an epoch, of which nothing is to stay: training goes back to a checkpoint, which says what comes."""
         self.is_in_epoch = self._counts.is_in_epoch = False
         self.pause_epoch()
-        self._progress.end()
+        self._bar.end()
 
     def end_epoch(self, error: BaseException | None) -> None:
         """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
         self.is_in_epoch = False
         self.pause_epoch()
-        self._progress.end()
+        self._bar.end()
         if error is not None:
             self._counts.is_in_epoch = False
             self._tell(error)
@@ -495,7 +377,7 @@ class Session:
         finally:
             self._counts.is_in_epoch = False
         if self._counts.num_steps > 0:
-            self._remark("an order again", self._sampler_epochs.end(self._counts.epoch))
+            self._training.state.remarks.say("an order again", self._sampler_epochs.end(self._counts.epoch))
         is_over = not self._is_left_early()
         if is_over:
             self._batches.leave_epoch()
@@ -506,10 +388,6 @@ class Session:
         self.steps.do_first(self._begin_outside)
         if self._training.saving is not None:
             self._training.saving.end_epoch(is_over=is_over)
-
-    def _remark(self, kind: str, text: str | None) -> None:
-        if text is not None:
-            self._training.state.remarks.say(kind, text)
 
     def _is_left_early(self) -> bool:
         """Whether the loop was left before the epoch's end, as far as any rank knows."""
@@ -551,29 +429,9 @@ class Session:
                 if saving is not None:
                     saving.end()
                     self.follower.write_metrics()  # of the checkpoint that is saved last
-                self._tell_of_nothing_left()
-                self._tell_of_length()
+                self._training.reports.end_well()
         finally:
             self._let_go(by)
-
-    def _tell_of_nothing_left(self) -> None:
-        """Warn where a run that went on from an earlier one has ended without taking a step."""
-        counts = self._counts
-        if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
-            return
-        anew = "load no state" if self._training.checkpoints is None else "give another job="
-        text = (
-            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
-            f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
-        )
-        _logger.warning("%s", text)
-        self.follower.reports.write_event("nothing-left", step=counts.global_step, text=text, details={})
-
-    def _tell_of_length(self) -> None:
-        """Warn where training has ended with the steps that a schedule's length has if it counts micro-batches."""
-        for remark in self.doubted_lengths.values():
-            if remark is not None and not self.should_stop and self._counts.global_step == remark.num_steps:
-                self._remark("length of a schedule", remark.text_at_end)
 
     def abandon(self) -> None:
         """End a training whose trainer was dropped and not closed; several ranks are not ended, as one alone cannot."""
@@ -608,7 +466,7 @@ class Session:
             ending.callback(self._gradients.release)
             if self._training.parallelism is not None:
                 ending.callback(self._training.parallelism.close)
-            ending.callback(self._progress.end)
+            ending.callback(self._bar.end)
             ending.callback(self.endless.let_go)
             if self._training.saving is not None:
                 ending.callback(self._training.saving.stop)

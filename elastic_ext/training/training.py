@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .optimizers.rates import OptimizerSettings
     from .options import FollowOptions, StepOptions
     from .parallelism import Parallelism
+    from .reports import TrainingReports
     from .session import Session
     from .steps.device_memory import DeviceMemory
     from .steps.oom_guard import Guarding
@@ -98,6 +99,8 @@ class Training:
     startup: Mapping[str, object] = field(init=False)
     """The script's own values of config keys."""
     follower: ConfigFollower = field(init=False)
+    reports: TrainingReports = field(init=False)
+    """What training says of itself; ``follower.reports`` writes it down."""
     memory: DeviceMemory = field(init=False)
     guarding: Guarding = field(init=False)
     growing: Growing = field(init=False)
