@@ -439,7 +439,7 @@ class TrainingMembers:
         if told["seed"] is not None and training.batches.ordered is not None:
             training.batches.ordered.take_seed(told["seed"])
         training.saved_state.join(told["state"])
-        training.session.go_on_in_epoch_of(training.counts, is_within=told["state"]["counts"]["is_in_epoch"])
+        training.session.epochs.join(is_within=told["state"]["counts"]["is_in_epoch"])
         agreement = training.follower.agreement
         agreement.join(JoinedAgreement(**told["agreement"]))
         config = agreement.join_config(told["config"], leaves_out=_SECTIONS_OF_PLAN)

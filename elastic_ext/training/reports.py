@@ -146,7 +146,7 @@ class TrainingReports:
         training, batch = self._training, self._training.batches.global_batch
         if batch is None or epoch is None:
             return
-        remark = remark_on_length(schedule.inner, epoch, batch, training.session.endless.max_steps)
+        remark = remark_on_length(schedule.inner, epoch, batch, training.session.epochs.endless.max_steps)
         # At another batch the number of steps tells nothing.
         self._doubted[schedule] = None if schedule in self._doubted else remark
         if remark is None:

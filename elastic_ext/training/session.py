@@ -1,4 +1,4 @@
-"""A prepared training on this rank: what it does at boundaries and epochs with the other ranks."""
+"""A prepared training on this rank: what its parts do at its moments, with the other ranks; epochs are in epochs.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.ranks.world import World
 
 from .checkpoints.loop import Saving
-from .checks import EpochsOfSampler, SameLoading
-from .counters import Counts
-from .endless import EndlessBatches
+from .epochs import TrainingEpochs
 from .model_state import StateDictGuard, whole_state_dict
 from .optimizers.optimizer import can_materialise, materialise
 from .parallelism import FixedSharding, Parallelism, ReshardReport
@@ -49,22 +47,17 @@ class Session:
     def __init__(self, training: Training) -> None:
         self.follower = training.follower
         self.should_stop = False
-        self.is_in_epoch = False
-        """Whether an epoch was begun that was not ended, by ``with trainer.epoch()`` or by ``trainer.batches()``."""
         self.has_ended = False
         """Whether training has ended, so that nothing more is taken or saved."""
         self._training = training
         self._counts, self._batches = training.counts, training.batches
         self._gradients, self._learning = training.gradients, training.learning
         self._bar = training.reports.bar
-        self._loading = SameLoading(training.batches, training.ranks)
         self._startup = ElasticConfig.from_values(training.startup)
-        self._is_exception_told = self._has_begun_epoch = False
-        self._joined_epoch: int | None = None  # which the ranks that this one has joined are in
-        self._sampler_epochs = EpochsOfSampler(training.batches.loader)
+        self._is_exception_told = False
         self._state_dicts = StateDictGuard(training.spread, training.state)
-        self.endless = EndlessBatches(self, training)
-        """What ``trainer.batches()`` gives."""
+        self.epochs = TrainingEpochs(training)
+        """What begins and ends epochs with all ranks."""
 
     @property
     def steps(self) -> Steps:
@@ -75,8 +68,7 @@ class Session:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
         training, follower, steps = self._training, self.follower, self.steps
         try:
-            self._loading.compare()
-            self._loading.compare_shares(self._gradients.sharing.num_ranks, training.state.remarks)
+            self.epochs.compare_loaders()
             self.cut_as_config_says(follower.config)
             follower.agreement.appliers.effects = self._effects
             follower.agreement.appliers.own_values = self._batches.loader_values
@@ -126,21 +118,15 @@ class Session:
         training, follower = self._training, self.follower
         follower.take_world(world)
         parts = training.settings, training.state.remarks, training.reports, training.profile_output, training.facts
-        for each in (*parts, training.guarding, self._learning):
+        for each in (*parts, training.guarding, self._learning, self.epochs):
             each.take_world(world)
-        self._loading.take_world(world)
         self.cut_as_config_says(follower.config)
         if training.saving is not None:
             training.saving.take_world(world)
 
-    def go_on_in_epoch_of(self, counts: Counts, *, is_within: bool) -> None:
-        """Note that this rank has joined others; ``is_within`` says that their epoch is under way."""
-        self._joined_epoch = counts.epoch if is_within else None
-
     def leave(self, by: str) -> None:
         """End training on this rank alone, which is a member of the job no more."""
         self.has_ended = self._is_exception_told = True
-        self.endless.let_go()
         self._let_go(by)
 
     def resume(self, config: Mapping[str, Any]) -> None:
@@ -190,7 +176,7 @@ class Session:
     def rewind(self, step: int | None, *, skips: bool) -> Path:
         """Go back to an earlier checkpoint, with all ranks; gives its folder. The config in force stays."""
         saving, steps = self._kept(), self.steps
-        checkpoints = saving.checkpoints
+        checkpoints, endless = saving.checkpoints, self.epochs.endless
         torn = steps.torn
         if torn is not None and not steps.can_mend:
             raise torn
@@ -207,10 +193,9 @@ class Session:
         )
         if torn is None:
             saving.begin_due()
-        loaded = checkpoints.load_earlier(step, steps, leaves_epoch=self.endless.is_open, skips=skips)
-        if self.endless.is_open and not skips and self._batches.positions.can_go_back(loaded.position):
-            self.endless.let_go()
-            self._step_out_of_epoch()
+        loaded = checkpoints.load_earlier(step, steps, leaves_epoch=endless.is_open, skips=skips)
+        if endless.is_open and not skips and self._batches.positions.can_go_back(loaded.position):
+            self.epochs.leave_for_checkpoint()
         steps.start_over(passes_over=skips)
         num_steps, config = self._counts.num_steps, self.follower.config
         self._training.settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
@@ -282,128 +267,6 @@ class Session:
         self._training.guarding.expect_more()
         self._training.reports.tell_resharded(report)
 
-    def reset(self) -> None:
-        """Begin an epoch: count its steps and its batches from zero."""
-        self.endless.make_way("trainer.reset() was called")
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self.leave_unfinished()
-        self._begin_to_count()
-
-    def _begin_to_count(self) -> None:
-        self.steps.drop_partial("an epoch begins")
-        self._begin_due()
-        self._counts.num_steps = 0
-        self._batches.begin_epoch()
-
-    def leave_unfinished(self) -> None:
-        """Give up the rest of an epoch that the loop has left, as another epoch begins."""
-        unfinished, self._counts.unfinished_epoch = self._counts.unfinished_epoch, None
-        if unfinished is not None:
-            self._counts.epoch = unfinished + 1
-            self._batches.leave_epoch()
-
-    def _go_on_with_rest(self) -> None:
-        """Go on with the rest of an epoch that the loop has left, and now comes back to."""
-        self._counts.unfinished_epoch = None
-        why_anew = self._batches.positions.go_on()
-        if why_anew is not None and self.follower.ranks.rank == 0:
-            _logger.warning("%s", why_anew)
-
-    def enter_epoch(self, epoch: int | None) -> int:
-        """Begin ``epoch``, by default the one after the last, for ``with trainer.epoch():``; gives its number."""
-        self.endless.make_way("trainer.epoch() was entered")
-        if self.is_in_epoch:
-            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`; leave that one first")
-        number = self._counts.epoch if epoch is None else epoch
-        self.begin_epoch(number)
-        return number
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with all ranks, or go on with the rest of it."""
-        if not self._has_begun_epoch:
-            self._has_begun_epoch = True
-            self._training.state.remarks.say("another first epoch", self._counts.remark_on_beginning(epoch))
-        self.go_on_in_epoch()
-        joined, self._joined_epoch = self._joined_epoch, None
-        if epoch == self._counts.unfinished_epoch:
-            self._begin_to_count()
-            self._go_on_with_rest()
-        elif epoch != joined:  # else the others are in the middle of it
-            self._begin_anew()
-        if epoch != joined:
-            self._counts.epoch = epoch
-            self._training.members.apply_between()
-            self._loading.compare_orders()
-            self._loading.compare_batches(self._gradients.sharing.num_ranks)
-        self._counts.epoch, self._counts.is_in_epoch, self.is_in_epoch = epoch, True, True
-        self._bar.begin(f"epoch {epoch}", self._batches.num_steps)
-
-    def go_on_in_epoch(self) -> None:
-        """Have the time between two steps count as time in which the loop takes a batch: if long, it is a hang."""
-        self.follower.heartbeat.note(Activity.BETWEEN)
-        if self._training.recorder is not None:
-            self._training.recorder.begin_epoch()
-
-    def pause_epoch(self) -> None:
-        """Have the time from here on count as outside of epochs: the loop takes no batches."""
-        self.follower.heartbeat.note(Activity.OUTSIDE)
-        if self._training.recorder is not None:
-            self._training.recorder.end_epoch()
-
-    def _step_out_of_epoch(self) -> None:
-        """Leave an epoch, of which nothing is to stay: training goes back to a checkpoint, which says what comes."""
-        self.is_in_epoch = self._counts.is_in_epoch = False
-        self.pause_epoch()
-        self._bar.end()
-
-    def end_epoch(self, error: BaseException | None) -> None:
-        """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
-        self.is_in_epoch = False
-        self.pause_epoch()
-        self._bar.end()
-        if error is not None:
-            self._counts.is_in_epoch = False
-            self._tell(error)
-            return
-        try:
-            if self.steps.torn is not None:  # and no checkpoint is to have it
-                raise self.steps.torn
-            self.steps.pass_owed_boundary()
-            self.steps.drop_partial("the epoch ended before the step did")
-            self.steps.end_epoch()
-            self.follower.end_epoch(doubt=self.steps.doubt)
-        finally:
-            self._counts.is_in_epoch = False
-        if self._counts.num_steps > 0:
-            self._training.state.remarks.say("an order again", self._sampler_epochs.end(self._counts.epoch))
-        is_over = not self._is_left_early()
-        if is_over:
-            self._batches.leave_epoch()
-        else:
-            self._counts.unfinished_epoch = self._counts.epoch
-        if is_over or not self.should_stop:  # by itself trainer.epoch() is the next one, in this run
-            self._counts.epoch += 1
-        self.steps.do_first(self._begin_outside)
-        if self._training.saving is not None:
-            self._training.saving.end_epoch(is_over=is_over)
-
-    def _is_left_early(self) -> bool:
-        """Whether the loop was left before the epoch's end, as far as any rank knows."""
-        is_left = self._batches.is_left_early or (self.should_stop and self._batches.is_mid_epoch)
-        if not self._batches.may_end_apart:
-            return is_left
-        return self.follower.ranks.sum([int(is_left)], "ending an epoch")[0] > 0
-
-    def _begin_outside(self) -> None:
-        """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
-        if not self._counts.is_in_epoch:
-            self.leave_unfinished()
-            saving = self._training.saving
-            if saving is not None:
-                saving.begin_due_in_step()
-
     def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
         """End training with all ranks, or tell them of ``error``, an exception. Twice is allowed.
 
@@ -415,18 +278,18 @@ class Session:
         saving = self._training.saving
         try:
             if error is not None:
-                self.endless.end(error)
-                self._tell(error)
+                self.epochs.endless.end(error)
+                self.tell_failure(error)
                 if saving is not None:
                     saving.give_up_due(is_well=False)
             elif not self._is_exception_told and self.steps.torn is None:
-                self.endless.end(None)
+                self.epochs.endless.end(None)
                 self.steps.pass_owed_boundary()
                 self.steps.drop_partial("training ended before the step did")
                 self.steps.end_epoch()
                 self.follower.finish(doubt=self.steps.doubt)
-                self._begin_due()
                 if saving is not None:
+                    saving.begin_due()
                     saving.end()
                     self.follower.write_metrics()  # of the checkpoint that is saved last
                 self._training.reports.end_well()
@@ -442,7 +305,7 @@ class Session:
             saving.stop()
             is_well = not hasattr(sys, "last_value")
             if is_well and self.follower.ranks.world_size == 1 and self.steps.torn is None:
-                self.endless.end(None)
+                self.epochs.endless.end(None)
             saving.give_up_due(is_well=is_well)
         if self.follower.ranks.world_size > 1:
             if saving is not None:
@@ -467,7 +330,7 @@ class Session:
             if self._training.parallelism is not None:
                 ending.callback(self._training.parallelism.close)
             ending.callback(self._bar.end)
-            ending.callback(self.endless.let_go)
+            ending.callback(self.epochs.endless.let_go)
             if self._training.saving is not None:
                 ending.callback(self._training.saving.stop)
 
@@ -487,15 +350,11 @@ class Session:
             )
         return self._training.saving
 
-    def _begin_due(self) -> None:
-        if self._training.saving is not None:
-            self._training.saving.begin_due()
-
     def note_leaving(self) -> None:
         """Note that training ends by an exit, on all ranks: what is raised then is no failure."""
         self._is_exception_told = True
 
-    def _tell(self, error: BaseException) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""
         if not self._is_exception_told:
             self._is_exception_told = True
