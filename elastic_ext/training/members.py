@@ -341,7 +341,7 @@ class TrainingMembers:
         old_seats, change = self._seats, None
         error: Exception | None = None
         if training.saving is not None:
-            training.saving.settle()
+            training.saving.come_to_rest()
         try:
             training.spread.wait()
             change = self._prepared(pending.worlds, pending.holder, None)

@@ -74,12 +74,12 @@ class Saving:
         if self._leaving is not None and board is not None:
             self._leaving.take_world(board)
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
         """Save what is due, end all saves and forget held copies, with all ranks, before some of these change."""
         self._take_down_fence()
         self._copies_at = None
         self.checkpoints.begin_due()
-        self.checkpoints.settle()
+        self.checkpoints.finish(drops_held=True)
 
     def tell(self) -> dict[str, Any]:
         """Where saving checkpoints is, as JSON for a rank that joins."""
