@@ -1,4 +1,7 @@
-"""A prepared training on this rank: what its parts do at its moments, with the other ranks; epochs are in epochs.py."""
+"""A prepared training on this rank: what its parts do at its moments, with the other ranks.
+
+What happens within a step is in steps/steps.py, how epochs begin and end in epochs.py; the words are in trainer.py.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,14 @@ __all__ = ["Session", "raise_on_all"]
 _logger = logging.getLogger(__name__)
 
 
-# --- a prepared training on this rank: what it does at boundaries and epochs, together with the other ranks ----------
-# What happens within a step is in training/steps/steps.py; the words are explained in trainer.py.
-
-
 class Session:
     """What all parts of a training do at its moments, on this rank and with the other ranks, in order.
 
-    One class, though a long one: each moment calls the same parts in an order that the other moments count on.
-
-    The moments: it begins (``start``), an epoch begins or ends, a step has passed its boundary (``pass_boundary``), the
-    model was resharded (``tell_resharded``), training goes back (``rewind``), it ends (``end``).
+    Each moment calls the same parts, in an order that the other moments count on. The moments: training begins
+    (``start``); a step has ended, and passes its boundary (``pass_boundary``); the model was resharded
+    (``tell_resharded``); the ranks are others (``take_world``); training goes back (``rewind``); it ends with all ranks
+    or by a failure (``end``), on a rank that leaves the others (``leave``), or with a trainer that nobody has closed
+    (``abandon``). How an epoch begins and ends is in epochs.py.
     """
 
     def __init__(self, training: Training) -> None:
