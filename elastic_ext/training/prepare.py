@@ -23,7 +23,7 @@ from elastic_ext.profile.output import ProfileOutput, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
+from elastic_ext.profile.sampled_steps import Surveyor
 from elastic_ext.profile.step_costs import why_no_census
 from elastic_ext.profile.windows import TrainingProgress, WindowAccumulator, memory_held
 
@@ -134,17 +134,13 @@ def _surveyor(
     device: torch.device,
     analyzer: Analyzer | None,
 ) -> Surveyor:
-    ranks, reports = follower.ranks, follower.reports
+    ranks = follower.ranks
     return Surveyor(
         timeline,
         probe,
         world=ranks.world,
         device=device,
-        listeners=StepMeasurementListeners(
-            census=reports.write_census,
-            trace=reports.write_trace,
-            calibration=reports.write_calibration,
-        ),
+        reports=follower.reports,
         why_no_census=lambda: why_no_census(model),
         needs_trace=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
         analyzer=analyzer,
