@@ -324,13 +324,12 @@ class TrainingMembers:
             with self._follower.heartbeat.during(Activity.CHANGING):
                 self._apply()
 
-    def _apply_in_step(self) -> None:
+    def _apply_in_step(self) -> bool:
+        """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
-            return
+            return False
         with self._follower.heartbeat.during(Activity.CHANGING):
-            is_made = self._apply()
-        if not is_made:
-            self._training.steps.take_back_entered()
+            return not self._apply()
 
     def _apply(self) -> bool:
         """Change to the world that was agreed on; gives whether it was, else all is as before. With all old ranks."""
