@@ -4,7 +4,7 @@
 Those parts are made of this one object, and read from it, when they act, the parts that are made after them.
 
 What happens at the moments of a training (it begins, passes a boundary, was resharded, went back, ends) is said in
-session.py, in order.
+session.py, in order; how its epochs begin and end, in epochs.py.
 """
 
 from __future__ import annotations
