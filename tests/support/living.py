@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.members.plan import MembershipPlan, NodeShare
@@ -129,6 +130,10 @@ class Job:
     """By seat, in which of its functions a worker's script raises."""
     keeps_mean: bool = False
     """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
+    evaluates: Literal["", "kept", "told", "anew"] = ""
+    """How long a sampler of an evaluation lives: all through, until ``on_members`` makes another, or one evaluation."""
+    num_evaluated: int = 24
+    """Samples of an evaluation."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -156,6 +161,9 @@ class Lived:
     """Descriptors, sockets and threads of the process after each change."""
     num_undone: int = 0
     """Batches of steps that were taken back as they were entered."""
+    evaluated: list[tuple[int, int, int]] = field(default_factory=list)
+    """By step, how many samples this rank has evaluated, and all ranks together."""
+    best: float = 0.0
 
 
 def plan_of(seats: Sequence[int]) -> MembershipPlan:
@@ -354,6 +362,9 @@ class Training:
         self.num_undone = 0
         self.changes: list[tuple[int, int, int, int]] = []
         self.held: list[dict[str, int]] = []
+        self.evaluated: list[tuple[int, int, int]] = []
+        self.best = torch.zeros(())
+        self.evaluation: Any = self._evaluation() if job.evaluates in ("kept", "told") else None
         self.last_step = job.last_step
         torch.manual_seed(0)
         self.model: nn.Module = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
@@ -384,6 +395,7 @@ class Training:
         if job.keeps_mean:
             self.mean = {name: part.detach().clone() for name, part in self.model.named_parameters()}
             self.trainer.register_state("mean", self.mean)
+        self.trainer.register_state("best", self.best)
         self.inner = inner
         trained = [part for part in self.model.parameters() if part.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -401,6 +413,8 @@ class Training:
             raise LookupError("planted in on_members")
         self.changes.append((change.version, change.step, change.rank, change.world_size))
         self.held.append(held())
+        if self.job.evaluates == "told":
+            self.evaluation = self._evaluation()
         if change.version == self.job.last_version:
             self.last_step = change.step + 3
 
@@ -443,6 +457,21 @@ class Training:
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
                 self.trainer.save_checkpoint()
             self._hold(self.trainer.global_step)
+            if self.job.evaluates:
+                self._evaluate()
+
+    def _evaluation(self) -> Any:
+        """A loader with a sampler for the ranks that there are."""
+        dataset = Numbered(self.job.num_evaluated)
+        return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, shuffle=False))
+
+    def _evaluate(self) -> None:
+        loader = self._evaluation() if self.job.evaluates == "anew" else self.evaluation
+        mine = sum(len(numbers) for _, numbers in loader)
+        count = torch.tensor(mine)
+        dist.all_reduce(count)
+        self.evaluated.append((self.trainer.global_step, mine, int(count)))
+        self.best.fill_(max(float(self.best), 100.0 - self.trainer.global_step))  # the first one was the best
 
     def _take_ahead(self) -> None:
         """Take each batch within the step of the one before."""
@@ -512,6 +541,8 @@ class Training:
             exit_status=status,
             held=self.held,
             num_undone=self.num_undone,
+            evaluated=self.evaluated,
+            best=float(self.best),
         )
 
 
