@@ -86,6 +86,7 @@ _GROUP_OF: dict[str, Group] = {
     "checkpoints": "checkpoint",
     "staged": "checkpoint",
     "can-go-on": "checkpoint",
+    "went-back": "checkpoint",
     "told-to-end": "failure",
     "nothing-left": "restart",
 }

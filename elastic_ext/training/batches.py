@@ -32,7 +32,17 @@ from elastic_ext.fsdp.value_encoding import pack, unpack
 
 from .remarks import EpochLength
 
-__all__ = ["LOADER_SETTINGS", "Batches", "Positions", "RankStep", "own_position", "packed_position"]
+__all__ = ["LOADER_SETTINGS", "Batches", "Positions", "RankStep", "name_epoch", "own_position", "packed_position"]
+
+
+def name_epoch(loader: object, epoch: int) -> None:
+    """Call ``set_epoch(epoch)`` of a loader, or else of its samplers, where they have it: some shuffle by the epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    for part in (loader,) if hasattr(loader, "set_epoch") else samplers:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 # --- where an epoch's samples stood when a checkpoint was saved, and how a loader goes on there, or back to it -------
@@ -371,6 +381,20 @@ class Batches:
             return self.source.remaining is not None and self.is_mid_epoch
         has_length = self._fixed is not None and self._fixed.num_batches is not None
         return has_length and (self._num_taken > 0 or not self._has_passed)
+
+    @property
+    def can_begin_later(self) -> bool:
+        """Whether the next loop can be over all of a later epoch than the one that the loader has gone back to.
+
+        A loader that does not go on from a position begins each loop with the first sample.
+        """
+        is_told = isinstance(self.loader, LeavableSource) and hasattr(self.loader, "set_epoch")
+        return is_told or not isinstance(self.loader, ResumableSource)
+
+    def begin_later(self, epoch: int) -> None:
+        """Have the next loop be over all of ``epoch``, and not over what is left of an earlier one."""
+        if isinstance(self.loader, ResumableSource):
+            name_epoch(self.loader, epoch)
 
     @property
     def may_end_apart(self) -> bool:

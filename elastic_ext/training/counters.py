@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from elastic_ext.records.measures import METRICS
+from elastic_ext.records.text import counted
 
 __all__ = ["Counts", "NoiseScale"]
 
@@ -138,6 +139,8 @@ class Counts:
     """Whether the loop is within ``with trainer.epoch()``."""
     unfinished_epoch: int | None = None
     """The epoch whose loop was left before its end, where no other has begun since."""
+    epoch_gone_back_to: int | None = None
+    """The epoch that comes next, or its rest, since training went back between two epochs, and the data with it."""
     reference_batch: int | None = None
     """The global batch of the job's first start, which the user's learning rates were chosen for."""
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
@@ -174,10 +177,31 @@ class Counts:
             f"{self.start_epoch - epoch} epochs again; loop over range(trainer.start_epoch, num_epochs)"
         )
 
+    def remark_on_going_back(self, epoch: int, *, is_whole: bool) -> str | None:
+        """A warning where the loop goes on with a later epoch than the one that training has gone back to, else None.
+
+        ``is_whole`` says whether all of ``epoch`` comes, and not what the one before has left.
+        """
+        expected = self.epoch_gone_back_to
+        if expected is None or epoch <= expected:
+            return None
+        epochs = f"epoch {expected}" if epoch == expected + 1 else f"epochs {expected} to {epoch - 1}"
+        what = (
+            f"the samples of {epochs} that come after step {self.global_step} are left out, as by skip_samples=True"
+            if is_whole
+            else f"what comes is the rest of epoch {expected}, and training ends {counted(epoch - expected, 'epoch')} "
+            "early"
+        )
+        return (
+            f"training went back to step {self.global_step}, in epoch {expected}, and the loop goes on with epoch "
+            f"{epoch}: {what}; to take those samples again loop by `epoch = trainer.start_epoch` and `while epoch < "
+            "num_epochs:` in place of range(), and have `epoch = trainer.start_epoch` follow trainer.rewind()"
+        )
+
     def undo(self, global_step: int) -> None:
         """Go back to counting ``global_step`` steps; the epoch goes on where it is, or comes next."""
         self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)
-        self.global_step = global_step
+        self.global_step, self.epoch_gone_back_to = global_step, None
         self.go_on_in(self.epoch)
 
     def go_on_in(self, epoch: int) -> None:
@@ -186,7 +210,7 @@ class Counts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.global_step, self.num_steps = state["global_step"], state["num_steps"]
-        self.unfinished_epoch = None
+        self.unfinished_epoch = self.epoch_gone_back_to = None
         self.go_on_in(state["epoch"])
         self.reference_batch = state["reference_batch"]
         self.noise_scale.load_state_dict(state.get("noise_scale", {}))

@@ -18,12 +18,13 @@ from elastic_ext.errors import ElasticError, StepError
 from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.ranks.world import World
 
+from .batches import name_epoch
 from .checks import EpochsOfSampler, SameLoading
 
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["EndlessBatches", "TrainingEpochs", "name_epoch"]
+__all__ = ["EndlessBatches", "TrainingEpochs"]
 
 _logger = logging.getLogger(__name__)
 
@@ -63,16 +64,6 @@ _NO_STEP_IN_EPOCHS = (
     "`with trainer.step():` with each batch, and give the trainer a loader whose epochs have as many batches as a "
     "step{of} takes"
 )
-
-
-def name_epoch(loader: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` of a loader, or else of its samplers, where they have it: some shuffle by the epoch."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    for part in (loader,) if hasattr(loader, "set_epoch") else samplers:
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 class TrainingEpochs:
@@ -120,6 +111,7 @@ class TrainingEpochs:
             self._has_begun = True
             training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch))
         self.go_on()
+        self._leave_gone_back_to(epoch)
         joined, self._joined = self._joined, None
         if epoch == counts.unfinished_epoch:
             self._begin_to_count()
@@ -224,6 +216,17 @@ class TrainingEpochs:
         why_anew = self._batches.positions.go_on()
         if why_anew is not None and self._training.ranks.rank == 0:
             _logger.warning("%s", why_anew)
+
+    def _leave_gone_back_to(self, epoch: int) -> None:
+        """Leave out the epoch that training has gone back to, where the loop goes on with a later one, and say so."""
+        counts, batches = self._counts, self._batches
+        remark = counts.remark_on_going_back(epoch, is_whole=batches.can_begin_later)
+        counts.epoch_gone_back_to = None
+        if remark is not None:
+            self._training.state.remarks.say("a later epoch than was gone back to", remark)
+            if batches.can_begin_later:
+                batches.begin_later(epoch)
+                counts.epoch = epoch  # of which a checkpoint is that is saved before it begins
 
     def _begin_outside(self) -> None:
         """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ext.profile.windows import memory_held
@@ -33,6 +34,10 @@ __all__ = ["Speed", "TrainingReports"]
 
 _logger = logging.getLogger(__name__)
 
+_ANEW = (
+    'give the trainer follow_options=FollowOptions(job="another name"), another shared_storage_path, or '
+    'checkpoint_options=CheckpointOptions(resume="never")'
+)
 _LEAST_SECONDS = 1.0  # that rates are measured over
 
 
@@ -141,6 +146,11 @@ class TrainingReports:
         """Report a warning about the loop, which was logged."""
         self._write_event("remark", text, {})
 
+    def tell_gone_back(self, text: str, *, before: int, path: Path, skips: bool) -> None:
+        """Report that training went back from step ``before`` to a checkpoint, whether or not it ``skips`` samples."""
+        details = {"before": before, "path": str(path), "skip_samples": skips}
+        self._write_event("went-back", text, details)
+
     def look_at_length(self, schedule: ElasticLRScheduler, epoch: EpochLength | None) -> None:
         """Say what there is to say of a schedule's length; where it may be right, not again after a resume."""
         training, batch = self._training, self._training.batches.global_batch
@@ -167,7 +177,7 @@ class TrainingReports:
         """Warn where training has ended well and yet not as was meant: without a step, or before a schedule's end."""
         training, counts = self._training, self._training.counts
         if counts.num_boundaries == 0 and counts.global_step > 0 and training.ranks.rank == 0:
-            anew = "load no state" if training.checkpoints is None else "give another job="
+            anew = "load no state" if training.checkpoints is None else _ANEW
             text = (
                 f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
                 "before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew "

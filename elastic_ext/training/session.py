@@ -197,9 +197,9 @@ class Session:
         if endless.is_open and not skips and self._batches.positions.can_go_back(loaded.position):
             self.epochs.leave_for_checkpoint()
         steps.start_over(passes_over=skips)
-        num_steps, config = self._counts.num_steps, self.follower.config
+        num_steps, config, before = self._counts.num_steps, self.follower.config, self._counts.global_step
         self._training.settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
-        checkpoints.go_back(loaded, config, skips=skips)
+        text = checkpoints.go_back(loaded, config, skips=skips)
         self._follow_batch(config)
         self._learning.forget()
         self._learning.take_up(config)
@@ -209,6 +209,7 @@ class Session:
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
         self.follower.write_metrics()
+        self._training.reports.tell_gone_back(text, before=before, path=loaded.path, skips=skips)
         return loaded.path
 
     def pass_boundary(self) -> None:

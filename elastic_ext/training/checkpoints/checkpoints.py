@@ -588,17 +588,21 @@ class Checkpoints:
             self._state.let_go()
         return resumed
 
-    def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
-        """Go on from the earlier checkpoint that was loaded, under the config ``in_force``.
+    def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> str:
+        """Go on from the earlier checkpoint that was loaded, under the config ``in_force``; gives that in words.
 
         Until a newer one is saved a restart undoes that.
         """
+        step = self._counts.global_step
+        data = self._state.take_up_earlier(resumed, skips=skips)
+        text = _gone_back_in_words(resumed, in_force, step=step, data=data)
         if self._state.rank == 0:
-            _tell_rewound(resumed, self._state, in_force, skips=skips)
-        self._state.take_up_earlier(resumed, skips=skips)
+            _logger.info("%s", text)
+            _tell_of_missing(resumed, self._state)
         self.saved_step = self.path = None
         self._back_at = self._counts.global_step
         self._last_epoch = self._counts.epoch
+        return text
 
 
 def checkpoints_for(
@@ -663,19 +667,15 @@ def _tell_resumed(resumed: Resumed, state: TrainingState, startup: Mapping[str, 
     _tell_of_missing(resumed, state)
 
 
-def _tell_rewound(resumed: Resumed, state: TrainingState, in_force: ElasticConfig, *, skips: bool) -> None:
-    """Log that training goes back to a checkpoint, under the config ``in_force``; called before counters go back."""
+def _gone_back_in_words(resumed: Resumed, in_force: ElasticConfig, *, step: int, data: str) -> str:
+    """That training has gone back from ``step``, with what becomes of the ``data``, under the config ``in_force``."""
     then = ElasticConfig.from_dict(resumed.state["config"]["config"]).label
-    _logger.info(
-        "going back from step %d to %s, saved %s at step %d%s%s",
-        state.counts.global_step,
-        resumed.path,
-        resumed.commit.saved_at,
-        resumed.commit.global_step,
-        ", passing over the samples since" if skips else "",
-        "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}",
+    of_config = "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}"
+    commit = resumed.commit
+    return (
+        f"going back from step {step} to {resumed.path}, saved {commit.saved_at} at step {commit.global_step}, {data}"
+        f"{of_config}"
     )
-    _tell_of_missing(resumed, state)
 
 
 def _tell_of_missing(resumed: Resumed, state: TrainingState) -> None:

@@ -587,8 +587,10 @@ class TrainingState:
             "back to there; leave `with trainer.epoch():` before trainer.rewind(), or give it skip_samples=True"
         )
 
-    def take_up_earlier(self, resumed: Resumed, *, skips: bool) -> None:
-        """Put counters, samples and random generators back to a checkpoint; with ``skips`` samples stay where they are.
+    def take_up_earlier(self, resumed: Resumed, *, skips: bool) -> str:
+        """Put counters, samples and random generators back to a checkpoint; gives what becomes of the data, in words.
+
+        With ``skips`` samples stay where they are.
 
         Where samples cannot go back within an epoch they go on, too, and the epoch with them. The last act of going
         back.
@@ -605,9 +607,16 @@ class TrainingState:
             _logger.warning("%s", told)
         if is_in_epoch and not stays:
             self.counts.go_on_in(_epoch_of(resumed.state["counts"]))
-        elif can_go_back and not stays:
-            self._pass_rest(resumed)
+        elif not stays:
+            self.counts.epoch_gone_back_to = self.counts.epoch
+            if can_go_back:
+                self._pass_rest(resumed)
         self._restore_random(resumed, with_loader=not skips)
+        if skips:
+            return "passing over the samples since"
+        if not can_go_back:
+            return "and the dataloader goes on with its next batches" if is_in_epoch else "and its epoch begins anew"
+        return f"and the samples since come again{'' if is_in_epoch else f', from epoch {self.counts.epoch} on'}"
 
     def let_go(self) -> None:
         """Hold no parameter any more, since it may become another object; called once a checkpoint is loaded."""

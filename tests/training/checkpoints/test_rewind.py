@@ -14,7 +14,14 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticError, RanksDisagreeError, StepError, TornStepError
+from elastic_ext import (
+    CheckpointInterval,
+    ElasticDataLoader,
+    ElasticError,
+    RanksDisagreeError,
+    StepError,
+    TornStepError,
+)
 from elastic_ext.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -22,6 +29,7 @@ from elastic_ext.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
 )
+from elastic_ext.records.metrics import JobEvent
 from tests.support.faults import PlantedFault
 from tests.support.loops import put, rate, seen_by
 from tests.support.ranks import RankPool
@@ -489,6 +497,97 @@ def test_between_epochs_samples_that_are_skipped_stay_behind(tmp_path: Path, loa
     assert (begun, trainer.global_step) == ([2], 4)
 
 
+Numbers = list[tuple[int, list[int]]]
+
+
+def epochs_taken(
+    folder: Path,
+    name: str,
+    *,
+    counts: str = "range",
+    back: int | None = None,
+    skips: bool = False,
+    shuffles: bool = True,
+) -> tuple[Numbers, int]:
+    """By epoch the numbers of the samples that a loop took, and the steps; after epoch 1 it goes ``back`` to a step."""
+    data = TensorDataset(torch.arange(32.0)[:, None])
+    run = Run(
+        folder,
+        name,
+        loader=ElasticDataLoader(data, batch_size=2, shuffle=shuffles),
+        global_batch_size=4,
+        num_epoch_steps=7,
+    )
+    trainer, found = run.trainer, list[tuple[int, list[int]]]()
+
+    def take(epoch: int) -> None:
+        with trainer.epoch(epoch):
+            found.append((epoch, []))
+            for (numbers,) in run.loader:
+                with trainer.step():
+                    loss = run.model(numbers.double().expand(-1, 6)).square().mean()
+                    trainer.backward(run.scaler.scale(loss))
+                    run.scaler.step(run.optimizer)
+                    run.scaler.update()
+                    run.optimizer.zero_grad()
+                found[-1][1].extend(map(int, numbers.flatten().tolist()))
+
+    with trainer:
+        epoch = trainer.start_epoch
+        for number in range(20):
+            if epoch == 3:
+                break
+            take(epoch)
+            epoch += 1
+            if number == 1 and back is not None:
+                trainer.rewind(back, skip_samples=skips)
+                epoch = trainer.start_epoch if counts == "start_epoch" else epoch
+        return found, trainer.global_step
+
+
+@pytest.mark.parametrize("back", [8, 10])  # the end of epoch 0, and the middle of epoch 1
+def test_a_loop_that_counts_on_after_going_back_has_the_epochs_that_it_says_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, back: int
+) -> None:
+    whole, num_steps = epochs_taken(tmp_path, "whole")
+    assert num_steps == 24 and "went back" not in caplog.text
+    epochs, num_steps = epochs_taken(tmp_path, "run", back=back)
+    assert epochs == whole and num_steps == back + 8
+    assert (
+        f"went back to step {back}, in epoch 1, and the loop goes on with epoch 2: the samples of epoch 1"
+        in caplog.text
+    )
+    assert f"that come after step {back} are left out, as by skip_samples=True" in caplog.text
+    caplog.clear()
+    epochs, num_steps = epochs_taken(tmp_path, "skips", back=back, skips=True)
+    assert epochs == whole and num_steps == back + 8 and "the loop goes on with" not in caplog.text
+
+
+@pytest.mark.parametrize("back", [8, 10])
+def test_a_loop_that_counts_by_the_start_epoch_leaves_nothing_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, back: int
+) -> None:
+    whole, _ = epochs_taken(tmp_path, "whole")
+    epochs, num_steps = epochs_taken(tmp_path, "run", counts="start_epoch", back=back)
+    rest = whole[1][1][4 * (back - 8) :]
+    assert epochs == [*whole[:2], (1, rest), whole[2]] and num_steps == 24
+    assert "the loop goes on with" not in caplog.text
+
+
+def test_a_source_of_ones_own_gives_the_rest_under_the_number_that_the_loop_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, "run", num_epoch_steps=7)
+    with run.trainer:
+        for epoch in range(3):
+            with run.trainer.epoch(epoch):
+                run.train(100)
+            if epoch == 1:
+                run.trainer.rewind(10)
+        assert run.trainer.num_steps == 4 and run.trainer.global_step == 14
+    assert "what comes is the rest of epoch 1, and training ends 1 epoch early" in caplog.text
+
+
 def test_epochs_are_saved_again_by_their_numbers(tmp_path: Path) -> None:
     run = Run(tmp_path, "run", loader=plain_loader(3), checkpoint_interval=CheckpointInterval(epochs=1))
     with run.trainer:
@@ -820,3 +919,8 @@ def test_one_line_says_where_training_went(tmp_path: Path) -> None:
         run.trainer.rewind(2, skip_samples=True)
     (line,) = (line for line in seen.log if "going back from step 5" in line)
     assert line.startswith("INFO") and "step_2" in line and "passing over the samples since" in line
+    (file,) = (tmp_path / "run").rglob("events-0.jsonl")
+    lines = file.read_text().splitlines()
+    (event,) = (event for event in map(JobEvent.from_json, lines) if event.kind == "went-back")
+    assert (event.step, event.details["before"], event.details["skip_samples"]) == (2, 5, True)
+    assert event.text in line and str(event.details["path"]).endswith("step_2")
