@@ -413,7 +413,12 @@ class Steps:
         """
         self.pass_owed_boundary()
         if self._to_meet is not None:
-            self._follower.retry(self._to_meet.purpose, self._to_meet.num_exchanges, self._to_meet.num_lost)
+            self._follower.meet(
+                self._to_meet.purpose,
+                doubt="took back a step that had failed on it",
+                exchanges=self._to_meet.num_exchanges,
+                lost=self._to_meet.num_lost,
+            )
             self._to_meet = None
             self._gradients.sharing.wait()
         if self._gradients.awaited:
