@@ -656,6 +656,82 @@ def class_name_faults(sources: Mapping[str, str]) -> list[str]:
     ]
 
 
+PRIVATE_ELSEWHERE: Mapping[str, str] = {
+    # private names that a class of ours has too: whose they are where another class reaches for them
+    "_asdict": "a named tuple, which says that callers may use it",
+    "_drop_last": "a loader of accelerate's",
+    "_exit": "the module os",
+    "_fields": "a named tuple",
+    "_make": "a named tuple",
+    "_parameters": "a module of torch's",
+    "_replace": "a named tuple",
+    "_spec": "a DTensor",
+    "_values": "a sparse tensor",
+    "_version": "a tensor",
+}
+
+
+def private_name_faults(sources: Mapping[str, str], elsewhere: Mapping[str, str]) -> list[str]:
+    """Where a class reaches for a private name of another class's objects, or a function for one of another module's.
+
+    ``elsewhere`` has private names that objects of others have too; one that is not reached for is a fault.
+    """
+    owners: dict[str, set[str]] = {}  # by private name, the modules of the classes that define it
+    names_of: dict[str, set[str]] = {}  # by class, the private names that it defines or inherits
+    classes = [
+        (module, node)
+        for module, source in sources.items()
+        for node in nodes_of(source)
+        if isinstance(node, ast.ClassDef)
+    ]
+    for module, node in classes:
+        names_of[node.name] = set(_private_names_of(node))
+        for name in names_of[node.name]:
+            owners.setdefault(name, set()).add(module)
+    for _ in classes:  # until nothing is inherited any more, which is soon
+        before = sum(map(len, names_of.values()))
+        for _, node in classes:
+            for base in map(ast.unparse, node.bases):
+                names_of[node.name] |= names_of.get(base.partition("[")[0], set())
+        if sum(map(len, names_of.values())) == before:
+            break
+    faults, reached = [], set()
+
+    def walk(node: ast.AST, module: str, own: set[str] | None) -> None:
+        if isinstance(node, ast.ClassDef):
+            own = (own or set()) | names_of[node.name]
+        if isinstance(node, ast.Attribute) and node.attr in owners:
+            is_own = module in owners[node.attr] if own is None else node.attr in own
+            if not is_own and ast.unparse(node.value) not in ("self", "cls", "super()"):
+                reached.add(node.attr)
+                if node.attr not in elsewhere:
+                    faults.append(
+                        f"{module}, line {node.lineno}: reaches for {ast.unparse(node)}, which is private to another "
+                        "class: give it a public name there, or do it there"
+                    )
+        for child in ast.iter_child_nodes(node):
+            walk(child, module, own)
+
+    for module, source in sorted(sources.items()):
+        walk(parsed(source), module, None)
+    return [*faults, *(f"{name} is reached for nowhere any more" for name in sorted(set(elsewhere) - reached))]
+
+
+def _private_names_of(node: ast.ClassDef) -> Iterator[str]:
+    """The private names that a class defines: methods and fields in its body, and what it sets at ``self``."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each in node.body:
+            name = each.name
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            name = each.id
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            name = each.attr
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__") and name != "_":
+            yield name
+
+
 def store_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
     """Where a module but that of boards calls a store, which its name tells; and which modules name torch's stores.
 
@@ -807,6 +883,10 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 def test_only_boards_call_a_store() -> None:
     _no_faults(store_faults(SOURCES, NAMES_A_STORE))
+
+
+def test_no_class_reaches_for_private_names_of_another() -> None:
+    _no_faults(private_name_faults(SOURCES, PRIVATE_ELSEWHERE))
 
 
 def test_a_constructor_takes_few_arguments_and_fewer_functions() -> None:
@@ -1020,6 +1100,20 @@ def test_call_of_a_store_is_found_and_a_stale_reason_too() -> None:
         assert store_faults({"m": source}, {}) == ["m names a store of torch's; use a Board"]
         assert store_faults({"m": source}, {"m": "why"}) == []
     assert store_faults({}, {"m": "why"}) == ["m names no store any more"]
+
+
+def test_private_name_of_another_class_is_found_and_a_stale_exception_too() -> None:
+    owner = "class A:\n    def __init__(self): self._x = 1\n    def _f(self, other): return other._x\n"
+    own = f"{owner}class B(A):\n    def g(self, other): return other._f(self._x) + super()._f(1)\ndef h(a): return a._x"
+    assert private_name_faults({"m": own}, {}) == []
+    assert private_name_faults({"m": owner, "n": "class C:\n    def g(self, a): return a._y + self.b._z"}, {}) == []
+    for reaching in ("class C:\n    def g(self, a): return a._x", "class C:\n    def g(self): self.a._f(1)"):
+        (fault,) = private_name_faults({"m": owner + reaching}, {})
+        assert fault.startswith("m, line 5: reaches for ")
+    (fault,) = private_name_faults({"m": owner, "n": "def h(a): return a._x"}, {})
+    assert fault.startswith("n, line 1: reaches for a._x")
+    assert private_name_faults({"m": owner, "n": "def h(a): return a._x"}, {"_x": "why"}) == []
+    assert private_name_faults({"m": owner}, {"_x": "why"}) == ["_x is reached for nowhere any more"]
 
 
 def test_constructor_with_many_arguments_or_functions_is_found_and_a_stale_reason_too() -> None:
