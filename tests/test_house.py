@@ -604,12 +604,14 @@ def _is_broad(caught: ast.expr | None) -> bool:
 
 MOST_ARGUMENTS, MOST_CALLABLES = 8, 2
 LARGE_CONSTRUCTORS: Mapping[str, str] = {
-    # "module:Class": the reason why it takes more than 8 arguments, or more than 2 functions
+    # "module:Class": the reason why it takes more than 8 arguments, which a dataclass may, or more than 2 functions
     "agent.elastic_agent:ElasticAgent": "what torch's agent takes, and what belongs to it here",
     "agent.workers.workers:Workers": "what torch's agent starts workers with",
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
     "master.tuning:Tuning": "where it runs a tuner, who makes that, and who is told, with a clock for tests",
+    "profile.sampled_steps:StepMeasurementListeners": "a function for each measurement, which others take",
+    "training.steps.state:StepState": "who hears of a step's moments, None where nobody does: steps look there often",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }
 
@@ -628,17 +630,17 @@ def constructor_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -
     calls = re.compile(rf"\b({'|'.join(['Callable', *aliases])})\b")
     for module, source in sorted(sources.items()):
         for node in (node for node in nodes_of(source) if isinstance(node, ast.ClassDef)):
-            for made in (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"):
-                given = [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs][1:]
-                functions = [each for each in given if each.annotation and calls.search(ast.unparse(each.annotation))]
-                if len(given) <= MOST_ARGUMENTS and len(functions) <= MOST_CALLABLES:
-                    continue
-                large.add(place := f"{module}:{node.name}")
-                if place not in allowed:
-                    faults.append(
-                        f"{place} takes {len(given)} arguments, {len(functions)} of them functions; allowed: "
-                        f"{MOST_ARGUMENTS} and {MOST_CALLABLES}: hand on the object that has them"
-                    )
+            given, fields = _arguments(node), _fields(node)
+            taken: list[ast.arg | ast.AnnAssign] = [*given, *fields]
+            functions = [each for each in taken if each.annotation and calls.search(ast.unparse(each.annotation))]
+            if len(given) <= MOST_ARGUMENTS and len(functions) <= MOST_CALLABLES:
+                continue
+            large.add(place := f"{module}:{node.name}")
+            if place not in allowed:
+                faults.append(
+                    f"{place} takes {len(taken)} arguments, {len(functions)} of them functions; allowed: "
+                    f"{MOST_ARGUMENTS} and {MOST_CALLABLES}: hand on the object that has them"
+                )
     return [*faults, *(f"{place} is no large constructor any more" for place in sorted(set(allowed) - large))]
 
 
@@ -654,6 +656,18 @@ def class_name_faults(sources: Mapping[str, str]) -> list[str]:
         for name, modules in sorted(modules_of.items())
         if len(modules) > 1
     ]
+
+
+def _arguments(node: ast.ClassDef) -> list[ast.arg]:
+    """What the constructor that a class writes itself takes; nothing where it writes none."""
+    made = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    return [] if made is None else [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs][1:]
+
+
+def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
+    """What the constructor of a dataclass takes; nothing for other classes."""
+    is_dataclass = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    return [each for each in node.body if is_dataclass and isinstance(each, ast.AnnAssign)]
 
 
 PRIVATE_ELSEWHERE: Mapping[str, str] = {
@@ -1124,3 +1138,8 @@ def test_constructor_with_many_arguments_or_functions_is_found_and_a_stale_reaso
     few = "class C:\n    def __init__(self, a, *, b: Callable[[], int]): ..."
     faults = constructor_faults({"m": f"{many}\n{functions}\n{few}"}, {"m:C": "why"})
     assert [fault.partition(" ")[0] for fault in faults] == ["m:A", "m:B", "m:C"]
+    fields = "".join(f"    field_{number}: int\n" for number in range(9))
+    functions = "".join(f"    {name}: Callable[[], int]\n" for name in "abc")
+    classes = f"@dataclass(frozen=True)\nclass D:\n{fields}@dataclass\nclass E:\n{functions}class F:\n{functions}"
+    (fault,) = constructor_faults({"m": classes}, {})
+    assert fault.startswith("m:E takes 3 arguments, 3 of them functions")
