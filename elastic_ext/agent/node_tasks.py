@@ -339,7 +339,7 @@ class NodeTasks:
                     board.post("standings-wanted", True)
                 if board.read("standings-wanted"):
                     board.tell("standings", standings_to_json(seen.standings))
-                    told = [text for place, text in board.told("standings").items() if place in self._together]
+                    told = [text for place, text in board.values_of("standings").items() if place in self._together]
                     everyone = [each for text in told for each in standings_from_json(text)]
                     verdict = find_hang(everyone, world_size=self._world_size)
                     is_heard = len(told) == len(self._together)  # else one that has still to tell may be waited for

@@ -190,7 +190,7 @@ class LoaderConfigFollower:
             self._watcher.on_news = self._note
             self._watcher.start()
         self._has_news = False
-        new = self._watcher.held
+        new = self._watcher.newest
         if new is None or new is self._seen:
             return
         self._seen = new
