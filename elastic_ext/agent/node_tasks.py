@@ -83,7 +83,7 @@ def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
 
 
 def resumed_in_words(begun: Begun) -> str:
-    """From which checkpoint a job that is started resumes, its step, and how many ranks saved it, in a sentence."""
+    """The checkpoint from which a job that is started resumes, its step, and how many ranks saved it: a sentence."""
     words = f"training resumes from {begun.resumed_from}, of step {begun.step}"
     return words if begun.saved_by_ranks is None else f"{words}, saved by {counted(begun.saved_by_ranks, 'rank')}"
 

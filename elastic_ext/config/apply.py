@@ -114,7 +114,7 @@ class Applied:
 
     @property
     def values_used(self) -> dict[str, tuple[Value, Value]]:
-        """As ``changes``, with the script's own value, where it is known, of a key that a config leaves to it."""
+        """The ``changes``, with the script's own value, where it is known, of a key that a config leaves to it."""
         own = self.own_values
         return {
             path: (own.get(path) if old is None else old, own.get(path) if new is None else new)

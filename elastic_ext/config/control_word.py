@@ -195,7 +195,7 @@ class ControlWord:
     def to_bytes(self) -> bytes:
         """This control word as it is sent to the other ranks."""
         record = asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}
-        record["asking"] = record.pop("asks_for_lag")  # as the other ranks read it
+        record["asking"] = record.pop("asks_for_lag")  # its name in what ranks exchange
         return json.dumps(record).encode()
 
     @classmethod
