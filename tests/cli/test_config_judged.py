@@ -271,6 +271,19 @@ def test_what_was_set_for_a_later_step_is_told_to_come_with_the_next_version_whi
     assert said == f"{early.format(4, 3, 0, 'user.a, user.b, user.c')}; --at-step 0 would keep it waiting"
 
 
+def test_what_was_set_for_a_step_that_the_job_has_come_to_is_not_early(job: Job) -> None:
+    for name in "ab":
+        job.follower.knob(name)
+    assert job.run("set", "user.a=1") == 0
+    assert job.run("set", "user.a=2", "--at-step", str(job.follower.step + 20_000)) == 0
+    end = time.monotonic() + END_SECONDS
+    while job.follower.config.version < 2:
+        assert time.monotonic() < end
+        job.follower.boundary()
+    assert job.run("set", "user.b=1") == 0
+    assert job.out == "version 3 written\nuser.b: absent -> 1\nin force from step N\n"
+
+
 def test_a_version_that_came_too_late_for_its_run_is_built_upon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
