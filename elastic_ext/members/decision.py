@@ -131,8 +131,8 @@ class MeetingDecision:
     """``start``: all workers are started, those that run are ended first. ``live``: the workers of who stays go on.
     ``same``: they go on, and nobody joins or leaves."""
     why: str = ""
-    """Of ``start``, why members do not change live, or of ``same``, why who wants to join does not: a sentence. Empty
-    where there is nothing to say, as after a failure."""
+    """Why members do not change live (``start``), or why who wants to join does not (``same``): a sentence. Empty where
+    there is nothing to say, as after a failure."""
     joined: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     holder: str = ""
@@ -297,7 +297,7 @@ class ChangeRow:
     version: int
     state: RowState
     why: str = ""
-    """Of ``failed``, ``refused`` and ``sent-away``: the reason, a sentence."""
+    """The reason for ``failed``, ``refused`` or ``sent-away``, a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

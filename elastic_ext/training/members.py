@@ -154,7 +154,7 @@ class TrainingMembers:
         self._watcher.start()
         if self.joins:
             return
-        held = self._watcher.held
+        held = self._watcher.newest
         known = held.version if held is not None and self._is_in_force(held) else 0
         versions = self._follower.ranks.gather(str(known).encode(), "comparing membership plans")
         self.version = min(map(int, versions))
@@ -193,7 +193,7 @@ class TrainingMembers:
         began = time.perf_counter()
         follower.agreement.meet(Purpose.MEMBERS)
         assert self._watcher is not None
-        plan = self._watcher.held
+        plan = self._watcher.newest
         assert plan is not None
         groups: Generation | None = None
         why_not = ""
@@ -555,7 +555,7 @@ class TrainingMembers:
         watcher, seat = self._watcher, self._follower.ranks.seat
         assert watcher is not None
         while True:
-            plan = watcher.held
+            plan = watcher.newest
             if plan is not None and plan.version >= max(self.joins, after + 1):
                 if plan.mode != "live" or plan.member_at(seat) is None:
                     raise ElasticError(
@@ -571,7 +571,7 @@ class TrainingMembers:
         assert watcher is not None
 
         def is_old() -> bool:
-            return plan is not None and watcher.held is not plan
+            return plan is not None and watcher.newest is not plan
 
         while not board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
             if is_old():
@@ -603,7 +603,7 @@ class TrainingMembers:
 
     def _held_version(self) -> int:
         """The version of the newest live plan that this rank holds; 0 where it holds none."""
-        held = None if self._watcher is None else self._watcher.held
+        held = None if self._watcher is None else self._watcher.newest
         return 0 if held is None or held.mode != "live" else held.version
 
     def _write(self) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from elastic_ext.config.control_word import Purpose
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.config.lr_scaling import rate_factor
@@ -440,8 +441,8 @@ class Session:
                 "catch it within `with trainer.epoch():` to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
-        self.follower.meet_to_go_back(
-            doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
+        self.follower.meet(
+            Purpose.REWIND, doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
         )
         if torn is None:
             saving.begin_due()

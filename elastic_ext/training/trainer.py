@@ -294,7 +294,16 @@ class ElasticTrainer:
         self, optimizer: Optimizer, *, scaler: torch.amp.GradScaler
     ) -> tuple[ElasticOptimizer, ElasticScaler]: ...
     @overload
-    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any: ...
+    def prepare(
+        self, optimizer: Sequence[Optimizer], lr_scheduler: Sequence[LRScheduler]
+    ) -> tuple[list[ElasticOptimizer], list[ElasticLRScheduler]]: ...
+    @overload
+    def prepare(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any: ...
     @_in_a_sentence
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.

@@ -23,7 +23,7 @@ class Arriving:
         self.tell: Callable[[], object] = lambda: None
 
     @property
-    def held(self) -> ElasticConfig | None:
+    def newest(self) -> ElasticConfig | None:
         self._left -= 1
         if self._left == -1:
             self.tell()
@@ -41,7 +41,7 @@ def test_a_config_is_taken_though_boundaries_are_quiet(reading: int, every: int)
     for step in range(1, 40):
         if agreement.pass_quietly(float(step), step, 0):
             num_quiet += 1
-            source.held  # noqa: B018 as time goes by it arrives
+            source.newest  # noqa: B018 as time goes by it arrives
         else:
             agreement.boundary(step=step)
     assert agreement.config.version == 1
