@@ -611,7 +611,6 @@ LARGE_CONSTRUCTORS: Mapping[str, str] = {
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
     "master.tuning:Tuning": "where it runs a tuner, who makes that, and who is told, with a clock for tests",
-    "profile.sampled_steps:StepMeasurementListeners": "a function for each measurement, which others take",
     "training.steps.state:StepState": "who hears of a step's moments, None where nobody does: steps look there often",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }

@@ -243,7 +243,7 @@ class TrainingMembers:
             seconds=time.perf_counter() - began,
         )
         if pending.new_rank is not None:
-            self._training.session.cut_batches(num_ranks=plan.world_size, rank=pending.new_rank)
+            self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
         self._training.steps.change_first(self._apply_in_step)
 
     def _try_out(self, plan: MembershipPlan) -> None:
@@ -324,13 +324,12 @@ class TrainingMembers:
             with self._follower.heartbeat.during(Activity.CHANGING):
                 self._apply()
 
-    def _apply_in_step(self) -> None:
+    def _apply_in_step(self) -> bool:
+        """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
-            return
+            return False
         with self._follower.heartbeat.during(Activity.CHANGING):
-            is_made = self._apply()
-        if not is_made:
-            self._training.steps.take_back_entered()
+            return not self._apply()
 
     def _apply(self) -> bool:
         """Change to the world that was agreed on; gives whether it was, else all is as before. With all old ranks."""
@@ -340,7 +339,8 @@ class TrainingMembers:
         began = time.perf_counter()
         old_seats, change = self._seats, None
         error: Exception | None = None
-        training.session.settle_saves()
+        if training.saving is not None:
+            training.saving.come_to_rest()
         try:
             training.spread.wait()
             change = self._prepared(pending.worlds, pending.holder, None)
@@ -358,7 +358,7 @@ class TrainingMembers:
             cost = training.spread.regroup(change, self._all_or_raise, pending.groups)
         except Exception as failure:
             if not change.is_as_before:
-                training.session.give_up(_HALF)
+                training.steps.give_up(_HALF)
                 raise
             training.session.take_up_model()
             training.session.take_world(ranks.world)
@@ -382,13 +382,13 @@ class TrainingMembers:
         """Go on as before, since a change failed before anything had moved."""
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
-        self._training.session.cut_as_config_says()
+        self._training.session.cut_as_config_says(self._follower.config)
         self._refuse(pending.plan.version, why)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
         return training.spread.prepare_regroup(
-            worlds, holder, training.optimizers, training.session.registered(), plan=plan
+            worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
     def _all_or_raise(self, error: BaseException | None) -> None:
@@ -415,8 +415,6 @@ class TrainingMembers:
         if self._watcher is not None:
             self._watcher.warns = ranks.world.is_first_here
         training.steps.weigh_anew()
-        if training.checkpoints is not None:
-            training.checkpoints.take_world(ranks.world)
         training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
         self._write()
 
@@ -430,7 +428,7 @@ class TrainingMembers:
             "schedules": training.state.num_scheduled,
             "seed": None if training.batches.ordered is None else training.batches.ordered.seed,
             "state": training.saved_state.tell(),
-            "saving": training.session.tell_saving(),
+            "saving": None if training.saving is None else training.saving.tell(),
             "drawn": pending.drawn,
         }
 
@@ -440,7 +438,7 @@ class TrainingMembers:
         if told["seed"] is not None and training.batches.ordered is not None:
             training.batches.ordered.take_seed(told["seed"])
         training.saved_state.join(told["state"])
-        training.session.go_on_in_epoch_of(training.counts, is_within=told["state"]["counts"]["is_in_epoch"])
+        training.session.epochs.join(is_within=told["state"]["counts"]["is_in_epoch"])
         agreement = training.follower.agreement
         agreement.join(JoinedAgreement(**told["agreement"]))
         config = agreement.join_config(told["config"], leaves_out=_SECTIONS_OF_PLAN)
@@ -448,7 +446,8 @@ class TrainingMembers:
         training.saved_state.go_on(told["state"])
         training.steps.num_backwards = told["backwards"]
         training.state.num_scheduled = told["schedules"]
-        training.session.join_saving(told["saving"])
+        if training.saving is not None:
+            training.saving.join(told["saving"])
 
     def _leave(self, pending: _Pending) -> None:
         """End this process as one that was told to leave, once it has given what it has."""

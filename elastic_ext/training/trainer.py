@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from elastic_ext.fsdp.plan import ParallelPlan
     from elastic_ext.profile.output import Sink
 
+    from .epochs import TrainingEpochs
     from .members import MembersChange
     from .optimizers.amp import ElasticScaler
     from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
@@ -119,19 +120,19 @@ def _in_a_sentence(method: Callable[_Arguments, _Result]) -> Callable[_Arguments
 class Epoch:
     """The context of ``with trainer.epoch():``; entering it gives the epoch's number."""
 
-    def __init__(self, session: Session, epoch: int | None) -> None:
-        self._session = session
+    def __init__(self, epochs: TrainingEpochs, epoch: int | None) -> None:
+        self._epochs = epochs
         self._epoch = epoch
 
     @_in_a_sentence
     def __enter__(self) -> int:
-        return self._session.enter_epoch(self._epoch)
+        return self._epochs.enter(self._epoch)
 
     @_in_a_sentence
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.end_epoch(error)
+        self._epochs.end(error)
 
 
 class Mutating:
@@ -390,7 +391,7 @@ class ElasticTrainer:
 
     def epoch(self, epoch: int | None = None) -> AbstractContextManager[int]:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
-        return Epoch(self._prepared, epoch)
+        return Epoch(self._prepared.epochs, epoch)
 
     def batches(self, *, max_steps: int | None = None) -> Generator[Any, None, None]:
         """The dataloader's batches, epoch after epoch, for loops that count steps; epochs begin and end by themselves.
@@ -398,7 +399,7 @@ class ElasticTrainer:
         The batches end once ``max_steps`` steps have committed, those of earlier runs included, and where some rank has
         asked to stop. A second call goes on where the loop before was left. All ranks take batches alike.
         """
-        return self._prepared.endless.batches(max_steps)
+        return self._prepared.epochs.endless.batches(max_steps)
 
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
@@ -480,7 +481,7 @@ class ElasticTrainer:
     @_in_a_sentence
     def reset(self) -> None:
         """Begin counting ``num_steps`` from zero, and the dataloader's batches too: a new epoch."""
-        self._prepared.reset()
+        self._prepared.epochs.reset()
 
     @overload
     def knob(self, name: str) -> Any: ...

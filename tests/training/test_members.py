@@ -400,6 +400,7 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
         waits_for={5: "is dead"},
         form_seconds=2.0,
         strategy="full_shard",
+        saves=True,
     )
     zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
     assert two.exit_signal == 9

@@ -137,8 +137,7 @@ class Steps:
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
         self._to_do_first: Callable[[], None] | None = None
-        self._to_change: Callable[[], None] | None = None  # the members, after that
-        self._takes_back = False  # the step that is being entered
+        self._to_change: Callable[[], bool] | None = None  # the members, after that
         gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         training.state.num_optimizers = len(optimizers)
         gradients.share_guarded = self._share_guarded
@@ -215,9 +214,10 @@ class Steps:
         ):
             state.move(StepEvent.ENTER_LAST)
             return
+        takes_back = False
         if state.index == 0:
             try:
-                self._begin(self.keep_batch)
+                takes_back = self._begin(self.keep_batch)
             except ElasticError as error:
                 if not error.says_all:
                     raise
@@ -239,8 +239,7 @@ class Steps:
             self._gradients.weigh_gathered(self._weights.factor_at_end)
         if self._checks.is_looking:
             self._checks.begin_micro_step()
-        if self._takes_back:
-            self._takes_back = False
+        if takes_back:
             self.rollback()
 
     def __exit__(
@@ -392,13 +391,12 @@ class Steps:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False
 
-    def change_first(self, act: Callable[[], None]) -> None:
-        """Have ``act``, a change of members, called as the next step begins, after what ``do_first`` was given."""
-        self._to_change, self._is_like_before = act, False
+    def change_first(self, act: Callable[[], bool]) -> None:
+        """Have ``act``, a change of members, called as the next step begins, after what ``do_first`` was given.
 
-    def take_back_entered(self) -> None:
-        """Take the step back that is being entered: its batch was cut for other ranks, and comes again."""
-        self._takes_back = True
+        Where it gives True that step is taken back as it is entered: its batch was cut for others, and comes again.
+        """
+        self._to_change, self._is_like_before = act, False
 
     def pass_owed_boundary(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
@@ -467,15 +465,15 @@ class Steps:
             advice = _ALL_LEAVE if self._gradients.are_exchanged else ""
             _logger.warning("%s of a step were dropped: %s%s", told, why, advice)
 
-    def _begin(self, keep_batch: bool) -> None:
-        """Begin a step."""
-        is_first = self.has_not_begun
+    def _begin(self, keep_batch: bool) -> bool:
+        """Begin a step; gives whether it is to be taken back once it is entered, as ``change_first`` says."""
+        is_first, takes_back = self.has_not_begun, False
         self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         if self._to_change is not None:
             change, self._to_change = self._to_change, None
-            change()
+            takes_back = change()
         if self._to_meet is not None or self._gradients.awaited:
             self.catch_up()
         if self._gradients.before_step is not None:
@@ -524,6 +522,7 @@ class Steps:
         if snapshot is not None:
             snapshot.take()
             snapshot.put_shared()
+        return takes_back
 
     def _refuse_taken_ahead(self, num_handed: int) -> None:
         """Raise, since too many batches were taken, and have these come again.
