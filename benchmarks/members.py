@@ -243,16 +243,18 @@ def _changes_told(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def main(share: float = 1.0) -> list[Result]:
-    """Tables of a join and a leave under DDP, of a join of shards, of groups and of what ``live`` costs."""
+    """Tables of a join under DDP; then, with less time not, of a leave, of a join of shards, of groups, of a quiet job."""
     num_rounds = shortened(6, share, least=3)
-    results = [
-        *_stalls("A node joins two, DDP", "ddp", 2, 3, DDP_OVER, num_rounds),
+    results = _stalls("A node joins two, DDP", "ddp", 2, 3, DDP_OVER, num_rounds)
+    if share < 1:
+        return results
+    return [
+        *results,
         *_stalls("A node of three leaves, DDP", "ddp", 3, 2, DDP_OVER, num_rounds),
         *_stalls("A node joins two, fully_shard, 40 million parameters", "full_shard", 2, 3, SHARDED_OVER, 3),
+        _groups(num_rounds=3),
+        _quiet(num_rounds=8),
     ]
-    if share >= 1:
-        results.append(_groups(num_rounds=3))
-    return [*results, _quiet(num_rounds=shortened(8, share, least=3))]
 
 
 def _stalls(title: str, way: str, before: int, after: int, over: Mapping[str, float], num_rounds: int) -> list[Result]:
