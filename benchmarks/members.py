@@ -243,7 +243,7 @@ def _changes_told(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def main(share: float = 1.0) -> list[Result]:
-    """Tables of a join under DDP; then, with less time not, of a leave, of a join of shards, of groups, of a quiet job."""
+    """Tables of a join under DDP; in the whole form also of a leave, of shards, of groups, and of a quiet job."""
     num_rounds = shortened(6, share, least=3)
     results = _stalls("A node joins two, DDP", "ddp", 2, 3, DDP_OVER, num_rounds)
     if share < 1:
