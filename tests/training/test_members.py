@@ -262,7 +262,16 @@ def test_checkpoints_go_on_through_changes_and_the_folder_goes_to_the_next_first
     assert resumed.rows[0][0] == 16
 
 
-def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp_path: Path, port: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "changed_at", "saved"),
+    [
+        pytest.param(3, 6, "step_5", id="with the plan, which waits for the save"),
+        pytest.param(4, 5, "step_6", id="as ranks meet for the plan: who joins saves with the others"),
+    ],
+)
+def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(
+    ranks: RankPool, tmp_path: Path, port: int, at: int, changed_at: int, saved: str
+) -> None:
     first = plan_of([0, 1])
     joined = plan_after(first, port, joined=[2])
     config = {"version": 5, "global_batch_size": 24, "checkpoint": {"now": True}, "optimizer": {"weight_decay": 0.5}}
@@ -273,16 +282,16 @@ def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp
         last_step=12,
         joins={2: 2},
         holds={3: 2},
-        configs={3: config},
+        configs={at: config},
         saves=True,
         num_samples=192,
     )
     zero, one, two = lived(ranks, job, [first, joined], 3)
-    assert zero.changes == [(2, 6, 0, 3)], "a step later than the config and the save, for which it waits"
+    assert zero.changes == [(2, changed_at, 0, 3)]
     assert zero.state == one.state == two.state
     taken = samples_by_step([zero, one, two])
     assert [len(taken[step]) for step in (4, 5, 6, 11)] == [12, 24, 24, 24]
-    assert [path.parent.name for path in tmp_path.glob("saved/fsdp_checkpoint/*/*/COMMIT")] == ["step_5"]
+    assert [path.parent.name for path in tmp_path.glob("saved/fsdp_checkpoint/*/*/COMMIT")] == [saved]
 
 
 @pytest.mark.parametrize(
