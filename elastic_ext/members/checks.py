@@ -28,6 +28,8 @@ class Answer(JsonRecord):
     """Why this rank cannot train by the plan; empty where it can."""
     why_later: str = ""
     """What this rank has to end before members can change; empty for nothing."""
+    registered: str = ""
+    """The digest of what each rank keeps for itself; empty where all of it is to be that of the first rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,12 @@ class MembersDecision:
     kind: Literal["apply", "refuse", "later", "newer"]
     """``later``: something has to end first; ``newer``: some ranks hold a newer plan, of which the others will hear."""
     why: str = ""
+
+
+_UNLIKE = (
+    "registered tensors, or buffers of a sharded model, differ between the ranks, and whoever joins would go on with "
+    "those of the rank whose place it takes; checkpoints have the tensors of each rank"
+)
 
 
 def digest_of(plan: MembershipPlan) -> str:
@@ -63,7 +71,11 @@ def decide(answers: Sequence[Answer], names: Sequence[object]) -> MembersDecisio
     later = next(
         (f"{name}: {answer.why_later}" for answer, name in zip(answers, names, strict=True) if answer.why_later), ""
     )
-    return MembersDecision(kind="later", why=later) if later else MembersDecision(kind="apply")
+    if later:
+        return MembersDecision(kind="later", why=later)
+    if len({answer.registered for answer in answers}) > 1:
+        return MembersDecision(kind="refuse", why=_UNLIKE)
+    return MembersDecision(kind="apply")
 
 
 def why_not_members(plan: MembershipPlan, seats: Sequence[int]) -> str | None:

@@ -209,7 +209,7 @@ class Speed:
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._since = time.perf_counter()
-        self._num_boundaries = self._num_samples = 0  # so many there were then
+        self._num_boundaries, self._num_samples = counts.num_boundaries, counts.num_samples  # so many there were then
         self._rates: tuple[float | None, float | None] = None, None  # steps and samples per second
 
     def measure(self) -> Measures:
@@ -262,6 +262,7 @@ class Session:
         self._speed = Speed(training.counts)
         self._is_exception_told = self._has_begun_epoch = False
         self._joined_epoch: int | None = None  # which the ranks that this one has joined are in
+        self._epoch_to_join: int | None = None  # the same, or the one that comes for them, until it has begun here
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
         self.doubted_lengths: dict[object, LengthRemark | None] = {}
         """By schedule, the remark on a length that may have been counted in micro-batches; None where it was not."""
@@ -374,6 +375,8 @@ class Session:
     def go_on_in_epoch_of(self, counts: Counts, *, is_within: bool) -> None:
         """Note that this rank has joined others; ``is_within`` says that their epoch is under way."""
         self._joined_epoch = counts.epoch if is_within else None
+        self._epoch_to_join = counts.epoch if is_within else counts.start_epoch
+        self._speed = Speed(counts)
 
     def leave(self, by: str) -> None:
         """End training on this rank alone, which is a member of the job no more."""
@@ -461,6 +464,7 @@ class Session:
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
+        self._training.members.follow_rewind()
         self.follower.write_metrics()
         return loaded.path
 
@@ -645,6 +649,12 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin ``epoch`` with all ranks, or go on with the rest of it."""
+        to_join, self._epoch_to_join = self._epoch_to_join, None
+        if to_join not in (None, epoch):
+            raise StepError(
+                f"the loop begins with epoch {epoch}, and the ranks that this one has joined are in epoch {to_join}; "
+                "loop over range(trainer.start_epoch, num_epochs)"
+            )
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))

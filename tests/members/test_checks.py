@@ -55,8 +55,10 @@ def test_ranks_can_become_the_members_of_a_plan_just_where_there_are_worlds_of_b
         assert why_not_members(plan(*new), seats) is None
 
 
-def answer(why_not: str = "", why_later: str = "", *, version: int = 2, digest: str = "a") -> Answer:
-    return Answer(version=version, digest=digest, why_not=why_not, why_later=why_later)
+def answer(
+    why_not: str = "", why_later: str = "", *, version: int = 2, digest: str = "a", registered: str = ""
+) -> Answer:
+    return Answer(version=version, digest=digest, why_not=why_not, why_later=why_later, registered=registered)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +99,11 @@ def test_a_joiner_that_differs_is_told_in_what() -> None:
     assert differences({"torch": "2.13"}, ours).startswith('the model is null here and "Net" there; the parameter w')
     many = {str(number): number for number in range(9)}
     assert differences({}, many).endswith("; and 4 more")
+
+
+def test_ranks_that_keep_something_for_themselves_do_not_let_another_take_the_place_of_one() -> None:
+    apart = [answer(registered="a"), answer(registered="b")]
+    assert decide(apart, "ab").why.startswith("registered tensors, or buffers of a sharded model, differ")
+    assert decide([apart[0], apart[0]], "ab").kind == "apply"
+    saving = [apart[0], answer(why_later="a checkpoint is being written")]
+    assert decide(saving, "ab").kind == "later", "who waits has not looked at its tensors"
