@@ -14,7 +14,18 @@ from elastic_ext.records.json import JsonRecord, shown
 
 from .plan import MembershipPlan
 
-__all__ = ["Answer", "MembersDecision", "decide", "differences", "digest_of", "why_not_members"]
+__all__ = [
+    "Answer",
+    "MembersDecision",
+    "decide",
+    "differences",
+    "digest_of",
+    "seconds_to_settle",
+    "why_not_members",
+]
+
+_SETTLE_SECONDS = 2.0
+_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +87,15 @@ def decide(answers: Sequence[Answer], names: Sequence[object]) -> MembersDecisio
     if len({answer.registered for answer in answers}) > 1:
         return MembersDecision(kind="refuse", why=_UNLIKE)
     return MembersDecision(kind="apply")
+
+
+def seconds_to_settle(waited_seconds: float) -> float | None:
+    """How long a boundary waits for a save under way before the plan is left to the next boundary.
+
+    All boundaries together wait for two seconds of the time for which the plan has waited; after twenty of them the
+    save is waited for however long it takes, None, since another may follow each save.
+    """
+    return None if waited_seconds > _PATIENCE_SECONDS else max(_SETTLE_SECONDS - waited_seconds, 0.0)
 
 
 def why_not_members(plan: MembershipPlan, seats: Sequence[int]) -> str | None:

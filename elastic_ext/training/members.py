@@ -36,7 +36,14 @@ from elastic_ext.fsdp.checkpoint.saving.collect import Comparable
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
-from elastic_ext.members.checks import Answer, decide, differences, digest_of, why_not_members
+from elastic_ext.members.checks import (
+    Answer,
+    decide,
+    differences,
+    digest_of,
+    seconds_to_settle,
+    why_not_members,
+)
 from elastic_ext.members.plan import JOINS, Member, MembershipPlan
 from elastic_ext.members.regroup import FORM_SECONDS, Generation, present_backend
 from elastic_ext.members.store import CALL, GO, here
@@ -59,8 +66,6 @@ __all__ = ["MembersChange", "TrainingMembers", "plan_until_joined", "version_to_
 _logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0  # joiners do nothing but wait to be called
-_SETTLE_SECONDS = 2.0  # for a save under way; where that takes longer the plan waits for the next boundary
-_PATIENCE_SECONDS = 20.0  # of such waiting
 _SLICE_SECONDS = 0.5  # of a joiner's waits, between two looks at its membership.json
 _HALF = (
     "a change of members failed halfway, and parts of the model lie by either world: start the job again, which "
@@ -287,10 +292,10 @@ class TrainingMembers:
         training = self._training
         if training.batches.loses_rest(training.follower.config, plan.world_size):
             return f"the epoch has a step left that is too small for {plan.world_size} ranks"
-        waited = time.monotonic() - self._wanted_since
-        if training.checkpoints is None or waited > _PATIENCE_SECONDS:
-            return ""  # what is under way is waited for, however long it takes
-        return training.checkpoints.why_not_idle(max(_SETTLE_SECONDS - waited, 0.0))
+        seconds = seconds_to_settle(time.monotonic() - self._wanted_since)
+        if training.checkpoints is None or seconds is None:
+            return ""  # what is under way is waited for
+        return training.checkpoints.why_not_idle(seconds)
 
     def _own_tensors(self) -> str:
         """A digest of what each rank has for itself, and would have again from a checkpoint of as many ranks."""

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.fsdp.worlds import Worlds
-from elastic_ext.members.checks import Answer, MembersDecision, decide, differences, digest_of, why_not_members
+from elastic_ext.members.checks import (
+    Answer,
+    MembersDecision,
+    decide,
+    differences,
+    digest_of,
+    seconds_to_settle,
+    why_not_members,
+)
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 
 
@@ -107,3 +115,10 @@ def test_ranks_that_keep_something_for_themselves_do_not_let_another_take_the_pl
     assert decide([apart[0], apart[0]], "ab").kind == "apply"
     saving = [apart[0], answer(why_later="a checkpoint is being written")]
     assert decide(saving, "ab").kind == "later", "who waits has not looked at its tensors"
+
+
+@pytest.mark.parametrize(("waited", "seconds"), [(0.0, 2.0), (0.5, 1.5), (2.5, 0.0), (20.0, 0.0), (20.1, None)])
+def test_a_save_keeps_training_for_two_seconds_in_all_until_the_plan_has_waited_long(
+    waited: float, seconds: float | None
+) -> None:
+    assert seconds_to_settle(waited) == seconds
