@@ -55,6 +55,7 @@ from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.text import counted, size_in_words
 from elastic_ext.torch_private.groups import groups_made
+from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
 
@@ -523,6 +524,8 @@ class TrainingMembers:
             f"membership {plan.version} at step {step}: {plan.reason}; {nodes}, {ranks}; {seconds['all']:.2f} s "
             f"without a step, {size_in_words(cost.sent_bytes)} moved, no process restarted"
         )
+        if any(map(is_compiled, self._training.model.modules())):
+            text += "; compiled modules are compiled anew where their micro-batches have a size that is new to them"
         if follower.ranks.rank == 0:
             _logger.info("%s", text)
         details = {

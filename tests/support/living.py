@@ -131,6 +131,8 @@ class Job:
     """By seat, in which of its functions a worker's script raises."""
     keeps_mean: bool = False
     """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
+    compiles: bool = False
+    """Whether the model's blocks are compiled."""
     keeps_own: bool = False
     """Whether each rank registers a large tensor of its own."""
     rewinds: bool = False
@@ -170,6 +172,8 @@ class Lived:
     """How many steps had ended by the count that ranks, and agents, compare."""
     newest: list[int | None] = field(default_factory=list)
     """The step of the newest checkpoint, as this rank knows it after each change."""
+    num_graphs: list[int] = field(default_factory=list)
+    """How many graphs had been compiled as each change came, and in the end."""
     analyzes: bool = False
     """Whether this rank measures memory in the end."""
 
@@ -371,9 +375,12 @@ class Training:
         self.changes: list[tuple[int, int, int, int]] = []
         self.held: list[dict[str, int]] = []
         self.newest: list[int | None] = []
+        self.num_graphs: list[int] = []
         self.last_step = job.last_step
         torch.manual_seed(0)
         self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=job.draws)
+        for block in self.model.blocks if job.compiles else ():  # type: ignore[union-attr]
+            block.compile(backend="aot_eager")
         self.loader = ElasticDataLoader(
             Numbered(job.num_samples),
             batch_size=2 if job.accumulates else 4,
@@ -425,6 +432,8 @@ class Training:
             raise LookupError("planted in on_members")
         self.changes.append((change.version, change.step, change.rank, change.world_size))
         self.held.append(held())
+        self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert self.trainer._training.ranks.world.members == change.version
         checkpoints = self.trainer._training.checkpoints
         newest = None if checkpoints is None else checkpoints.job.run.newest
         self.newest.append(None if newest is None else newest.global_step)
@@ -547,6 +556,7 @@ class Training:
             num_undone=self.num_undone,
             num_ended=self.trainer._training.counts.num_boundaries,
             newest=self.newest,
+            num_graphs=[*self.num_graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]],
             analyzes=self.trainer._training.analyzer is not None,
         )
 

@@ -371,10 +371,12 @@ def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(
         {"way": "batches", "num_samples": 48},
         {"num_workers": 1},
         {"keeps_mean": True, "strategy": "full_shard"},
+        {"compiles": True},
+        pytest.param({"compiles": True, "strategy": "full_shard"}, marks=pytest.mark.slow),
         {"wraps": "ddp"},
         {"wraps": "fully_shard"},
     ],
-    ids=["run", "batches", "workers", "mean", "own ddp", "own fully_shard"],
+    ids=["run", "batches", "workers", "mean", "compiled", "compiled and sharded", "own ddp", "own fully_shard"],
 )
 def test_so_it_is_however_the_loop_takes_batches_and_whatever_the_script_does(
     ranks: RankPool, tmp_path: Path, port: int, options: dict[str, Any]
@@ -391,6 +393,10 @@ def test_so_it_is_however_the_loop_takes_batches_and_whatever_the_script_does(
     again = restarted(ranks, job, [(steps[2], 2), (steps[3], 3), (12, 2)])
     assert zero.state == again[0].state
     check_samples(ranks, job, [zero, one, two])
+    if job.compiles:
+        assert zero.num_graphs[0] < zero.num_graphs[1] == zero.num_graphs[2], "once, for sizes that may change"
+        told = events_of(job, 0, "members-changed")[0].text
+        assert "; compiled modules are compiled anew where their micro-batches have a size that is new" in told
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
