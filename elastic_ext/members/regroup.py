@@ -70,6 +70,7 @@ class Generation:
         self._prefix = prefix_of(plan.generation, plan.version)
         self._new = None if new is None else (new, plan.world_size)
         self._old = None if old is None else (old, ranks.world_size)
+        self._version, self._members_before = plan.version, ranks.world.members
         self._form_seconds = form_seconds
         self._limit = limit_of_default_group() or default_pg_timeout  # for the groups to come, too
         self._store_before: Any = store_of_default_group() if dist.is_initialized() else None
@@ -89,7 +90,8 @@ class Generation:
         assert self._new is not None, "who leaves forms nothing"
         if self._new[0] == 0:  # one of those who stay, and the others of them have come as far
             self.board.post(GO, {"why": ""})
-        self._form(dist.PrefixStore(f"{self._prefix}/{GROUPS}", self._store), self._new, self._form_seconds)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"{self._prefix}/{GROUPS}", self._store)  # type: ignore[attr-defined]
+        self._form(store, self._new, self._version, self._form_seconds)
 
     def form_again(self) -> None:
         """Form the groups of the members of before anew, in the store that they had: that of the plan may be lost.
@@ -101,7 +103,7 @@ class Generation:
         if self._old[1] == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"{self._prefix}/{GROUPS_BEFORE}", store)  # type: ignore[attr-defined]
-        self._form(store, self._old, 2 * self._form_seconds + _LATER_SECONDS)
+        self._form(store, self._old, self._members_before, 2 * self._form_seconds + _LATER_SECONDS)
 
     def agree(self, error: BaseException | None) -> None:
         """Return where no rank brings an error, and raise on all where one does; from here on they wait for long."""
@@ -118,7 +120,7 @@ class Generation:
             dist.destroy_process_group()
             dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
-    def _form(self, store: Any, place: tuple[int, int], seconds: float) -> None:
+    def _form(self, store: Any, place: tuple[int, int], members: int, seconds: float) -> None:
         def form() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -129,4 +131,4 @@ class Generation:
             sys.excepthook = hook
 
         self._is_limited = True
-        self._ranks.regroup(form, seconds=seconds)
+        self._ranks.regroup(form, members=members, seconds=seconds)

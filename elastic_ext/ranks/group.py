@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Ranks:
         ranks._join()
         return ranks
 
-    def regroup(self, form: Callable[[], object], *, seconds: float | None = None) -> World:
+    def regroup(self, form: Callable[[], object], *, members: int = 0, seconds: float | None = None) -> World:
         """Leave these ranks for those of the default process group that ``form`` makes; gives the new world.
 
         ``form`` ends the default process group, if there is one, and begins another, on a store of its own: a store
@@ -112,11 +112,13 @@ class Ranks:
         anything of a world is told of the new one by its ``take_world``.
 
         Where ``form`` or a collective of the new world fails this rank is in no world: it may call this again. With
-        ``seconds`` no collective of the new world takes longer, until ``lift_limit``.
+        ``seconds`` no collective of the new world takes longer, until ``lift_limit``. ``members`` is the version of the
+        plan by which these ranks come together.
         """
         self._let_go()
         form()
         self._join(seconds)
+        self.world = replace(self.world, members=members)
         return self.world
 
     def lift_limit(self) -> None:
