@@ -726,9 +726,6 @@ def facts_of(training: Training) -> dict[str, Any]:
         **versions(),
         "the model": type(root).__name__,
         "the optimizers": [type(each).__name__ for each in training.optimizers],
-        "the groups of parameters": [
-            [len(group["params"]) for group in each.param_groups] for each in training.optimizers
-        ],
         "the schedulers": [type(each.inner).__name__ for each in parts.schedulers],
         "a scaler": parts.scaler is not None,
         "registered state": sorted(training.registered),
@@ -748,6 +745,8 @@ def facts_of(training: Training) -> dict[str, Any]:
         facts[f"the parameter {name}"] = [list(parameter.shape), str(parameter.dtype), is_trained]
     for name, buffer in root.named_buffers():
         facts[f"the buffer {name}"] = [list(buffer.shape), str(buffer.dtype)]
+    sizes = [[len(group["params"]) for group in each.param_groups] for each in training.optimizers]
+    facts["the groups of parameters"] = sizes  # last: where a model differs, that says more
     return facts
 
 

@@ -379,7 +379,7 @@ class Training:
         self.last_step = job.last_step
         torch.manual_seed(0)
         self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=job.draws)
-        for block in self.model.blocks if job.compiles else ():  # type: ignore[union-attr]
+        for block in self.model.blocks if job.compiles else ():
             block.compile(backend="aot_eager")
         self.loader = ElasticDataLoader(
             Numbered(job.num_samples),
