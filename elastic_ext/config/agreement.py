@@ -257,6 +257,10 @@ class JoinedAgreement(JsonRecord):
     """Whether the script has asked on some rank to end its loop."""
     leaving: bool
     """Whether some rank's process was told to end."""
+    save: bool
+    """Whether the next boundary is to tell that a checkpoint was asked for, as ranks have agreed since the last one."""
+    copy: bool
+    """Whether the next boundary is to tell that a copy of training state was asked for."""
 
 
 class Agreement:
@@ -396,7 +400,7 @@ class Agreement:
         """Go on from where ranks are that this one joins, between two steps; ``take_world`` comes next."""
         self._num_boundaries, self._num_backwards, self.step = told.boundaries, told.backwards, told.step
         self._stopping, self._leaving = told.stopping, told.leaving
-        self._applied, self._save, self._copy = None, False, False
+        self._applied, self._save, self._copy = None, told.save, told.copy
 
     @property
     def place_to_join(self) -> JoinedAgreement:
@@ -407,6 +411,8 @@ class Agreement:
             step=self.step,
             stopping=self._stopping,
             leaving=self._leaving,
+            save=self._save,
+            copy=self._copy,
         )
 
     def start(self) -> Applied | None:

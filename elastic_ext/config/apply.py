@@ -338,6 +338,8 @@ class ConfigRounds:
             "base": self.base.to_dict(),
             "base_revision": self.base.revision,
             "scheduled": scheduled,
+            "settled": sorted(self._settled),
+            "warned_conflict": self._warned_conflict,
         }
 
     def join(self, told: Mapping[str, Any], *, leaves_out: Collection[str]) -> ElasticConfig:
@@ -350,7 +352,8 @@ class ConfigRounds:
         self._appliers.apply_here(self.config, config, leaves_out=leaves_out)
         self.config, self._announced = config, None
         self.scheduled = None if told["scheduled"] is None else ElasticConfig.from_dict(told["scheduled"])
-        self._settled.clear()
+        self._settled = {(version, digest) for version, digest in told["settled"]}
+        self._warned_conflict = told["warned_conflict"]
         self._proposals.clear()
         return config
 

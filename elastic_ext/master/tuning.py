@@ -421,7 +421,7 @@ class Tuning:
                 self._tell(now, "tuning-facts-refused", words)
             return
         self._facts, self._refused_facts = facts, ""
-        self._rounds.expect(facts.restart, facts.world_size)
+        self._rounds.expect(facts.restart, facts.world_size, facts.members)
         self._ask(now, lambda tuner: tuner.take_facts(now, facts), kind="facts")
 
     def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:

@@ -352,7 +352,7 @@ def _metrics_beside(profile: Path) -> RankMetrics | None:
 
 _MOST_PERIODS = 24
 _MOST_WINDOWS = 64  # of a rank under one config, the last
-_Config = tuple[int, int, int, int]
+_Config = tuple[int, int, int, int, int]
 View = Callable[[int, list[StepWindow]], RankView]
 
 
@@ -384,7 +384,7 @@ class Judging:
 
 
 def _config_of(window: StepWindow) -> _Config:
-    return window.restart, window.world_size, window.config_version, window.config_revision
+    return window.restart, window.members, window.world_size, window.config_version, window.config_revision
 
 
 # --- a RunRecord from the files of a run: one rank after another, so that the windows of few are held ----------------

@@ -209,6 +209,7 @@ class Session:
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
+        self._training.members.follow_rewind()
         self.follower.write_metrics()
         return loaded.path
 

@@ -253,6 +253,7 @@ class Steps:
             return
         state = self._state
         if state.phase is StepPhase.UNDONE:
+            self._gradients.drop()  # of passes that were made since it was taken back
             state.move(StepEvent.LEAVE_UNDONE)
             return
         if self.torn is not None:  # and the loop has gone on after it was told so
