@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import random
 import shutil
 import signal
@@ -75,9 +76,18 @@ _NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and
     "pytest",
     "hypothesis",
     "elastic_ext.agent.launcher",  # by agents, which are scripts here
-    "elastic_ext.data.loader",
-    "elastic_ext.fsdp",
     "elastic_ext.training.trainer",
+)
+_NURSERY_PACKAGES = (  # most of whose modules a trainer imports where it needs them, for a fifth of a second
+    "elastic_ext.config",
+    "elastic_ext.data",
+    "elastic_ext.fsdp",
+    "elastic_ext.members",
+    "elastic_ext.profile",
+    "elastic_ext.ranks",
+    "elastic_ext.records",
+    "elastic_ext.torch_private",
+    "elastic_ext.training",
 )
 
 
@@ -127,6 +137,10 @@ def nursery_main(descriptor: int, folder: str) -> None:
     """Forks and reaps workers until the tests close the socket; the nursery's program calls it."""
     for name in _NURSERY_IMPORTS:
         importlib.import_module(name)
+    for name in _NURSERY_PACKAGES:
+        package = importlib.import_module(name)
+        for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(found.name)
     torch.set_num_threads(1)
     inspect.stack()  # finds out, once for all, which file is which module's
     gc.collect()
