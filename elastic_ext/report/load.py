@@ -379,7 +379,7 @@ class Judging:
             judged = verdict(views, is_partial=True)
             if judged.kind != "unknown":
                 begin, end = min(each.window.begin for each in views), max(each.window.end for each in views)
-                found.append(Remark(begin=begin, end=end, kind=judged.kind, text=judged.text))
+                found.append(Remark(begin=begin, end=end, kind=judged.kind, text=judged.text_over_steps))
         return sorted(found)[-_MOST_PERIODS:]
 
 

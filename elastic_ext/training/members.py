@@ -58,6 +58,7 @@ from elastic_ext.torch_private.groups import groups_made
 from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
+from .checks import SamplersOfBefore
 
 if TYPE_CHECKING:
     from .training import Training
@@ -159,6 +160,7 @@ class TrainingMembers:
         self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
         self._pending: _Pending | None = None
         self._on_world = on_world
+        self._samplers = SamplersOfBefore()
 
     # ---- from the start to the end ----
 
@@ -381,7 +383,7 @@ class TrainingMembers:
         pending, self._pending = self._pending, None
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
-        began = time.perf_counter()
+        began, before = time.perf_counter(), ranks.world
         old_seats, change = self._seats, None
         error: Exception | None = None
         if training.saving is not None:
@@ -424,6 +426,7 @@ class TrainingMembers:
             "all": pending.seconds + time.perf_counter() - began,
         }
         self._tell_changed(pending.plan, old_seats, seconds, cost)
+        self._tell_of_samplers(before)
         return True
 
     def _stay(self, pending: _Pending, why: str) -> None:
@@ -551,6 +554,16 @@ class TrainingMembers:
             error = caught
         follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
 
+    def _tell_of_samplers(self, before: World, *, has_joined: bool = False) -> None:
+        """Warn of samplers of the script that are of the world ``before``: on who joins, and on one rank a machine."""
+        training, world = self._training, self._follower.ranks.world
+        if not (has_joined or world.is_first_here):
+            return
+        own = getattr(training.batches.loader, "sampler", None)
+        since = f"since membership {self.version} at step {self._follower.step}"
+        for text in self._samplers.look(before, world, own=own, since=since):
+            training.state.remarks.say(text, text, on_any_rank=True)
+
     # ---- a joiner ----
 
     def arrive(self) -> None:
@@ -559,8 +572,8 @@ class TrainingMembers:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
             pending, parallel = self._called()
-        began = time.perf_counter()
         training = self._training
+        began, before = time.perf_counter(), training.ranks.world
         change = self._prepared(pending.worlds, pending.holder, parallel)
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
@@ -569,6 +582,7 @@ class TrainingMembers:
         self._settle(pending, told={})
         seconds = {"forming": cost.forming_seconds, "all": time.perf_counter() - began}
         self._tell_changed(pending.plan, [], seconds, cost)
+        self._tell_of_samplers(before, has_joined=True)
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
 
