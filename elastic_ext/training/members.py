@@ -138,8 +138,9 @@ class TrainingMembers:
         self.form_seconds = FORM_SECONDS
         """How long ranks wait for each other where they form groups."""
         self._why_restart = ""
-        self._ready = self._refused = 0
+        self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
+        self._refused_seats: list[int] = []
         self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
         self._wanted_since = 0.0
         self._pending: _Pending | None = None
@@ -222,16 +223,16 @@ class TrainingMembers:
     def _agree(self, plan: MembershipPlan, groups: Generation, began: float) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
-        why = self._call(plan, groups) if ranks.rank == 0 else ""
+        why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
         keeps_own = plan.world_size == ranks.world_size
         drawn = self._training.saved_state.drawn() if keeps_own or ranks.rank == 0 else None
         doing = "calling the workers that join"
-        rows = [json.loads(row) for row in ranks.gather(json.dumps([why, drawn]).encode(), doing)]
-        why = rows[0][0]
+        rows = [json.loads(row) for row in ranks.gather(json.dumps([why, absent, drawn]).encode(), doing)]
+        why, absent, _ = rows[0]
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
-            self._refuse(plan.version, why)
+            self._refuse(plan.version, why, seats=absent)
             return
         worlds = self._worlds(plan)
         self._pending = pending = _Pending(
@@ -239,12 +240,14 @@ class TrainingMembers:
             groups=groups,
             worlds=worlds,
             holder=ranks.rank,
-            drawn=[of_rank for _, of_rank in rows] if keeps_own else [drawn for _, drawn in rows[:1]],
+            drawn=[each[-1] for each in rows] if keeps_own else [rows[0][-1]],
             seconds=time.perf_counter() - began,
         )
         if pending.new_rank is not None:
             self._training.session.cut_batches(num_ranks=plan.world_size, rank=pending.new_rank)
         self._training.steps.change_first(self._apply_in_step)
+        self._agreed = plan.version
+        self._write()
 
     def _try_out(self, plan: MembershipPlan) -> None:
         """Raise where this rank cannot go to the world of a plan, or where no rank can."""
@@ -277,9 +280,12 @@ class TrainingMembers:
         new = None if member is None else member.rank
         return Generation(ranks, plan, old=ranks.rank, new=new, form_seconds=self.form_seconds)
 
-    def _refuse(self, version: int, why: str) -> None:
-        """Note that all ranks have refused a plan; training goes on as before."""
-        self._refused, self._why_refused = version, why
+    def _refuse(self, version: int, why: str, *, seats: Sequence[int] = ()) -> None:
+        """Note that all ranks have refused a plan; training goes on as before.
+
+        ``seats`` are of the workers that were to join, where it is refused for the sake of those.
+        """
+        self._refused, self._why_refused, self._refused_seats = version, why, [*seats]
         self._write()
         text = f"membership {version} was refused, the members stay as they are: {why}"
         if self._follower.ranks.rank == 0:
@@ -289,9 +295,8 @@ class TrainingMembers:
 
     # ---- the first old rank, and the joiners ----
 
-    def _call(self, plan: MembershipPlan, groups: Generation) -> str:
-        """Call the joiners of a plan; gives why one of them cannot come, empty where all can."""
-        joiners = [member for member in plan.members if member.seat not in self._seats]
+    def _call(self, plan: MembershipPlan, groups: Generation) -> tuple[str, list[int]]:
+        """Call the joiners of a plan; gives why some of them cannot come, and their seats; nothing where all can."""
         spread = self._training.spread
         assert spread.plan is not None
         call = {
@@ -301,7 +306,7 @@ class TrainingMembers:
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
         }
-        return _why_not_coming(groups.quick_board, call, joiners, self.answer_seconds)
+        return _why_not_coming(groups.quick_board, call, self._joiners(plan), self.answer_seconds)
 
     def _send_away(self, groups: Generation, why: str) -> None:
         """Tell joiners why the ranks do without them."""
@@ -363,7 +368,8 @@ class TrainingMembers:
             training.session.take_up_model()
             training.session.take_world(ranks.world)
             training.steps.weigh_anew()
-            self._stay(pending, f"{type(failure).__name__}: {failure}")
+            why = f"{type(failure).__name__}: {failure}"  # the ranks of before have met since
+            self._stay(pending, why, seats=[member.seat for member in self._joiners(pending.plan)])
             return False
         if pending.new_rank is None:
             self._leave(pending)
@@ -378,12 +384,12 @@ class TrainingMembers:
         self._tell_changed(pending.plan, old_seats, seconds, cost)
         return True
 
-    def _stay(self, pending: _Pending, why: str) -> None:
-        """Go on as before, since a change failed before anything had moved."""
+    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
+        """Go on as before, since a change failed before anything had moved; ``seats`` as ``_refuse`` has them."""
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says()
-        self._refuse(pending.plan.version, why)
+        self._refuse(pending.plan.version, why, seats=seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
@@ -593,6 +599,9 @@ class TrainingMembers:
         """The seats of the present world, in the order of ranks."""
         return [name.seat for name in self._follower.ranks.names]
 
+    def _joiners(self, plan: MembershipPlan) -> list[Member]:
+        return [member for member in plan.members if member.seat not in self._seats]
+
     def _worlds(self, plan: MembershipPlan) -> Worlds:
         new = [member.seat for member in plan.members]
         return Worlds.between(self._seats, new, num_local=(self._training.spread.num_local, plan.nodes[0].num_workers))
@@ -615,8 +624,10 @@ class TrainingMembers:
                 why_restart=self._why_restart,
                 version=self.version,
                 ready=self._ready,
+                agreed=self._agreed,
                 refused=self._refused,
                 why_refused=self._why_refused,
+                refused_seats=tuple(self._refused_seats),
             )
         )
 
@@ -687,18 +698,22 @@ def facts_of(training: Training) -> dict[str, Any]:
     return facts
 
 
-def _why_not_coming(board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float) -> str:
-    """Call the workers that join, and wait for their answers; gives why one cannot come, empty where all can."""
+def _why_not_coming(
+    board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float
+) -> tuple[str, list[int]]:
+    """Call the workers that join, and wait for their answers; gives why some cannot come, and their seats."""
     try:
         board.post(CALL, call)
         deadline = time.monotonic() + seconds
         for member in joiners:
             if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
-                return f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+                why = f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+                return why, [member.seat]
         answers = {member.seat: str(board.read(here(member.seat))["why"]) for member in joiners}
     except BoardGone as error:
-        return str(error)
-    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
+        return str(error), []
+    reasons = {seat: why for seat, why in answers.items() if why}
+    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), [*reasons]
 
 
 def _length_of(loader: Any) -> int | None:

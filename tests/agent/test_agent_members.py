@@ -43,13 +43,15 @@ class Job:
         self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
 
     def node(self, number: int, *options: str, num_workers: int = 1, script: Sequence[str] = JOB) -> Node:
+        last_call = 2 if number == 0 else 60  # which all await as one starts; who comes then waits for those that are
         launch = [
             "--nnodes=1:4",
             f"--nproc-per-node={num_workers}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self._port}",
             "--rdzv-id=job",
-            "--rdzv-conf=is_host=0,last_call_timeout=2,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=30",
+            f"--rdzv-conf=is_host=0,last_call_timeout={last_call},join_timeout=240,"
+            "keep_alive_interval=1,keep_alive_max_attempt=30",
             "--local-addr=127.0.0.1",
             "--shutdown-timeout=20",
             "--members=auto",
@@ -244,21 +246,66 @@ def test_where_the_ranks_refuse_a_plan_all_workers_are_started_anew_and_it_is_sa
 
 
 @pytest.mark.slow
-def test_where_members_change_live_alone_who_joins_is_sent_away_that_the_ranks_refuse(job: Job) -> None:
-    job.say("refuse", "rank 0 has a loader that cannot replay")
-    with job.started("--members=live") as first:
+@pytest.mark.parametrize(("choice", "refuses"), [("auto", "unlike"), ("live", "unlike"), ("live", "refuse")])
+def test_who_joins_and_is_refused_is_sent_away_and_training_goes_on(job: Job, choice: str, refuses: str) -> None:
+    job.say(refuses, "rank 0 does not like it")
+    with job.started(f"--members={choice}") as first:
         before = job.wait_for(1, version=1)
-        with nodes(job.node(1)) as (second,):
+        with nodes(job.node(1, f"--members={choice}")) as (second,):
             assert second.end() == 1
-            assert "has not joined the others: rank 0 has a loader that cannot replay" in second.text, second.text
+            assert re.search("has not joined the others: .*rank 0 does not like it", second.text), second.text
         until(lambda: plan_of(first).version == 3 or None, what="the plan that takes the refused one back")
         assert plan_of(first).world_size == 1 and plan_of(first).mode == "live"
-        (job.folder / "refuse").unlink()
+        (job.folder / refuses).unlink()
         with nodes(job.node(2)) as (third,):
             after = job.wait_for(2, version=4)
             assert before.keys() < after.keys()
             end(job, first, third)
         assert first.kinds().count("workers-started") == 1
+
+
+@pytest.mark.slow
+def test_who_joins_and_dies_once_others_have_been_told_is_refused_and_training_goes_on(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        job.say("deaf")
+        with nodes(job.node(1)) as (second,):
+            until(lambda: told(first, "membership")[-1]["details"]["plan"] == 2 or None, what="the plan")
+            (worker,) = second.workers().values()
+            os.kill(worker.pid, signal.SIGKILL)
+            assert second.end() == 1
+            job.say("unlike", "the worker in seat 1 has not answered")
+            (job.folder / "deaf").unlink()
+        wait_for_kind(first, "members-refused")
+        until(lambda: plan_of(first).version == 3 or None, what="the plan that takes the refused one back")
+        assert job.wait_for(1, version=1) == before
+        end(job, first)
+        assert first.kinds().count("workers-started") == 1
+
+
+@pytest.mark.slow
+def test_who_leaves_does_not_wait_for_who_warms_up_and_that_one_goes_on_warming_up(job: Job) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        wait_for_kind(second, "membership-in-force")
+        job.say("hold")
+        with nodes(job.node(2)) as (third,):
+            wait_for_kind(third, "workers-started")
+            workers = third.workers()
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            assert "the workers of this node have left those of others" in second.text
+            (stays,) = job.wait_for(1, version=4, of=first).keys() & before.keys()
+            (job.folder / "hold").unlink()
+            after = job.wait_for(2, version=5)
+            assert after.keys() == {stays, workers[0].pid} and after[stays] == (5, 0, 2, 0)
+            wait_for_kind(first, "membership-in-force", times=3)
+            planned = wait_for_kind(first, "members-planned", times=3)
+            assert re.search("membership 4 is planned, .* leaves; then membership 5: .* joins", planned["text"])
+            end(job, first, third)
+        for node in (first, third):
+            assert node.kinds().count("workers-started") == 1 and "worker-failed" not in node.kinds()
+    job.check_steps()
 
 
 @pytest.mark.slow
@@ -363,23 +410,38 @@ def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_node_leaves_as_another_joins_by_one_plan(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    with job.started() as first, nodes(job.node(1)) as (second,):
-        before = job.wait_for(2, version=2)
-        wait_for_kind(second, "membership-in-force")
-        command = ["members", "drain", second.record().node_id, "--after-join", "--run-dir", str(first.run_dir)]
-        assert main(command) == 0
-        assert "is told to leave as another node joins" in capsys.readouterr().out
-        wait_for_kind(second, "leaving")
-        assert second.process.poll() is None and job.wait_for(2, version=2) == before
-        with nodes(job.node(2)) as (third,):
-            assert second.end() == 0, second.text
-            after = job.wait_for(2, version=3)
-            (stays,) = before.keys() & after.keys()
-            assert after[stays] == (3, 0, 2, 0) and sorted(row[3] for row in after.values()) == [0, 2]
-            end(job, first, third)
-        assert first.kinds().count("workers-started") == 1
+def test_a_node_leaves_once_another_has_joined_also_the_only_one(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        drain = ["members", "drain", first.record().node_id, "--run-dir", str(first.run_dir)]
+        assert main(drain) == 2
+        assert "with --after-join the node leaves once another has joined" in capsys.readouterr().err
+        assert main([*drain, "--after-join"]) == 0
+        assert "is told to leave once another node has joined" in capsys.readouterr().out
+        wait_for_kind(first, "leaving")
+        with nodes(job.node(1)) as (second,):
+            assert first.end() == 0, first.text
+            after = job.wait_for(1, version=3)
+            assert not before.keys() & after.keys() and [*after.values()] == [(3, 0, 1, 1)]
+            rows = [row[:3] for row in job.seen()[next(iter(before))]]
+            assert rows == [(1, 0, 1), (2, 0, 2)], "it goes on until the other is in"
+            end(job, second)
     job.check_steps()
+
+
+@pytest.mark.slow
+def test_a_node_leaves_as_another_joins_where_all_workers_are_started_anew(job: Job) -> None:
+    how = "--members=restart"
+    with job.started(how) as first, nodes(job.node(1, how)) as (second,):
+        job.wait_for(2, version=2)
+        name = second.record().node_id
+        assert main(["members", "drain", name, "--after-join", "--run-dir", str(first.run_dir)]) == 0
+        wait_for_kind(second, "leaving")
+        with nodes(job.node(2, how)) as (third,):
+            assert second.end() == 0, second.text
+            job.wait_for(2, version=3)
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 3, "once for it and the one that comes"
 
 
 @pytest.mark.parametrize(
@@ -401,7 +463,18 @@ def test_a_node_that_cannot_leave_is_refused_in_words(drain: Drain, min_nodes: i
         drained_node(plan, drain, min_nodes=min_nodes)
     assert drained_node(plan, Drain(node="two", after_join=True), min_nodes=3) == "c"
     with pytest.raises(ValueError, match="node a is the only one of the job"):
-        drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a", after_join=True), min_nodes=1)
+        drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a"), min_nodes=1)
+    assert drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a", after_join=True), min_nodes=1) == "a"
+
+
+def test_a_node_that_leaves_once_another_has_joined_stays_until_there_is_one_that_was_not_known() -> None:
+    shares = [
+        NodeShare(node_id=name, host="one", first_rank=rank, num_workers=1) for rank, name in enumerate(("a", "b"))
+    ]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+    assert Drain(node="a").is_due(plan)
+    assert not Drain(node="a", after_join=True, known=("a", "b", "c")).is_due(plan)
+    assert Drain(node="a", after_join=True, known=("a", "c")).is_due(plan)
 
 
 # ---- a training ----
