@@ -203,10 +203,9 @@ class ElasticAgent(LocalElasticAgent):
                 self._end_workers(worker_group)
             self._meeting.forget_earlier()
             self._begin_round(board, settled)
-            left = [each for each in earlier if each.who_told("leaving")]
-            if left:
+            if decision.left:  # a node that leaves may have the store of this round, and waits until all have begun it
                 board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
-            for each in left:
+            for each in earlier:
                 each.post_quietly("begun", True)
         else:
             self._join(worker_group, board, settled)

@@ -13,19 +13,22 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.arguments import without_outer
-from elastic_ext.agent.members import Drain, drained_node
+from elastic_ext.agent.members import Drain, Drains, LiveChange, drained_node
 from elastic_ext.cli import main
+from elastic_ext.members.decision import ChangeRow
 from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import is_alive
 from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, WorkersRecord
+from elastic_ext.records.member import MemberRecord, member_file
 from tests.support.elastic_job import GLOBAL_BATCH, NUM_SAMPLES
 from tests.support.nodes import FORKING_RUN, Node, nodes, until
 from tests.support.ports import free_port
@@ -379,6 +382,51 @@ def test_a_job_that_ends_while_a_node_warms_up_ends_there_too(job: Job) -> None:
         assert "have ended well before this node was in" in second.text
 
 
+# ---- what an agent makes of its workers' records ----
+
+
+def change_of(folder: Path, record: MemberRecord) -> LiveChange:
+    """A change to a plan by which node b, which is ready, joins node a, whose worker says ``record``."""
+    shares = [
+        NodeShare(node_id=name, host="one", first_rank=rank, num_workers=1) for rank, name in enumerate(("a", "b"))
+    ]
+    plan = MembershipPlan(version=4, nodes=tuple(shares), reason="b joins", time=1.0, mode="live")
+    board = RoundBoard(HashStore(), place=0, num_nodes=2)
+    board.post("change/1", asdict(ChangeRow(node_id="b", version=4, state="ready")))
+    member_file(folder, 0).write_text(record.to_json())
+    change = LiveChange(
+        plan,
+        joined=["b"],
+        node_id="a",
+        board=board,
+        run_dir=folder,
+        limit_seconds=0.0,
+        on_ready=lambda: None,
+    )
+    change.look()
+    return change
+
+
+RECORD = MemberRecord(seat=0, pid=1, time=1.0, why_restart="", version=3)
+
+
+def test_a_plan_that_workers_have_agreed_on_is_not_late_however_long_they_evaluate(tmp_path: Path) -> None:
+    end = change_of(tmp_path, RECORD).look()
+    assert end is not None and end.kind == "late" and "no boundary between two steps has come" in end.why
+    assert change_of(tmp_path, replace(RECORD, agreed=4)).look() is None
+    end = change_of(tmp_path, replace(RECORD, agreed=4, version=4)).look()
+    assert end is not None and "other nodes do not say that they have" in end.why
+
+
+@pytest.mark.parametrize(("seats", "nodes"), [((), ()), ((1,), ("b",))])
+def test_a_refusal_names_the_nodes_for_the_sake_of_whose_workers_it_is(
+    tmp_path: Path, seats: tuple[int, ...], nodes: tuple[str, ...]
+) -> None:
+    record = replace(RECORD, agreed=4, refused=4, why_refused="it is another model", refused_seats=seats)
+    end = change_of(tmp_path, record).end
+    assert end is not None and (end.kind, end.why, end.refused) == ("refused", "it is another model", nodes)
+
+
 # ---- requests over the control socket ----
 
 
@@ -475,6 +523,20 @@ def test_a_node_that_leaves_once_another_has_joined_stays_until_there_is_one_tha
     assert Drain(node="a").is_due(plan)
     assert not Drain(node="a", after_join=True, known=("a", "b", "c")).is_due(plan)
     assert Drain(node="a", after_join=True, known=("a", "c")).is_due(plan)
+
+
+def test_a_request_that_a_node_leaves_is_told_in_each_round_until_it_has_left() -> None:
+    shares = [
+        NodeShare(node_id=name, host="one", first_rank=rank, num_workers=1) for rank, name in enumerate(("a", "b"))
+    ]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+    drains, rounds = Drains(), [RoundBoard(HashStore(), place=0, num_nodes=2) for _ in range(3)]
+    drains.add(Drain(node="b"))
+    for board in rounds[:2]:
+        drains.tell(board, plan)
+        assert drains.of("b", board) == Drain(node="b") and drains.of("a", board) is None
+    drains.tell(rounds[2], replace(plan, nodes=tuple(shares[:1])))
+    assert drains.of("b", rounds[2]) is None
 
 
 # ---- a training ----
