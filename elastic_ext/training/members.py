@@ -153,8 +153,9 @@ class TrainingMembers:
         self.form_seconds = FORM_SECONDS
         """How long ranks wait for each other where they form groups."""
         self._why_restart = ""
-        self._ready = self._refused = 0
+        self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
+        self._refused_seats: list[int] = []
         self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
         self._wanted_since = 0.0
         self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
@@ -243,12 +244,12 @@ class TrainingMembers:
     def _agree(self, plan: MembershipPlan, groups: Generation, began: float) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
-        why = self._call(plan, groups) if ranks.rank == 0 else ""
-        why = ranks.broadcast(why.encode(), 0, _CALLING).decode()
+        why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
+        why, absent = json.loads(ranks.broadcast(json.dumps([why, absent]).encode(), 0, _CALLING))
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
-            self._refuse(plan.version, why)
+            self._refuse(plan.version, why, seats=absent)
             return
         worlds = self._worlds(plan)
         self._pending = pending = _Pending(
@@ -262,6 +263,8 @@ class TrainingMembers:
         if pending.new_rank is not None:
             self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
         self._training.steps.change_first(self._apply_in_step)
+        self._agreed = plan.version
+        self._write()
 
     def _drawn(self, plan: MembershipPlan) -> Sequence[Mapping[str, Any]]:
         """The states of random generators from which the ranks of ``plan`` go on; with all old ranks."""
@@ -324,9 +327,12 @@ class TrainingMembers:
         self._considered = plan, groups
         return groups
 
-    def _refuse(self, version: int, why: str) -> None:
-        """Note that all ranks have refused a plan; training goes on as before."""
-        self._refused, self._why_refused = version, why
+    def _refuse(self, version: int, why: str, *, seats: Sequence[int] = ()) -> None:
+        """Note that all ranks have refused a plan; training goes on as before.
+
+        ``seats`` are of the workers that were to join, where it is refused for the sake of those.
+        """
+        self._refused, self._why_refused, self._refused_seats = version, why, [*seats]
         self._write()
         text = f"membership {version} was refused, the members stay as they are: {why}"
         if self._follower.ranks.rank == 0:
@@ -336,9 +342,8 @@ class TrainingMembers:
 
     # ---- the first old rank, and the joiners ----
 
-    def _call(self, plan: MembershipPlan, groups: Generation) -> str:
-        """Call the joiners of a plan; gives why one of them cannot come, empty where all can."""
-        joiners = [member for member in plan.members if member.seat not in self._seats]
+    def _call(self, plan: MembershipPlan, groups: Generation) -> tuple[str, list[int]]:
+        """Call the joiners of a plan; gives why some of them cannot come, and their seats; nothing where all can."""
         spread = self._training.spread
         assert spread.plan is not None
         call = {
@@ -348,7 +353,7 @@ class TrainingMembers:
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
         }
-        return _why_not_coming(groups.quick_board, call, joiners, self.answer_seconds)
+        return _why_not_coming(groups.quick_board, call, self._joiners(plan), self.answer_seconds)
 
     def _send_away(self, groups: Generation, why: str) -> None:
         """Tell joiners why the ranks do without them."""
@@ -413,7 +418,8 @@ class TrainingMembers:
             training.session.take_up_model()
             training.session.take_world(ranks.world)
             training.steps.weigh_anew()
-            self._stay(pending, f"{type(failure).__name__}: {failure}")
+            why = f"{type(failure).__name__}: {failure}"  # the ranks of before have met since
+            self._stay(pending, why, seats=[member.seat for member in self._joiners(pending.plan)])
             return False
         if pending.new_rank is None:
             self._leave(pending)
@@ -429,12 +435,12 @@ class TrainingMembers:
         self._tell_of_samplers(before)
         return True
 
-    def _stay(self, pending: _Pending, why: str) -> None:
-        """Go on as before, since a change failed before anything had moved."""
+    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
+        """Go on as before, since a change failed before anything had moved; ``seats`` as ``_refuse`` has them."""
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says(self._follower.config)
-        self._refuse(pending.plan.version, why)
+        self._refuse(pending.plan.version, why, seats=seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
@@ -660,6 +666,9 @@ class TrainingMembers:
         """The seats of the present world, in the order of ranks."""
         return [name.seat for name in self._follower.ranks.names]
 
+    def _joiners(self, plan: MembershipPlan) -> list[Member]:
+        return [member for member in plan.members if member.seat not in self._seats]
+
     def _worlds(self, plan: MembershipPlan) -> Worlds:
         new = [member.seat for member in plan.members]
         return Worlds.between(self._seats, new, num_local=(self._training.spread.num_local, plan.nodes[0].num_workers))
@@ -682,8 +691,10 @@ class TrainingMembers:
                 why_restart=self._why_restart,
                 version=self.version,
                 ready=self._ready,
+                agreed=self._agreed,
                 refused=self._refused,
                 why_refused=self._why_refused,
+                refused_seats=tuple(self._refused_seats),
             )
         )
 
@@ -764,18 +775,22 @@ def facts_of(training: Training) -> dict[str, Any]:
     return facts
 
 
-def _why_not_coming(board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float) -> str:
-    """Call the workers that join, and wait for their answers; gives why one cannot come, empty where all can."""
+def _why_not_coming(
+    board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float
+) -> tuple[str, list[int]]:
+    """Call the workers that join, and wait for their answers; gives why some cannot come, and their seats."""
     try:
         board.post(CALL, call)
         deadline = time.monotonic() + seconds
         for member in joiners:
             if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
-                return f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+                why = f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+                return why, [member.seat]
         answers = {member.seat: str(board.read(here(member.seat))["why"]) for member in joiners}
     except BoardGone as error:
-        return str(error)
-    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
+        return str(error), []
+    reasons = {seat: why for seat, why in answers.items() if why}
+    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), [*reasons]
 
 
 def _length_of(loader: Any) -> int | None:

@@ -515,6 +515,7 @@ def test_a_joiner_that_dies_before_it_is_called_is_refused_and_training_goes_on(
         record = record_of(job, seat)
         assert record is not None and (record.version, record.refused) == (1, 2)
         assert "the worker in seat 2 on here has not answered in 0.5 s" in record.why_refused
+        assert record.refused_seats == (2,) and record.agreed == 0
         assert [each.details["version"] for each in events_of(job, seat, "members-refused")] == [2]
     check_samples(ranks, job, [zero.value, one.value])
 
@@ -552,6 +553,7 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
     assert zero.value.state == one.value.state and not zero.value.changes
     record = record_of(job, 0)
     assert record is not None and (record.version, record.refused) == (1, 2) and record.why_refused
+    assert record.refused_seats == (2,) and record.agreed == 2
     never = replace(job, folder=tmp_path / "never", joins={}, holds={}, waits_for={})
     with Agents(never, [first]):
         same, _ = ranks.run(2, live, never, process_group=False)
@@ -711,6 +713,7 @@ def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankP
     record = record_of(job, 0)
     assert record is not None
     assert record.why_refused.startswith("the worker in seat 2: the parameter blocks.1.gain is null here and")
+    assert record.refused_seats == (2,)
 
 
 @pytest.mark.parametrize(("seat", "where"), [(2, "on_change"), (2, "on_members"), (1, "on_members")])
@@ -779,6 +782,7 @@ def test_a_plan_of_more_ranks_than_a_step_has_samples_is_refused(ranks: RankPool
     assert zero.ok and one.ok and not zero.value.changes and two.error is not None
     record = record_of(job, 1)
     assert record is not None and "a global batch of 2 samples leaves some of 3 ranks without any" in record.why_refused
+    assert record.refused_seats == (), "no worker that joins can help it"
 
 
 def test_a_loop_that_takes_batches_ahead_keeps_its_members(ranks: RankPool, tmp_path: Path, port: int) -> None:
